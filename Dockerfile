@@ -4,11 +4,14 @@
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=gpu
+# Folder with wheels, for DEVICE=cpu where PyTorch's own index can't be reached: PyPI has no CPU build of torch.
+ARG PIP_FIND_LINKS
 WORKDIR /opt/rayapp
 COPY runtime_env runtime_env
 COPY pyproject.toml README.md LICENSE ./
-RUN python -m venv .venv \
-    && .venv/bin/pip install --no-cache-dir --no-deps -r "runtime_env/requirements-${DEVICE}.lock"
+RUN python runtime_env/install.py --device "${DEVICE}" --bytecode now --lock-only \
+    && .venv/bin/pip uninstall --yes --quiet uv \
+    && rm -rf /root/.cache
 COPY rayapp rayapp
 COPY actors actors
 COPY configs configs

@@ -1,8 +1,8 @@
 """Typed handles of the Ray actors, through which the driver and the workers call them with deadlines.
 
-A handle is plain data and is sent to other actors as its name. Each method has the call's name, deadline and types; the
-work is in the class of the same name without `Handle`. Errors name the actor and the call; only this module uses Ray's
-exception types.
+A handle is plain data. Sent to another actor, it travels as a name, by which the receiver finds the actor. Each method
+declares the name, deadline and types of a call. The actor's class, named like the handle without `Handle`, does the
+work. Errors name the actor and the call; only this module uses Ray's exception types.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -49,6 +49,7 @@ from rayapp.core.types import (
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.rollout.order import GroupRequest
+from rayapp.runs.profiles import Profile
 from rayapp.sandbox.leases import Fate, Lease
 
 T = TypeVar("T")
@@ -128,7 +129,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _first_lines(error: BaseException, num_lines: int = 3) -> str:
-    """Return the first lines of one of Ray's long messages, which have the cause."""
+    """Return the first lines of a long error message of Ray, which state the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:num_lines])
 
@@ -147,8 +148,8 @@ class Restartable:
 ObjectRef = Any  # ray.ObjectRef[T] would require the objects' types
 Facts = dict[str, Any]
 GROUP_MARGIN_S = 180.0
-"""Seconds to wait after a group's deadline, which its worker enforces. A hanging worker is replaced before they are
-over.
+"""Seconds that the driver waits after a group's deadline. The worker enforces the deadline; a worker that hangs is
+replaced before these seconds are over.
 """
 GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
 """Arguments of `VllmServer.generate`: id, prompt, sampling, oldest policy version allowed, size of the cohort."""
@@ -156,14 +157,14 @@ GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A named actor."""
+    """Base of the handles: an actor, its name, and calls with a deadline."""
 
     actor: Any
     name: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Send the name, which is looked up again each time: a reference in a constructor's arguments would have to
-        # outlive every restart of the actor (Ray warns of that at each start).
+        # Send the actor's name and look the actor up on arrival. Ray would keep a reference that is an argument of a
+        # constructor for all restarts of the constructed actor, and warn of it at each start.
         others = tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("actor", "name"))
         return _found, (type(self), self.name, others)
 
@@ -171,7 +172,7 @@ class Handle:
         """Call the actor's method and return its result.
 
         Args:
-            label: see `labelled`; None: the call has Ray's default name.
+            label: text that the dashboard shows with the call; None: Ray's default name.
         """
         bound = getattr(self.actor, method) if label is None else self.labelled(method, label)
         return await self.answered(method, bound.remote(*args), timeout_s)
@@ -184,11 +185,13 @@ class Handle:
         return getattr(self.actor, method).options(name=f"{self.name}.{method} {label}".rstrip(), **options)
 
     async def incarnation(self, timeout_s: float) -> str:
-        """Return an id of this start of the process. Not for learners: they answer only between steps."""
+        """Return an id that differs after every restart of the process. Don't call it on learners: they answer only
+        between steps.
+        """
         return await self.call("incarnation", timeout_s=timeout_s)
 
     async def ping(self, timeout_s: float) -> str:
-        """Return the `incarnation` if a server or worker makes progress with its work."""
+        """Return the `incarnation` if the process, a server or a rollout worker, makes progress with its work."""
         return await self.call("ping", timeout_s=timeout_s)
 
 
@@ -198,7 +201,7 @@ def _found(kind: type[Handle], name: str, others: tuple[Any, ...]) -> Handle:
 
 @dataclass(frozen=True, slots=True)
 class VllmServerHandle(Handle):
-    """See `actors.vllm_server.VllmServer`."""
+    """Handle of `actors.vllm_server.VllmServer`."""
 
     request_timeout_s: float
     sync_timeout_s: float
@@ -209,11 +212,11 @@ class VllmServerHandle(Handle):
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
-        """Yield completions of requests that start together, with their position, as they end, and before that the new
-        tokens of requests that are streamed.
+        """Yield the completions of requests that start together, as soon as each ends, with the request's position in
+        `requests`. For streamed requests, yield new tokens before that.
 
         Raises:
-            EngineDeadError: the server is gone, and so are the completions that were not yielded yet.
+            EngineDeadError: the server is gone, and with it the completions that were not yielded yet.
         """
         name = f"{self.name}.generate {requests[0][0]}"
         method = self.actor.generate_many.options(num_returns="streaming", name=name)
@@ -231,11 +234,19 @@ class VllmServerHandle(Handle):
         return await self.call("load_weights", version, refs, timeout_s=self.sync_timeout_s, label=f"step={version}")
 
     async def go_on(self, timeout_s: float) -> int:
-        """Serve with the weights of a complete update. Returns the policy version that it holds; -1 for none."""
+        """Let the server sample with the weights of a complete update. Returns the policy version that the server
+        holds; -1 for none.
+        """
         return await self.call("go_on", timeout_s=timeout_s)
 
     async def sleep(self) -> bool:
         return await self.call("sleep", timeout_s=self.sync_timeout_s)
+
+    async def begin_profile(self) -> None:
+        await self.call("begin_profile", timeout_s=self.sync_timeout_s)
+
+    async def end_profile(self) -> Profile:
+        return await self.call("end_profile", timeout_s=self.sync_timeout_s)
 
     async def close(self, timeout_s: float = 20.0) -> None:
         await self.call("close", timeout_s=timeout_s)
@@ -243,7 +254,7 @@ class VllmServerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class ModelServerHandle(Handle):
-    """See `actors.model_server.ModelServer`."""
+    """Handle of `actors.model_server.ModelServer`."""
 
     async def ready(self, timeout_s: float, address: tuple[str, int] | None = None) -> tuple[str, int]:
         return await self.call("start", address, timeout_s=timeout_s, label="")
@@ -254,7 +265,7 @@ class ModelServerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class LearnerHandle(Handle):
-    """See `actors.learner.Learner`. One rank; `actors.learner_group.LearnerGroup` calls all of them."""
+    """Handle of `actors.learner.Learner`, which is one rank. `actors.learner_group.LearnerGroup` calls all ranks."""
 
     step_timeout_s: float
 
@@ -264,7 +275,7 @@ class LearnerHandle(Handle):
     async def train_step(
         self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, groups: Sequence[ObjectRef]
     ) -> dict[str, float]:
-        """Train a step; `groups` are references, which Ray resolves in the learner's process."""
+        """Train one step; `groups` are references, which Ray resolves in the learner's process."""
         return await self._of_step("train_step", step, summaries, shares, *groups, label=f"step={step}")
 
     async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
@@ -276,8 +287,11 @@ class LearnerHandle(Handle):
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         return await self._of_step("log_probs_before", label=f"step={step}")
 
+    async def profile(self, step: int) -> Profile | None:
+        return await self._of_step("profile", label=f"step={step}")
+
     def export_weights(self, version: int, bucket_bytes: int) -> Any:
-        """Stream references to `WeightBucket`, owned by the caller. Ranks other than 0 yield nothing."""
+        """Stream references to `WeightBucket`s, which the caller owns. Ranks other than 0 yield nothing."""
         return self.labelled("export_weights", f"step={version}", num_returns="streaming").remote(bucket_bytes)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
@@ -287,7 +301,8 @@ class LearnerHandle(Handle):
     async def open_weight_group(
         self, servers: tuple[VllmServerHandle, ...], plan: TransferRanks, address: tuple[str, int], timeout_s: float
     ) -> None:
-        # Both sides enforce timeout_s, and vLLM 300 s over NCCL; this deadline is for a process that hangs.
+        # Learners and servers enforce timeout_s, and vLLM enforces 300 s over NCCL. This longer deadline is for a
+        # process that hangs.
         last_s = 2 * timeout_s + 300.0 + 60.0
         await self.call("open_weight_group", servers, plan, address, timeout_s, timeout_s=last_s)
 
@@ -298,7 +313,7 @@ class LearnerHandle(Handle):
         await self._of_step("begin_checkpoint", folder, version, label=f"step={version}")
 
     async def checkpoint_done(self) -> bool:
-        """Return whether the checkpoint is written; answered between two steps."""
+        """Return whether the checkpoint is written. A learner answers between two steps."""
         return await self._of_step("checkpoint_done")
 
     async def load_checkpoint(self, folder: str) -> int:
@@ -313,7 +328,7 @@ class LearnerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class SandboxReaperHandle(Handle):
-    """See `actors.sandbox_pool.SandboxReaper`."""
+    """Handle of `actors.sandbox_pool.SandboxReaper`."""
 
     async def beat(self, labels: dict[str, str], timeout_s: float = 10.0) -> None:
         await self.call("beat", labels, timeout_s=timeout_s)
@@ -324,7 +339,7 @@ class SandboxReaperHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):
-    """See `actors.sandbox_pool.PoolActor`."""
+    """Handle of `actors.sandbox_pool.PoolActor`."""
 
     async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
         """Set the reaper that gets the pool's heartbeats. Call it before `ready`."""
@@ -334,7 +349,7 @@ class SandboxPoolHandle(Handle):
         return await self.call("ready", timeout_s=timeout_s)
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
-        # The pool enforces the caller's deadline; the margin is for a pool that hangs.
+        # The pool enforces the caller's deadline; the extra seconds are for a pool that hangs.
         ref = self.actor.acquire.remote(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         return await self.answered("acquire", ref, timeout_s + 10.0)
 
@@ -360,7 +375,7 @@ class SandboxPoolHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkerHandle(Handle):
-    """See `actors.rollout_worker.RolloutWorker`."""
+    """Handle of `actors.rollout_worker.RolloutWorker`."""
 
     group_deadline_s: float
 
@@ -377,7 +392,7 @@ class RolloutWorkerHandle(Handle):
 
     async def _group(self, method: str, request: GroupRequest, label: str) -> tuple[GroupSummary, ObjectRef]:
         group_ref, summary_ref = self.labelled(method, label, num_returns=2).remote(request)
-        # The worker enforces the group's deadline; this one is for a worker that hangs.
+        # The worker enforces the group's deadline; this longer deadline is for a worker that hangs.
         return await self.answered(method, summary_ref, self.group_deadline_s + GROUP_MARGIN_S), group_ref
 
     async def prefetch(self, images: Sequence[str], timeout_s: float = 30.0) -> None:

@@ -1,6 +1,7 @@
 """`learner-N`: one rank of the policy's training. A thin actor around `rayapp.learner`.
 
-Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
+Every method but `ready`, `log_probs_before`, `profile` and `log_probs_of` is collective: the driver calls it on all
+ranks at once.
 
 Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, but
 does not need PyTorch, whose import takes seconds.
@@ -29,6 +30,7 @@ from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
+from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
 
 if TYPE_CHECKING:
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class ServersClient:
-    """Learner 0's client of the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
+    """Client through which learner 0 calls the servers during a weight sync, with a deadline and with distinct ranks.
 
-    vLLM's own client for Ray waits without a deadline and gives all engines the same ranks. The methods are those of
-    vLLM's `VLLMWeightSyncClient`; vLLM's trainer side calls them from plain threads. The weights don't pass through
-    this class.
+    vLLM's own client for Ray waits without a deadline and gives all engines the same ranks. The methods are the four
+    control calls of vLLM's `VLLMWeightSyncClient`; vLLM's trainer calls them from plain threads. The weights don't pass
+    through this class.
 
     Args:
         timeout_s: deadline of each call, for the slowest server.
@@ -55,14 +57,16 @@ class ServersClient:
         self._checksums: Callable[[], dict[str, int]] = dict
 
     def announce(self, version: int, checksums: Callable[[], dict[str, int]]) -> None:
-        """Set the version and checksums of the next `finish_weight_update`; checksums are computed while sending."""
+        """Set the version and checksums that the next `finish_weight_update` sends. `checksums` is called then: the
+        checksums are computed while the weights are sent.
+        """
         self._version, self._checksums = version, checksums
 
     def check(self) -> None:
         """Check that every server is up: vLLM's rendezvous over NCCL waits 300 s for a server that is gone.
 
         Raises:
-            WeightSyncError: a server is not up; names it.
+            WeightSyncError: a server is not up; the message names it.
         """
         self._all("ping", [server.actor.ping.remote() for server in self._servers])
 
@@ -73,7 +77,9 @@ class ServersClient:
         )
 
     def init_infos(self, init_info: dict[str, Any]) -> list[tuple[VllmServerHandle, dict[str, Any]]]:
-        """Return the init info of each server, with ranks of its own: vLLM offers rank 1 to all."""
+        """Return each server with its init info. The ranks in it are distinct, while vLLM gives rank 1 to every
+        server.
+        """
         if "rank_offset" not in init_info:
             return [(server, init_info) for server in self._servers]
         offsets = self._plan.rank_offsets
@@ -120,7 +126,7 @@ class Learner:
 
     Args:
         config: config of the run.
-        rank: N of the name.
+        rank: number in the actor's name.
         world_size: number of learners.
         master_address, master_port: where the other ranks reach rank 0. Unused with one rank.
     """
@@ -139,9 +145,9 @@ class Learner:
             ranks = start_ranks(config, rank, world_size, master_address, master_port)
         except DistError as error:
             raise LearnerError(
-                f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
+                f"learner {rank} of {world_size} did not find the other learners at {master_address}:{master_port}: "
                 f"{first_line(error)}. If another program took that port, start the run again: it "
-                "uses another. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
+                "uses another port. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)
@@ -151,7 +157,7 @@ class Learner:
             end_ranks()
             raise
         self._is_first = True
-        """True until this process has trained a step, whose memory is compared with the plan."""
+        """True until this process has trained its first step, whose memory is compared with the plan."""
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
@@ -166,7 +172,7 @@ class Learner:
 
         Args:
             weights: the computation needs the model's weights.
-            trains: it also needs the optimizer's state and the models that don't learn.
+            trains: the computation also needs the optimizer's state and the frozen models (a reference, a teacher).
         """
         from rayapp.learner.memory.idle import moments_of, weights_of
 
@@ -200,10 +206,11 @@ class Learner:
     def train_step(
         self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
-        """Train one step on the groups of `summaries`, of which this rank gets its `shares[data rank]`, in that order.
+        """Train one step on all groups of `summaries`. This rank computes `shares[data rank]`, and `groups` are the
+        groups of that share, in its order.
 
         Returns:
-            Metrics; rank 0's are those of all ranks.
+            Metrics; on rank 0 they cover all ranks.
         Raises:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
@@ -218,7 +225,7 @@ class Learner:
         return metrics | memory
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
-        """Take one step on this rank's demonstrations; see `rayapp.learner.supervised`."""
+        """Take one optimizer step on demonstrations, of which `rows` is this rank's part."""
         from rayapp.learner.supervised import supervised_step
 
         with about(step=step), self._borrowing_gpu(trains=True):
@@ -234,8 +241,14 @@ class Learner:
             return supervised_loss(self._learner, rows)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
-        """Return the last step's log-probs under the weights before it; see `PolicyLearner.log_probs_before`."""
+        """Return the log-probs of the last step's tokens under the weights that the step began with; see
+        `PolicyLearner.log_probs_before`.
+        """
         return self._learner.log_probs_before
+
+    def profile(self) -> Profile | None:
+        """Return the profile of the last step; None if that step was not profiled."""
+        return self._learner.profile
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yield weights in bfloat16 by their Hugging Face names. All ranks gather; only rank 0 yields."""
@@ -260,7 +273,7 @@ class Learner:
             ConfigError: the transport needs a GPU.
             WeightSyncError: a server or learner did not join in time.
         """
-        # Import it here: it imports vLLM, which learners with other transports don't need.
+        # Import the sender here: it imports vLLM, which learners with other transports don't need.
         from rayapp.learner.state.sender import LearnerSource, WeightSender
 
         if self._sender is not None:
@@ -278,7 +291,7 @@ class Learner:
         )
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Send every server of the group the current weights, as this version.
+        """Send the current weights to every server of the group, as policy version `version`.
 
         Raises:
             WeightSyncError: a server did not get all weights; the group can't be used any more.
@@ -302,7 +315,7 @@ class Learner:
             self._saving = begin_save(self._learner, folder, version, self._idle.on_host)
 
     def checkpoint_done(self) -> bool:
-        """Return whether this rank's part of the checkpoint is written. Call it until it is.
+        """Return whether this rank's part of the checkpoint is written. The driver polls it until it is True.
 
         Raises:
             CheckpointError: the checkpoint can't be written.

@@ -24,6 +24,7 @@ from rayapp.core.errors import (
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
+from rayapp.runs.profiles import Profile
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class LearnerGroup:
     _version: int | None = field(default=0, init=False, repr=False)
     """Policy version that every rank holds; None during a step, and after a step that failed midway."""
     _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
-    """Unset while a step is trained."""
+    """Event that is unset while a step is trained."""
 
     def __post_init__(self) -> None:
         self._at_rest.set()
@@ -55,7 +56,7 @@ class LearnerGroup:
         return len(self.handles) // self.config.learner.sequence_parallel
 
     async def rest(self) -> None:
-        """Return when no step is being trained."""
+        """Wait until no step is being trained."""
         await self._at_rest.wait()
 
     def holds(self, version: int) -> bool:
@@ -63,10 +64,11 @@ class LearnerGroup:
         return self._version == version
 
     async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
-        """Take one optimizer step on these groups, distributed so that every rank has about as many tokens.
+        """Train one step on these groups, distributed so that all ranks have about equally many tokens.
 
         Args:
-            refs: references to the groups, in the order of `summaries`; only ranks that train on one fetch it.
+            refs: references to the groups, in the order of `summaries`. A rank fetches only the groups that it trains
+                on.
         """
         self._version = None
         shares = deal(summaries, self.config, self._data_parallel)
@@ -91,7 +93,7 @@ class LearnerGroup:
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
 
     async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-        """Take one optimizer step on demonstrations, distributed as `train_step` distributes groups."""
+        """Take one optimizer step on demonstrations, distributed so that all ranks have about equally many tokens."""
         self._version = None
         results = await self._all(
             handle.supervised_step(step, dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
@@ -117,7 +119,9 @@ class LearnerGroup:
         return self._of_ranks(dealt)
 
     def _of_ranks(self, parts: Sequence[T]) -> list[T]:
-        """Return the part of each rank, by rank: ranks that share micro-batches get the same part."""
+        """Return one part for each rank, in the order of ranks. Ranks that compute micro-batches together get the same
+        part.
+        """
         return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
@@ -128,6 +132,13 @@ class LearnerGroup:
         """
         [found] = await self._all([self.handles[0].log_probs_before(step)])
         return dict(found)
+
+    async def profile(self, step: int) -> Profile | None:
+        """Return learner 0's profile of the step; None if the step was not profiled. Raises LearnersLostError: a
+        learner is gone.
+        """
+        [found] = await self._all([self.handles[0].profile(step)])
+        return found if isinstance(found, Profile) else None
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """Yield references to rank 0's `WeightBucket`s, each as soon as it is in the object store.
@@ -181,7 +192,10 @@ class LearnerGroup:
         """
         if not self.holds(version):
             held = "a half-finished step" if self._version is None else f"version {self._version}"
-            raise CheckpointError(f"{folder} is for version {version}, but the learners hold {held}.")
+            raise CheckpointError(
+                f"the checkpoint {folder} can't be saved: it is for policy version {version}, but the learners hold "
+                f"{held}."
+            )
         self._written.clear()
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 
@@ -210,8 +224,8 @@ class LearnerGroup:
         """Return every rank's answer.
 
         Raises:
-            LearnersLostError: a rank died or hangs, or its groups were on a node that is gone: the others wait for it
-                in the middle of the step.
+            LearnersLostError: a rank died or hangs, or a group that it needs was on a node that is gone. The other
+                ranks then wait for this rank in the middle of the step.
         """
         running = [asyncio.ensure_future(call) for call in calls]
         try:

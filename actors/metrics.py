@@ -1,8 +1,8 @@
 """Reports a run's scalars to Ray's metrics endpoint, which Prometheus scrapes.
 
-Used inside Ray processes: by the driver as a tracker, and by the sandbox pool, the servers and the rollout workers for
-their own metrics between steps. `rayapp.runs.tracking.operator_metrics` lists the metrics. Every series has the run's
-name as a label, and no label with many values, such as prompts, sandboxes or groups.
+It runs inside Ray processes: the driver uses it as a tracker; the sandbox pool, the servers and the rollout workers
+report their own metrics through it between steps. `rayapp.runs.tracking.operator_metrics` lists the metrics. Every
+series has the run's name as a label, and no label with many values, such as prompts, sandboxes or groups.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ REPEAT_EVERY_S = 5.0
 
 
 class Reporter:
-    """Reports one process's scalars.
+    """Reports the scalars of one process.
 
     Args:
         run_name: label `run` of every series.
-        clock: Unix time, for metrics of the last time of an event.
+        clock: function that returns Unix time, for metrics whose value is the time of an event.
     """
 
     def __init__(self, run_name: str, clock: Callable[[], float] = time.time) -> None:
@@ -48,7 +48,7 @@ class Reporter:
                     self._clear_absent(metric, present.get(metric.name, set()))
 
     def repeat(self) -> None:
-        """Report the last values again, as Ray drops a gauge that was not set for a while."""
+        """Report the last values again, because Ray drops a gauge that was not set for a while."""
         with self._lock:
             for (name, labels), value in self._last.items():
                 self._set(BY_NAME[name], labels, value)
@@ -63,7 +63,9 @@ class Reporter:
         self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
 
     def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
-        """Set series that are missing in `present` to 0, such as a cause of failures that is over."""
+        """Set the metric's series that are not in `present` to 0, for example a cause of failures that no longer
+        occurs.
+        """
         before = self._reported.setdefault(metric.name, set())
         for labels in before - present:
             self._set(metric, labels, 0.0)
@@ -78,14 +80,15 @@ class Reporter:
             if metric.kind == "histogram":
                 made: Any = ray_metrics.Histogram(metric.name, boundaries=list(metric.buckets), **options)
             else:
-                # Use gauges for counters too: Ray's counters can't start at 0, so that Prometheus misses the first one.
+                # Use gauges for counters too: Ray's counters can't start at 0, so Prometheus would miss the first
+                # increment.
                 made = ray_metrics.Gauge(metric.name, **options)
             self._made[metric.name] = made
         return self._made[metric.name]
 
 
 class MetricsTracker:
-    """The driver's `rayapp.core.protocols.Tracker`. Make it when Ray is connected.
+    """The driver's tracker for Ray's metrics endpoint. Make it after connecting to Ray.
 
     Args:
         run_name: name of the run.
@@ -112,6 +115,6 @@ class MetricsTracker:
         self._reporter.report(of_step(step, metrics))
 
     def close(self) -> None:
-        """Stop repeating; the series end with this process. Idempotent."""
+        """Stop repeating the values; the series end with this process. Idempotent."""
         self._closed.set()
         self._thread.join()

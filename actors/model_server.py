@@ -23,6 +23,7 @@ from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
+from rayapp.core.http import KEY_VARIABLE, KeyGuard
 from rayapp.core.logs import label_logs
 from rayapp.core.programs import supervised
 from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
@@ -44,8 +45,10 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "served-model-name": section.name,
         "tensor-parallel-size": section.tensor_parallel_size,
         "gpu-memory-utilization": section.gpu_memory_utilization,
+        "middleware": f"{KeyGuard.__module__}.{KeyGuard.__name__}",
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
-    # `vllm serve` runs this module, but also needs a package named `vllm`, and the CPU build has another name.
+    # Don't call `vllm serve`, which runs the same module: it needs a package named `vllm`, and vLLM's CPU build has
+    # another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     for name, value in options.items():
         # vLLM's flags come in pairs: --enforce-eager and --no-enforce-eager.
@@ -58,13 +61,14 @@ class ModelServer(Restartable):
 
     Args:
         config: config of the run.
-        section: one of its model_servers.
+        section: this server's section of `model_servers` in the config.
+        key: key that clients must send, with every request but GET /health.
         command: makes the command line; tests replace `vllm_serve`.
     """
 
-    def __init__(self, config: Config, section: ModelServerSection, command: Command = vllm_serve) -> None:
+    def __init__(self, config: Config, section: ModelServerSection, key: str, command: Command = vllm_serve) -> None:
         label_logs(config.run.name)
-        self._config, self._section, self._command = config, section, command
+        self._config, self._section, self._key, self._command = config, section, key, command
         self._process: subprocess.Popen[bytes] | None = None
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         self._url = ""
@@ -78,7 +82,7 @@ class ModelServer(Restartable):
         Args:
             address: address of an earlier start, which clients still use.
         Raises:
-            EngineError: the server ended, or the address is another node's.
+            EngineError: the server ended, or `address` belongs to another node.
         """
         from rayapp.storage.models.fetch import with_local_model
 
@@ -86,8 +90,8 @@ class ModelServer(Restartable):
         host, port = address or here
         if host != here[0]:
             raise EngineError(
-                f"{self!r} was at {host}, a node that is gone. Start the run again: it continues from its last "
-                "checkpoint."
+                f"{self!r} can't restart: its address {host} belongs to a node that is gone. Start the run again: it "
+                "continues from its last checkpoint."
             )
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
@@ -95,7 +99,7 @@ class ModelServer(Restartable):
         await self.close()
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         command = self._command(self._section, local.model.path, host, port)
-        self._process = await asyncio.to_thread(_kept, command)
+        self._process = await asyncio.to_thread(_kept, command, self._key)
         self._url = f"http://{host}:{port}"
         started = time.monotonic()
         while not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
@@ -125,7 +129,7 @@ class ModelServer(Restartable):
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # also the supervisor, and a server that the supervisor did not end
+            os.killpg(process.pid, signal.SIGKILL)  # kills supervisor and server
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
@@ -137,9 +141,15 @@ class ModelServer(Restartable):
             )
 
 
-def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor, which ends it when its standard input closes: when this process ends."""
-    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True)
+def _kept(command: Sequence[str], key: str) -> subprocess.Popen[bytes]:
+    """Start a command under a supervisor. It ends the command when its standard input closes, so at the latest when
+    this process ends.
+
+    Args:
+        key: goes into the environment, because all users of the machine can read a command line.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | {KEY_VARIABLE: key}
+    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True, env=environment)
 
 
 def _answers(url: str, timeout_s: float) -> bool:

@@ -34,14 +34,13 @@ class RayConnection:
     """A connection to Ray."""
 
     dashboard_url: str
-    """Empty without a dashboard."""
+    """URL of the dashboard; empty if Ray runs without one."""
     is_own: bool
-    """True if this process started Ray, which then ends with it."""
+    """True if this process started Ray; Ray then ends with this process."""
 
     def dashboard_line(self) -> str:
-        """Return a line with the dashboard's URL, how to log in, and whether a configured Prometheus does not answer.
-
-        Takes up to 10 s; never raises.
+        """Return a line with the dashboard's URL, how to log in, and a warning if a configured Prometheus does not
+        answer. Takes up to 10 s; never raises.
         """
         if not self.dashboard_url:
             return "Ray has no dashboard"
@@ -52,7 +51,7 @@ class RayConnection:
 
 @dataclass(slots=True)
 class _Kept:
-    """The connection of a `one_connection` block, once it is open, and its exit stack."""
+    """State of a `one_connection` block: its exit stack, and its connection once it is open."""
 
     exits: ExitStack
     session: RayConnection | None = None
@@ -136,9 +135,10 @@ def _connect(config: Config) -> tuple[Any, bool]:
             # Ray reports a refused token only in its log: the error is the same as without any Ray.
             raise ConfigError(
                 f"no Ray answers at {address!r} ({first_line(error)}). Start one there with `ray start --head`, "
-                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If a program "
-                "listens there, its `ray start` may have failed (rayapp doctor checks the metrics port), or it may "
-                f"refuse the token. {WRONG_TOKEN}"
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local Ray. If you did start "
+                "Ray "
+                "there, `ray start` may have failed (rayapp doctor checks the metrics port), or Ray may refuse the "
+                f"token. {WRONG_TOKEN}"
             ) from None
     started_here = "" if address else _address_of_ray_start()
     if started_here:
@@ -148,9 +148,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
         cluster = config.cluster
         own = {
             "object_store_memory": cluster.object_store_mib * MIB,
-            "include_dashboard": None
-            if cluster.dashboard
-            else False,  # None starts the dashboard if its packages are installed
+            # None: start the dashboard if its packages are installed.
+            "include_dashboard": None if cluster.dashboard else False,
         }
         try:
             return ray.init(address="local", **own, **common), True
@@ -159,8 +158,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 raise
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             raise RayappError(
-                f"Ray did not start within its 30 s; {load}. Run this again when the machine is less busy, or start "
-                "Ray before: `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
+                f"Ray did not start within 30 s; {load}. Run this again when the machine is less busy, or start Ray "
+                "first with `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
             ) from None
 
 
@@ -179,12 +178,12 @@ def _options(config: Config) -> dict[str, Any]:
 
 @contextmanager
 def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[None]:
-    """Context manager for a connection to the Ray that executes the run of this configuration, without affecting it.
+    """Context manager for a connection to the Ray that executes the run of this configuration. The run is not affected.
 
-    Looks in the Ray that the config names, else in those of this machine.
+    Searches the Ray that the config names; if it names none, every Ray of this machine.
 
     Raises:
-        ConfigError: none of them executes the run.
+        ConfigError: no Ray that was searched executes the run.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -210,9 +209,9 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
             ray.shutdown()
         return
     raise ConfigError(
-        f"no run {config.run.name} is in progress in {' or '.join(addresses) or 'any Ray of this machine'}. Give its "
-        "own config.yaml (in its folder), and cluster.address where its Ray is on another machine; or leave --running "
-        "out to serve a model or a checkpoint."
+        f"no run {config.run.name} is in progress in {' or '.join(addresses) or 'any Ray of this machine'}. Use the "
+        "config.yaml in the run's folder, and set cluster.address if the run's Ray is on another machine. To serve a "
+        "model or a checkpoint, leave --running out."
     )
 
 
@@ -223,8 +222,8 @@ def server_names(config: Config) -> list[str]:
 
 @contextmanager
 def _processes_in_a_session_of_their_own() -> Iterator[None]:
-    """Start Ray's processes, and their children, in a separate session, which signals to this process's group do not
-    reach.
+    """Context manager in which Ray's processes start in a separate session. Signals to this process's group don't reach
+    them.
 
     `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group at once. Ray would then end learners and
     servers before the driver has saved. Ray's processes still end with this process, because the kernel kills them
@@ -259,8 +258,8 @@ def _make_token_folder() -> None:
             raise PermissionError(f"{folder} can't be written to")
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"Ray keeps the token of its dashboard and its API in ~/.ray/auth_token: {error}. Set HOME to a folder of "
-            "your own, or RAY_AUTH_TOKEN to a token (`openssl rand -hex 32`)"
+            f"Ray can't store the token of its dashboard and API in ~/.ray/auth_token: {error}. Set HOME to a folder "
+            "of your own, or RAY_AUTH_TOKEN to a token (`openssl rand -hex 32`)"
         ) from error
 
 
@@ -281,7 +280,7 @@ def _address_of_ray_start() -> str:
 
 @contextmanager
 def _messages_of_raylets_logged() -> Iterator[None]:
-    """Log raylets' messages about processes that died as errors.
+    """Context manager that logs, as errors, the messages of raylets about processes that died.
 
     Ray prints these messages in colour on the driver's stdout, several lines for each process, even with
     log_to_driver=False. `ray.init` has no option for it.
@@ -289,7 +288,7 @@ def _messages_of_raylets_logged() -> Iterator[None]:
     from ray._private import worker
 
     def log_or_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        # Lines of log files, which log_to_driver requests, come with a node's address.
+        # Messages with a node's address are lines of log files, which log_to_driver requests.
         if data["pid"] == "raylet" and "ip" not in data:
             worker.logger.error("%s", "\n".join(data["lines"]))
         else:
@@ -304,9 +303,10 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's SIGTERM handler, which `ray.init` replaces by an immediate exit with code 15 and stacks.
+    """Keep this process's SIGTERM handler. `ray.init` replaces it by a handler that prints stacks and exits with code
+    15.
 
-    Restoring Python's handler also removes Ray's native one, as a process has one handler per signal.
+    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -317,7 +317,7 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
-            # As asyncio sets it: system calls are restarted instead of failing with EINTR.
+            # Restart interrupted system calls, as asyncio does; otherwise they would fail with EINTR.
             signal.siginterrupt(signal.SIGTERM, False)
 
 
@@ -334,7 +334,7 @@ def _check_reachable(address: str) -> None:
 
 def _how_to_enter() -> str:
     """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public way
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public API
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""
 

@@ -4,8 +4,8 @@
 the head answers, while workers may still pull their image, and because an autoscaling cluster adds nodes on request.
 
 split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
-colocated  a bundle per server, and the learners that share its GPUs in the same one: the GPUs belong to the learners,
-           the server sees the same ones and sleeps while they train
+colocated  a bundle per server, which also holds the learners that share the server's GPUs. The GPUs belong to the
+           learners; the server sees the same GPUs, and sleeps while the learners train
 either     a bundle per model server (judges, teachers)
 
 Without GPUs the bundles hold only CPU shares; all else is the same. A restarted actor returns to its bundle.
@@ -64,12 +64,12 @@ async def wait_for_gpus(config: Config, bundles: Sequence[Bundle]) -> None:
     """
     if config.cluster.device == "cpu" or config.cluster.wait_for_gpus_s == 0:
         return
-    # Request bundles, as all GPUs of one process must be on one node.
+    # Request whole bundles, because all GPUs of a process must be on one node.
     request_resources(bundles=[{"GPU": float(bundle.num_gpus)} for bundle in bundles])
     try:
         await _poll(config, num_gpus_of(bundles), config.cluster.wait_for_gpus_s)
     finally:
-        # A request stays until it is withdrawn; actors keep the nodes once they run.
+        # Withdraw the request, which would otherwise stay. Actors that run keep their nodes.
         request_resources(bundles=[])
 
 
@@ -114,7 +114,7 @@ class Placement:
     bundles: list[Bundle]
     gpu_ids: dict[int, str]
     places: Sequence[int]
-    """Ray's bundle index of each of `bundles`, by position."""
+    """Index that Ray gives to each of `bundles`."""
 
     @classmethod
     async def reserve(
@@ -129,7 +129,8 @@ class Placement:
         """Reserve all bundles at once.
 
         Raises:
-            ConfigError: the cluster has no room for them within timeout_s; the message lists requested and free ones.
+            ConfigError: the cluster has no room for the bundles within timeout_s; the message lists the requested and
+                the free resources.
         """
         bundles = bundles_of(config, on_gpu=on_gpu, with_servers=with_servers, with_learners=with_learners)
         group = placement_group(
@@ -217,7 +218,9 @@ def _nodes_of(group: PlacementGroup) -> list[str]:
 
 
 async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
-    """Return the GPU ids of a bundle, read in a task inside it: its server must see its learners' GPUs."""
+    """Return the ids of a bundle's GPUs, read by a task inside the bundle. The bundle's server must see the learners'
+    GPUs.
+    """
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
     probe = ray.remote(_visible).options(
         num_gpus=bundle.num_gpus, num_cpus=0, scheduling_strategy=strategy, name="which GPUs"
@@ -240,7 +243,7 @@ def _refusal(bundles: list[Bundle], timeout_s: float) -> str:
     nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     free: dict[str, Any] = ray.available_resources()
     return (
-        f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Asked for: "
+        f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Requested: "
         f"{', '.join(f'{count} x ({what})' for what, count in asked.items())}, each on one node. The cluster has "
         f"{len(nodes)} node(s): {'; '.join(nodes) or 'none'}; free now: {_shown(free)}. Lower server.num_servers, "
         "server.tensor_parallel_size or learner.num_learners, end other programs on these nodes, or add nodes."

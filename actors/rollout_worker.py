@@ -36,9 +36,9 @@ from rayapp.tasks.verdict import shape_group
 
 log = logging.getLogger(__name__)
 LATE_S = 60.0
-"""Time after a group's deadline; if the group has not ended then, this process counts as stalled."""
+"""Seconds after a group's deadline. If the group has not ended by then, this process counts as stalled."""
 CLOSE_WAIT_S = 5.0
-"""Time for cancelled groups to release their sandboxes."""
+"""Seconds for cancelled groups to release their sandboxes."""
 
 
 class RolloutWorker(Restartable):
@@ -46,7 +46,7 @@ class RolloutWorker(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         servers: every vLLM server.
         pool: pool that leases sandboxes.
         given: tasks and reward functions of the program that started the run; see `rayapp.core.names`.
@@ -84,7 +84,7 @@ class RolloutWorker(Restartable):
         return f"rollout-worker-{self._index}"
 
     async def ready(self) -> dict[str, float]:
-        """Return facts for the log when tasks or data, tools and sandboxes are ready."""
+        """Wait until tasks, data, tools and sandboxes are ready. Returns facts for the log."""
         if self._sources is None:
             self._sources = await open_sources(self._config, self._sandboxes)
         return {"num_eval_prompts": float(sum(self._sources.num_eval_prompts))}
@@ -93,7 +93,7 @@ class RolloutWorker(Restartable):
         """Return the `incarnation` if no group is still running long after its deadline.
 
         Raises:
-            StalledError: a group is.
+            StalledError: a group still runs LATE_S after its deadline.
         """
         self._in_hand.check_ends(self._config.group_deadline_s + LATE_S, who=repr(self), work="groups")
         return await self.incarnation()
@@ -118,7 +118,7 @@ class RolloutWorker(Restartable):
             return shape_group(group, summary, config)
 
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
-        """Sample one prompt for evaluation, with other seeds than training."""
+        """Sample one prompt for evaluation, with seeds that training does not use."""
         config = self._ready_sources().of(request)[0].config
         section, limit = config.eval, config.rollout.max_completion_tokens
         return await self._sample(
@@ -174,7 +174,7 @@ class RolloutWorker(Restartable):
 
     def _ready_sources(self) -> Sources:
         if self._sources is None:
-            raise RayappError(f"{self!r} got a group before it is ready")
+            raise RayappError(f"{self!r} got a group before it was ready")
         return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:
@@ -192,7 +192,8 @@ class RolloutWorker(Restartable):
         """End running groups, release the tools' resources, and give every sandbox back."""
         sources, self._sources = self._sources, None
         try:
-            # End the groups first: otherwise they would continue in sandboxes that are gone, and fail unawaited.
+            # End the groups first: otherwise they would continue in sandboxes that are gone, and nothing would await
+            # their errors.
             if running := [*self._running]:
                 for task in running:
                     task.cancel()

@@ -2,11 +2,11 @@
 
 A group stays on its server: its trajectories share their prompt in that server's prefix cache, and each turn of a
 trajectory finds the earlier turns there. A group that starts alone goes to the server with the fewest groups; groups of
-a cohort are assigned by their place in it, so that a synchronous run repeats.
+a cohort are assigned by their index in the cohort, so that the same synchronous run always assigns them alike.
 
 `GroupCalls` batches requests that start together into one call of their server. A call through Ray costs as much
-processor time as all other work for a trajectory in the worker. Completions come back as they end, batched if they end
-together. Later turns start one by one, each with a call of its own.
+processor time as all other work of the worker for a trajectory. Completions come back as they end, batched if they end
+together. Each later turn is a call of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Router:
 
     @contextmanager
     def placed(self, request: GroupRequest) -> Iterator[GroupRequest]:
-        """Context manager for the request with its server; the group counts as the server's load in the block."""
+        """Context manager that chooses a server and yields the request with it. During the block the group counts as
+        load of that server.
+        """
         server = self._seat(request)
         self._in_flight[server] += 1
         try:
@@ -66,10 +68,10 @@ class Router:
 
 
 class AnyServer:
-    """`RolloutEngine` over several servers: each request goes to the one with the fewest requests.
+    """`RolloutEngine` over several servers: each request goes to the server with the fewest requests.
 
     Args:
-        is_up: see `Router`.
+        is_up: returns True if the server of this index is available.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine], *, is_up: Callable[[int], bool] = lambda server: True) -> None:
@@ -83,7 +85,7 @@ class AnyServer:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `RolloutEngine`."""
+        """Sample one completion, see `RolloutEngine.generate`."""
         with self._router.placed(_ALONE) as placed:
             assert placed.server is not None
             return await self._engines[placed.server].generate(request_id, prompt_ids, sampling, on_tokens)
@@ -120,7 +122,7 @@ class GroupCalls:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `RolloutEngine`.
+        """Sample one completion, see `RolloutEngine.generate`.
 
         Raises:
             DeadlineError: the server did not answer in time.
@@ -173,7 +175,7 @@ def _tell(call: _Call, token_ids: Sequence[int]) -> None:
 
 
 def _settle(call: _Call, outcome: Completion | Exception) -> None:
-    """Set the outcome of a call, unless it has one or the caller was cancelled."""
+    """Set the outcome of a call, unless the call has an outcome or its caller was cancelled."""
     if call.answer.done():
         return
     if isinstance(outcome, Exception):

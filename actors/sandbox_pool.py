@@ -1,4 +1,5 @@
-"""Actors that manage a run's sandboxes: `sandbox-pool` leases them, `sandbox-reaper-RUN` ends remote ones left behind.
+"""Actors that manage a run's sandboxes: `sandbox-pool` leases them, `sandbox-reaper-RUN` ends remote sandboxes left
+behind.
 
 The pool, a thin actor around `rayapp.sandbox.pool.pool`, makes and ends remote sandboxes and leases sandboxes to all
 rollout workers; code and outputs never pass through it. The driver owns it: when the driver is gone, Ray ends the pool,
@@ -55,12 +56,14 @@ class PoolActor(Restartable):
         return f"sandbox-pool({self._run_name})"
 
     async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
-        """Send heartbeats to the reaper from now on. Called before `ready`, so before any sandbox exists."""
+        """Send heartbeats to the reaper from now on. Call it before `ready`, so before any sandbox exists."""
         self._reaper = reaper
         await reaper.beat(labels_of(self._run_name), timeout_s)
 
     async def ready(self) -> dict[str, float]:
-        """End sandboxes of an earlier run of this name on this host, then start the housekeeping. Returns `stats`."""
+        """End sandboxes of an earlier run of this name on this host, then start the pool's periodic work. Returns the
+        metrics of `stats`.
+        """
         if not self._chores:
             await self._sweep(stray_after_s=0.0)
             self._chores = [
@@ -101,15 +104,15 @@ class PoolActor(Restartable):
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
-        """See `LeasePool.acquire`."""
+        """Lease a sandbox to `holder`, see `LeasePool.acquire`."""
         return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """See `LeasePool.release`."""
+        """End a lease, see `LeasePool.release`."""
         self._pool.release(lease_id, fate)
 
     async def heartbeat(self, holder: str) -> None:
-        """See `LeasePool.heartbeat`."""
+        """Prolong the leases of `holder`, see `LeasePool.heartbeat`."""
         self._pool.heartbeat(holder)
 
     async def reclaim(self, holder: str) -> int:
@@ -117,7 +120,7 @@ class PoolActor(Restartable):
         return self._pool.reclaim_of(holder)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        """See `LeasePool.prefetch`."""
+        """Prepare sandboxes before they are requested, see `LeasePool.prefetch`."""
         self._pool.prefetch(spec, num_ready)
 
     async def stats(self) -> dict[str, float]:
@@ -131,9 +134,13 @@ class PoolActor(Restartable):
             chore.cancel()
         left = await self._pool.close(timeout_s=CLOSE_TIMEOUT_S)
         if left:
-            # Don't dismiss the reaper: without heartbeats it ends the sandboxes, and retries for longer than this
+            # Don't dismiss the reaper: when heartbeats stop, it ends the sandboxes, and retries for longer than this
             # process can.
-            log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
+            log.error(
+                "%d sandboxes may be left; list them with: rayapp sandbox reap --run %s --dry-run",
+                len(left),
+                self._run_name,
+            )
         elif self._reaper is not None:
             reaper, self._reaper = self._reaper, None
             try:
@@ -156,14 +163,14 @@ class SandboxReaper:
         label_logs(run_name)
         self._run_name = run_name
         self._reaper = Reaper(listing_providers(config), grace_s=config.reaper_grace_s)
-        # Watch from now on, not from the first beat: if the driver dies before it, this process must still end.
+        # Watch from now on, not from the first heartbeat: if the driver dies before that, this process must still end.
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch the run")
 
     def __repr__(self) -> str:
         return f"sandbox-reaper({self._run_name})"
 
     async def beat(self, labels: dict[str, str]) -> None:
-        """Note a heartbeat of the run, whose sandboxes have these labels."""
+        """Record a heartbeat of the run, whose sandboxes have these labels."""
         self._reaper.beat(labels)
 
     async def dismiss(self) -> None:
@@ -176,5 +183,5 @@ class SandboxReaper:
             if num_ended:
                 log.warning("run %s is gone; ended %d of its sandboxes", self._run_name, num_ended)
         finally:
-            # A detached actor has no owner: without this it would stay forever.
+            # A detached actor has no owner that ends it, so it must end itself.
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -1,10 +1,10 @@
 """The table of all Ray actors. Only this module calls `ray.remote`.
 
 role             class           name in the dashboard    restarts by Ray
-sandbox pool     PoolActor       sandbox-pool             any: the driver counts them, and makes each ready again
-rollout worker   RolloutWorker   rollout-worker-N         any: as above; its groups are issued again
-vLLM server      VllmServer      vllm-server-N            any: as above; it must be synced before it serves
-model server     ModelServer     model-server-NAME        any: as above; it listens at the same address
+sandbox pool     PoolActor       sandbox-pool             any, counted by the driver, which makes the pool ready again
+rollout worker   RolloutWorker   rollout-worker-N         any, counted by the driver; its groups are issued again
+vLLM server      VllmServer      vllm-server-N            any, counted by the driver; it must be synced before it serves
+model server     ModelServer     model-server-NAME        any, counted by the driver; it listens at the same address
 learner          Learner         learner-N                0: its process group is gone with it
 sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, so the driver can't restart it
 
@@ -34,18 +34,21 @@ class Role:
     """Settings of all processes of one kind."""
 
     class_path: str
-    """`module:Class`, imported only when one is spawned: the driver doesn't need torch or vLLM."""
+    """`module:Class`, imported only when an actor of the role is spawned: the driver needs neither torch nor vLLM."""
     num_cpus: float
-    """CPUs that Ray reserves. Fewer than the role uses: on a small machine the roles share the same cores, and an actor
-    that Ray can't place waits forever."""
+    """CPUs that Ray reserves, fewer than the role uses. On a small machine the roles share the cores, and an actor that
+    Ray can't place would wait forever.
+    """
     max_concurrency: int | None = None
     """Maximum concurrent calls of an async actor; None for a threaded actor, which runs one call at a time."""
     is_detached: bool = False
-    """True if it outlives the driver. It must end itself."""
+    """True if the actor outlives the driver; it must then end itself."""
     env_of: str = ""
-    """Key of ROLES whose environment it has, for a role that is not in ROLES."""
+    """Key of ROLES whose environment variables the process gets; only for a role that is not in ROLES itself."""
     max_restarts: int = 0
-    """Restarts by Ray after the process died. -1: no limit; the driver counts, and ends the run."""
+    """Number of times that Ray restarts a process that died. -1: no limit; the driver counts restarts, and ends the run
+    after too many.
+    """
 
 
 ROLES: dict[str, Role] = {
@@ -74,14 +77,14 @@ ROLES: dict[str, Role] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShare:
-    """Placement of an actor, and the GPUs that it sees; by default anywhere, and no GPU."""
+    """Placement of an actor, and the GPUs that it sees; by default any node and no GPU."""
 
     strategy: Any = None
     """A Ray scheduling strategy."""
     num_gpus: float = 0.0
     """GPUs reserved for this actor alone."""
     visible_devices: str = ""
-    """Ids of the GPUs that it shares with their owners; only if num_gpus is 0."""
+    """Ids of GPUs that are reserved for other actors and that this actor uses too; only if num_gpus is 0."""
 
 
 ANYWHERE = GpuShare()
@@ -91,8 +94,8 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     """Start one actor and return its Ray handle at once; the constructor runs in the actor's process.
 
     Args:
-        role: a key of ROLES, or a role that is not in ROLES.
-        name: its name in the dashboard, unique in the namespace.
+        role: a key of ROLES, or a `Role` that is not in ROLES.
+        name: name of the actor in the dashboard, unique in the namespace.
         args: arguments of the constructor.
         share: the GPUs that the actor gets (`actors.placement`).
     Raises:
@@ -118,7 +121,7 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     except ray.exceptions.ActorAlreadyExistsError:
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
-            f"an actor {name} runs in namespace {namespace} of this Ray already: another run has the same run.name. "
+            f"{name} already runs in namespace {namespace} of this Ray: another run has the same run.name. "
             "Stop that run (rayapp stop, ray job stop), or choose another run.name."
         ) from None
 
@@ -151,7 +154,7 @@ def kill(actor: Any) -> None:
 
 
 async def restart(actor: Any) -> None:
-    """End an actor's process, even if it hangs, so that Ray starts it again. Nothing happens if it is gone."""
+    """End an actor's process, even if it hangs, so that Ray starts it again. Does nothing if the actor is gone."""
     try:
         await asyncio.to_thread(ray.kill, actor, no_restart=False)
     except (ValueError, RuntimeError):
@@ -159,7 +162,7 @@ async def restart(actor: Any) -> None:
 
 
 async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
-    """Wait until a killed actor of this name is gone, at most `timeout_s`."""
+    """Wait, for at most `timeout_s`, until a killed actor of this name is gone."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

@@ -97,11 +97,11 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """An actor that replaces a real one, for tests and benchmarks of everything around it."""
+    """Actor that replaces a real actor, for tests and benchmarks of everything else."""
 
     role: Role
     arguments: tuple[object, ...] = ()
-    """Arguments of its constructor, after the real actor's arguments."""
+    """Arguments of the stand-in's constructor that follow the real actor's arguments."""
 
 
 StandIns = Mapping[str, StandIn]
@@ -133,7 +133,7 @@ class Started:
         return handle
 
     async def end(self, handles: Sequence[Any]) -> None:
-        """Kill some of the actors without a request to end."""
+        """Kill these actors at once, without a request to end."""
         for handle in handles:
             self._handles.remove(handle)
             kill(handle.actor)
@@ -167,7 +167,8 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
     Args:
         report: gets a line for each actor that is ready, with the seconds it took.
     Raises:
-        DeadlineError: an actor is not ready in time. Names all that are not, as one may only wait for another.
+        DeadlineError: an actor is not ready in time. The message names every actor that is not ready, because one may
+            only be waiting for another.
     """
     waiting = set(ready)
     started = time.monotonic()
@@ -192,12 +193,14 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
 
 
 def spawn_pool(config: Config) -> SandboxPoolHandle:
-    """Start the sandbox-pool actor; `ready_pool` comes next."""
+    """Start the sandbox-pool actor. Call `ready_pool` next."""
     return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
 
 
 async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnection, timeout_s: float) -> None:
-    """Wait for the pool, with a reaper if there are sandboxes to reap and Ray outlives the driver."""
+    """Wait until the pool is ready. Before that, give it a reaper if both its sandboxes and Ray may outlive the
+    driver.
+    """
     # Local sandboxes and those of an MCP session end with their process; our own Ray ends with the driver.
     has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
     if has_lasting and not session.is_own:
@@ -217,14 +220,21 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
 
 
 def spawn_servers(
-    config: Config, started: Started, placement: Placement, *, must_sync: bool
+    config: Config,
+    started: Started,
+    placement: Placement,
+    *,
+    must_sync: bool,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[VllmServerHandle, ...]:
+    """Start the vLLM servers; `adapters` are the adapters that requests may name: name -> folder."""
+    loading = [dict(adapters)] if adapters else []
     return tuple(
         started.add(
             _server(
                 config,
                 name,
-                started.spawn("vllm-server", name, config, index, must_sync, share=placement.server(index)),
+                started.spawn("vllm-server", name, config, index, must_sync, *loading, share=placement.server(index)),
             )
         )
         for index, name in enumerate(server_names(config))
@@ -232,13 +242,13 @@ def spawn_servers(
 
 
 def spawn_model_servers(
-    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection]
+    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection], key: str
 ) -> dict[str, ModelServerHandle]:
-    """Start the model servers of these sections, and return their handles by name."""
+    """Start the model servers of these sections, which require this key, and return their handles by name."""
     handles: dict[str, ModelServerHandle] = {}
     for section in asked:
         name = f"model-server-{section.name}"
-        actor = spawn("model-server", name, config, section, share=placement.model_server(section.name))
+        actor = spawn("model-server", name, config, section, key, share=placement.model_server(section.name))
         handles[section.name] = started.add(ModelServerHandle(actor, name))
     return handles
 
@@ -303,7 +313,9 @@ class _WatchedActor:
 
 @dataclass(frozen=True, slots=True)
 class ServerMember(_WatchedActor):
-    """A vLLM server. Without learners (evaluation) `load_weights` does nothing: it serves the model's own weights."""
+    """Supervised vLLM server. Without learners (evaluation) `load_weights` does nothing: the server keeps the model's
+    own weights.
+    """
 
     handle: VllmServerHandle
     start_timeout_s: float
@@ -316,7 +328,7 @@ class ServerMember(_WatchedActor):
 
 @dataclass(frozen=True, slots=True)
 class ModelServerMember(_WatchedActor):
-    """A server of a model that is not trained. Its clients repeat their requests until it is back."""
+    """Supervised server of a model that is not trained. The server's clients repeat their requests until it is back."""
 
     handle: ModelServerHandle
     start_timeout_s: float
@@ -333,7 +345,7 @@ class ModelServerMember(_WatchedActor):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMember(_WatchedActor):
-    """A rollout worker. Its local sandboxes end with it; the pool takes leased ones back."""
+    """Supervised rollout worker. The worker's local sandboxes end with it; the pool takes leased sandboxes back."""
 
     handle: RolloutWorkerHandle
     start_timeout_s: float
@@ -343,14 +355,14 @@ class WorkerMember(_WatchedActor):
         try:
             await self.pool.reclaim(self.handle.name)
         except (ProcessDiedError, DeadlineError) as error:
-            # The pool is being replaced too, and a new one has no leases.
+            # The pool is also being replaced, and a new pool has no leases.
             log.warning("%s has no leases to reclaim: %s", self.handle.name, error)
         await self.handle.ready(self.start_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMember(_WatchedActor):
-    """The sandbox pool. At its start a new pool ends the sandboxes of the previous pool."""
+    """Supervised sandbox pool. At its start a new pool ends the sandboxes of the previous pool."""
 
     handle: SandboxPoolHandle
     make_ready: Callable[[], Awaitable[None]]

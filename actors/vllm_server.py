@@ -21,16 +21,17 @@ from rayapp.core.logs import about, label_logs
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.vllm_arguments import gpu_bytes
+from rayapp.engine.vllm_arguments import NO_ADAPTERS, gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
+from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
 STREAM_EVERY_S = 0.03
 RESERVE_BYTES = 2**30
-"""Memory of a GPU that its driver keeps."""
+"""Bytes of a GPU's memory that the CUDA driver keeps."""
 
 
 def with_planned_share(config: Config) -> Config:
@@ -47,31 +48,37 @@ def with_planned_share(config: Config) -> Config:
     planned = without_autos(model_shape(config), config, gpu)
     log.info("server.gpu_memory_utilization is auto: the plan gives it %g", planned.server.gpu_share)
     share = {"gpu_memory_utilization": planned.server.gpu_share}
-    return with_values(config, server=share)  # the learners measure their own auto
+    return with_values(config, server=share)  # learners replace their own `auto` by a measurement
 
 
 class VllmServer(Restartable):
-    """See the module.
+    """Actor of one vLLM server.
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
+        adapters: adapters that requests may name: name -> folder in peft's form.
         start_engine: starts the engine; by default `VllmEngine.start`.
     """
 
     def __init__(
-        self, config: Config, index: int, must_sync: bool = False, start_engine: StartEngine = VllmEngine.start
+        self,
+        config: Config,
+        index: int,
+        must_sync: bool = False,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
+        start_engine: StartEngine = VllmEngine.start,
     ) -> None:
         label_logs(config.run.name)
-        self._config = config
+        self._config, self._adapters = config, adapters
         self._index = index
         self._start_engine = start_engine
         self._engine: VllmEngine | None = None
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
         self._is_settled = asyncio.Event()
-        """Unset while weights arrive: new requests wait, and requests in flight continue afterwards."""
+        """Event that is unset while weights arrive: new requests wait for it, and requests in flight are frozen."""
         self._is_settled.set()
         self._is_sealed = False
         """True if new weights are loaded and checked, and `go_on` has not been called yet."""
@@ -84,7 +91,8 @@ class VllmServer(Restartable):
         started = time.monotonic()
         # Use a different seed for each server: with equal seeds, servers would sample the same completions.
         self._config = await asyncio.to_thread(with_planned_share, self._config)
-        self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index)
+        loading = {"adapters": self._adapters} if self._adapters else {}
+        self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index, **loading)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
 
@@ -103,25 +111,27 @@ class VllmServer(Restartable):
         cohort_size: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `VllmEngine.generate`.
+        """Sample one completion, see `VllmEngine.generate`.
 
         Raises:
             StaleVersionError: this server holds older weights than the caller needs.
         """
-        # No deadline here: the caller has one, and the sync's deadline ends a server whose update never finishes.
+        # Set no deadline: the caller has one, and a server whose update never finishes is ended at the sync's deadline.
         await self._is_settled.wait()
         engine = self._ready_engine()
         if engine.policy_version < min_policy_version:
             raise StaleVersionError(
-                f"{self!r} holds policy version {engine.policy_version}, {request_id} needs {min_policy_version}"
+                f"{self!r} holds policy version {engine.policy_version}, but {request_id} needs {min_policy_version}"
             )
         return await engine.generate(request_id, prompt_ids, sampling, on_tokens, cohort_size=cohort_size)
 
     async def generate_many(
         self, requests: list[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
-        """Generate for every request; yield lists of the results that end together. An error is a result: the others
-        continue. For streamed requests also yield their new tokens, about every STREAM_EVERY_S."""
+        """Sample a completion for every request; yield lists of the results that end together. A request that fails
+        yields its error as a result, and the other requests continue. Streamed requests also yield their new tokens,
+        about every STREAM_EVERY_S seconds.
+        """
         news = News[Sequence[int]](every_s=STREAM_EVERY_S)
         coroutines = [self._generate_one(request, partial(news.told, i)) for i, request in enumerate(requests)]
         async for ended in as_they_end(coroutines, news):
@@ -138,7 +148,7 @@ class VllmServer(Restartable):
         Returns:
             Bytes, seconds to copy into shared memory, seconds in the engine.
         Raises:
-            WeightSyncError: this server must be replaced.
+            WeightSyncError: the engine may hold mixed weights; this server must be replaced.
         """
         engine = await self._expect_weights()
         try:
@@ -148,8 +158,8 @@ class VllmServer(Restartable):
 
     async def _load_weights(self, engine: VllmEngine, version: int, buckets: list[Any]) -> dict[str, float]:
         started = time.monotonic()
-        # A file in memory without a name: nothing is left behind if this process is killed, and its size does not count
-        # for /dev/shm, by default 64 MB in a container. The engine's processes open it through /proc.
+        # Use a file in memory without a name. If this process is killed, the file is gone, and it does not use
+        # /dev/shm, which has 64 MB by default in a container. The engine's processes open the file through /proc.
         with os.fdopen(os.memfd_create("rayapp-weights"), "wb") as file:
             weights = await _copied(buckets, file)
             copied = time.monotonic()
@@ -179,7 +189,7 @@ class VllmServer(Restartable):
 
     async def _expect_weights(self) -> VllmEngine:
         """Let requests wait until the following update finishes; they are refused if it fails. Returns the engine."""
-        await self.go_on()  # the learners may have died between the last update and their call of `go_on`
+        await self.go_on()  # the learners may have died before they called `go_on` for the last update
         engine = self._started_engine()
         self._is_settled.clear()
         self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
@@ -193,17 +203,17 @@ class VllmServer(Restartable):
         """Check the weights that have arrived; call `go_on` next. Returns the number of tensors that were checked.
 
         Raises:
-            WeightSyncError: they differ from the weights that the learners sent; this server must be replaced.
+            WeightSyncError: the weights differ from those that the learners sent; this server must be replaced.
         """
         num_held = await self._started_engine().finish_update(version, checksums)
         self._is_sealed = True
         return num_held
 
     async def go_on(self) -> int:
-        """Serve with the weights of a finished update: a sleeping server allocates its memory again, and frozen
+        """Sample with the weights of a finished update. A sleeping server allocates its memory again, and frozen
         requests continue from the same tokens.
 
-        Returns the policy version that it holds; -1 if it holds none, or only part of an update.
+        Returns the policy version that the server holds; -1 if it holds none, or only part of an update.
         """
         engine = self._engine
         if self._is_sealed and engine is not None:
@@ -214,12 +224,18 @@ class VllmServer(Restartable):
 
     def _settle(self) -> None:
         if self._engine is not None:
-            self._engine.in_hand.moved()  # frozen requests did not stall
+            self._engine.in_hand.moved()  # being frozen is not a stall
         self._is_settled.set()
 
     async def prompt_log_probs(self, sequences: list[list[int]]) -> list[Any]:
         """Return log-probs (T-1,) of each sequence's tokens under the present weights."""
         return [await self._ready_engine().prompt_log_probs(token_ids) for token_ids in sequences]
+
+    async def begin_profile(self) -> None:
+        await self._ready_engine().begin_profile()
+
+    async def end_profile(self) -> Profile:
+        return await self._started_engine().end_profile(repr(self))
 
     async def policy_version(self) -> int:
         return self._ready_engine().policy_version
@@ -234,8 +250,9 @@ class VllmServer(Restartable):
             self._engine = None
 
     async def sleep(self) -> bool:
-        """See `VllmEngine.sleep`. The server generates nothing until the next weights. With `train.partial_rollouts`
-        requests in flight are kept, and new ones, such as later turns, wait."""
+        """Free the GPU's memory, see `VllmEngine.sleep`. The server generates nothing until the next weights. With
+        `train.partial_rollouts` requests in flight are kept, and new ones, such as later turns, wait.
+        """
         engine, keeps = self._started_engine(), self._config.train.partial_rollouts
         if keeps:
             self._is_settled.clear()
@@ -248,8 +265,8 @@ class VllmServer(Restartable):
         """Return the `incarnation` if the engine answers and its requests make progress.
 
         Raises:
-            EngineDeadError: its process is gone.
-            StalledError: it has requests, and has sampled nothing for too long.
+            EngineDeadError: the engine's process is gone.
+            StalledError: the engine has requests, and has sampled nothing for too long.
         """
         engine = self._started_engine()
         await engine.check()
@@ -259,7 +276,7 @@ class VllmServer(Restartable):
 
     def _started_engine(self) -> VllmEngine:
         if self._engine is None:
-            raise EngineDeadError(f"{self!r} has no engine: it is being started")
+            raise EngineDeadError(f"{self!r} can't generate: its engine is being started")
         return self._engine
 
     def _ready_engine(self) -> VllmEngine:

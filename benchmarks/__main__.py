@@ -4,10 +4,10 @@
     python -m benchmarks grpo_step -- --rounds 2    one benchmark, with its own arguments
     python -m benchmarks --accept driver            record a loss whose cause is known
 
-A benchmark whose ratio lost more than 5% is measured once more, and the better ratio counts: other programs on the
-machine disturb one measurement, a slower program both. Exits with 1 when it is still lost or a benchmark failed. A
-report is written to benchmarks/records if no ratio was lost and the working tree has no uncommitted changes; commit the
-record yourself.
+A benchmark whose ratio lost more than 5% is measured a second time, and the better ratio counts: other programs on the
+machine disturb one measurement, but a slower rayapp is slower in both. The exit status is 1 if a ratio is still lost,
+or if a benchmark failed. A report is written to benchmarks/records if no ratio was lost and the working tree has no
+uncommitted changes. Commit the record yourself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ MODEL = "models/smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One benchmark, with its default arguments."""
+    """One benchmark with its default arguments."""
 
     arguments: tuple[str, ...] = ()
     is_default: bool = False
-    """True if `make bench` includes it: it takes a few minutes at most and needs only this project's environment."""
+    """True if `make bench` includes the benchmark, because it takes at most a few minutes and needs only this project's
+    environment."""
 
 
 BENCHMARKS = {
@@ -51,6 +52,7 @@ BENCHMARKS = {
     "sandbox_fusion": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
     "images": Benchmark(),
+    "memory": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),
     "storage": Benchmark(arguments=("--json",)),
@@ -58,11 +60,11 @@ BENCHMARKS = {
 
 
 def run(name: str, arguments: list[str]) -> dict[str, Any]:
-    """Run a benchmark and return its report. Its standard error is shown as it comes.
+    """Run a benchmark and return its report. The benchmark's standard error is shown while it runs.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
-        ValueError: its output is not a report.
+        subprocess.CalledProcessError: the benchmark failed.
+        ValueError: the benchmark's output is not a report.
     """
     paths = [str(ROOT), str(HERE), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -79,7 +81,7 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def measure(name: str, arguments: list[str], records: Path = RECORDS) -> dict[str, Any]:
-    """Run a benchmark, twice if a ratio is lost the first time. Raises like `run`."""
+    """Run a benchmark; run it a second time if a ratio is lost. Raises the errors of `run`."""
     report = run(name, arguments)
     lost = [each.name for each in compare(report, last_record(records / name, report)) if each.is_lost]
     if not lost:
@@ -89,8 +91,9 @@ def measure(name: str, arguments: list[str], records: Path = RECORDS) -> dict[st
 
 
 def judge(name: str, report: dict[str, Any], *, accept: bool, records: Path = RECORDS) -> bool:
-    """Compare a report with the last record, print the result, and record the report. Returns False if a ratio was
-    lost."""
+    """Compare a report with the last record, print the result, and record the report if it may be recorded. Return
+    False if a ratio was lost.
+    """
     folder, machine = records / name, report["machine"]
     before = last_record(folder, report)
     compared = compare(report, before)
@@ -107,7 +110,7 @@ def judge(name: str, report: dict[str, Any], *, accept: bool, records: Path = RE
 
 def why_not_recorded(report: dict[str, Any], lost: list[Compared], *, accept: bool) -> str:
     """Return the reason not to record a report; empty if it may be recorded."""
-    # A recorded loss becomes the baseline of the next run, and is never reported again.
+    # Don't record a loss unasked: it would become the baseline of the next run, and would never be reported again.
     if lost and not accept:
         names = ", ".join(each.name for each in lost)
         return (
@@ -146,7 +149,9 @@ def main() -> int:
 
 
 def _one(name: str, arguments: list[str], *, accept: bool) -> bool:
-    """Run one benchmark and judge it. Prints a failure and returns False, so that the others still run."""
+    """Run one benchmark and judge it. If it fails, print the failure and return False, so that the other benchmarks
+    still run.
+    """
     try:
         report = measure(name, arguments)
     except (subprocess.CalledProcessError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Agents that cheat, graded in their own workspace and by this project; `adversarial_peers.py` prints the table.
+"""Agents that cheat, graded in their own workspace and by rayapp. `adversarial_peers.py` prints the table.
 
     agent's script -> its workspace -- own box: tests and a test.sh are put into it and run; logs/reward.txt is the pay
                                     |- bare script: the same test.sh in a fresh sandbox
@@ -7,7 +7,7 @@
                                     '- ours: the changed files, in a fresh sandbox; values are compared outside
 
 "own box" stands for harnesses that run the verifier in the agent's container. Its tests are the hidden tests of the
-task, written for unittest, which every Python has. The rule is written here in a few lines of our own.
+task, written for unittest, which every Python has. This file has its own short version of the rule.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ async def paid_in_its_own_box(source: PoolClient, task: RepositoryTask, agent: M
 
 
 def script_task(*, sentinels: int = 12) -> RepositoryTask:
-    """Return the same task, judged by a test script like Harbor's tasks, with at most this number of sentinels."""
+    """Return `repository_task()` as a task that a test script judges, as in Harbor, with at most `sentinels`
+    sentinels.
+    """
     task = repository_task()
     files = {"test.sh": SCRIPT.encode(), "test_hidden.py": TESTS.encode()}
     script = TestScript(files=files, env=(), image="")
@@ -111,7 +113,7 @@ def script_task(*, sentinels: int = 12) -> RepositoryTask:
 
 
 def named_task() -> RepositoryTask:
-    """Return the same task, judged as an issue of a data set in SWE-bench's form is."""
+    """Return `repository_task()` as a task that is judged like an issue in SWE-bench's form."""
     task, lines = repository_task(), TESTS.splitlines()
     patch = f"--- /dev/null\n+++ b/test_hidden.py\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(
         f"+{line}\n" for line in lines
@@ -131,13 +133,13 @@ async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[st
 
 
 def honest() -> dict[str, Any]:
-    """Return an agent that solves the task, which every way of grading must reward."""
+    """Return an agent that solves the task. Every way of grading must reward it."""
     solution = resources.files("rayapp.tasks").joinpath(f"library/repositories/{TASK}/solution/stats.py").read_text()
     return {"name": "does the task", "files": {"stats.py": solution}}
 
 
 async def compare_agents(source: PoolClient) -> dict[str, list[str]]:
-    """Return, for each way of grading, the agents that it rewards."""
+    """Return way of grading -> agents that it rewards."""
     tasks = {"ours": repository_task(), "bare script": script_task(sentinels=0), "trusted script": script_task()}
     tasks |= {"named tests": named_task()}
     paid = {name: list[str]() for name in RULES}

@@ -1,11 +1,11 @@
-"""Grade the forged verdicts of the adversarial suite by the rules of other projects; print a table.
+"""Grades the forged verdicts of the adversarial suite by the rules of other projects, and prints a table.
 
     python benchmarks/adversarial_peers.py [--json]
 
-No code of those projects is fetched or copied: each rule is stated in one line and written in a few lines of our own,
-so this compares rules, not products. Each rule runs in a plain Python process as an unprivileged user, with the
-candidate's code where that rule puts it. `ours` grades in a sandbox, as `rayapp score` does. A second table grades
-thirty agents that cheat in a workspace (`adversarial_agents.py`).
+No code of those projects is fetched or copied: each rule is stated in one line and written anew in a few lines, so the
+table compares rules, not products. Each rule runs in a plain Python process as an unprivileged user, with the
+candidate's code in the place where the rule puts it. `ours` grades in a sandbox, as `rayapp score` does. A second table
+grades thirty agents that cheat in a workspace (`adversarial_agents.py`).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS: list[dict[str, Any]] = [
     program
     for program in yaml.safe_load((ROOT / "tests/adversarial/verdicts.yaml").read_text())
-    # Left out: programs that test our own list of banned names or our own policies, and programs that would kill this
-    # benchmark.
+    # Left out: programs that test rayapp's lists of banned names or rayapp's policies, and programs that would kill
+    # this benchmark.
     if program.get("status") != "banned" and program.get("compare", True)
 ]
 TIMEOUT_S = 3.0
 MAX_OUTPUT_BYTES = 4 << 20
 LIMITED = ("prlimit", f"--as={1 << 30}", "--cpu=5", f"--fsize={64 << 20}", "--nproc=256", "--core=0")
-"""Resource limits, which none of the compared rules sets. Without them, endless output alone took 10 GB of memory
-before the deadline.
+"""Resource limits for the compared rules, none of which sets any. Without limits, endless output alone took 10 GB of
+memory before the deadline.
 """
 INPUTS = [[83, 5, 41, 77, 2], [9, 8, 7], [4, 90, 13, 13, 1], [6, 1, 5], [50, 20, 70, 10]]
 EXPECTED = [sorted(items) for items in INPUTS]
@@ -110,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Grading rule of one library."""
+    """The grading rule of one library."""
 
     name: str
     rule: str
@@ -157,8 +157,8 @@ RULES = (
 
 
 def run_plain(source: str) -> Run:
-    """Run a program like the compared rules do: without isolation, with a deadline, and with limits that only protect
-    this machine.
+    """Run a program as the compared rules do: with a deadline and without isolation. Resource limits protect this
+    machine.
     """
     with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
         report = Path(folder, "report")
@@ -172,7 +172,7 @@ def run_plain(source: str) -> Run:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Kill the whole process group: a surviving helper process would keep the pipe open and use processor time.
+            # Kill the whole process group: a surviving child process would keep the pipe open and use processor time.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -181,8 +181,9 @@ def run_plain(source: str) -> Run:
 
 
 def _read_capped(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """Return the output until the program ends, its deadline passes, or the output is larger than any harness would
-    keep."""
+    """Return the program's output. Reading stops when the program ends, its deadline passes, or the output is larger
+    than any harness would keep.
+    """
     assert process.stdout is not None
     taken = bytearray()
     with selectors.DefaultSelector() as selector, process.stdout as stdout:
@@ -216,7 +217,7 @@ async def paid_by_us(source: PoolClient, code: str) -> bool:
 
 
 async def compare() -> dict[str, dict[str, list[str]]]:
-    """Return, for each rule, the hacks that it rewards and the honest programs that it doesn't."""
+    """Return, for each rule, the hacks that it rewards and the honest programs that it doesn't reward."""
     async with open_pool(SandboxConfig(), "benchmark") as (source, _):
         graders: dict[str, Callable[[str], Awaitable[bool]]] = {"ours": lambda code: paid_by_us(source, code)}
         for rule in RULES:
@@ -233,7 +234,7 @@ async def compare() -> dict[str, dict[str, list[str]]]:
 
 
 async def compare_agents() -> dict[str, list[str]]:
-    """Return, for each way of grading, the agents that it rewards."""
+    """Return way of grading -> agents that it rewards."""
     async with open_pool(SandboxConfig(), "benchmark") as (source, _):
         return await adversarial_agents.compare_agents(source)
 
@@ -242,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    # The compared rules run hostile code without isolation, so never run them as root.
+    # Never run as root: the compared rules run hostile code without isolation.
     leave_root([sys.base_prefix, sys.prefix, str(ROOT)])
     found = asyncio.run(compare())
     agents = asyncio.run(compare_agents())

@@ -101,8 +101,8 @@ async def measure_sandbox(tokenizer: Any, count: int) -> Found:
 
 
 async def measure_mcp(tokenizer: Any, count: int) -> Found:
-    """Measure the loop over MCP, alternating with the Python tool on the same number of sandboxes, one execution per
-    lease in both.
+    """Measure the loop over MCP, alternating with the Python tool on the same number of sandboxes. In both, a lease has
+    one execution.
     """
     config = sandbox_config(NUM_SANDBOXES)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def execute_only(source: SandboxSource, count: int) -> None:
-    """Run the executions of `count` trajectories, those of each trajectory in its own sandbox."""
+    """Run the executions of `count` trajectories without the loop. Each trajectory has its own sandbox."""
 
     async def one() -> None:
         async with source.lease(SandboxSpec(), timeout_s=LEASE_TIMEOUT_S) as sandbox:

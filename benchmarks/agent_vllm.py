@@ -1,19 +1,19 @@
-"""The agent loop on a real vLLM server: how long the server idles while tools run, and how much of later prompts is
-cached.
+"""Measures the agent loop on a real vLLM server: how long the server idles while tools run, and how much of later
+prompts is cached.
 
     python -m benchmarks.agent_vllm                        16 trajectories, 10 turns, a tool of 0.5 s in real sandboxes
     python -m benchmarks.agent_vllm -n 64 --tool-s 1.0
 
-The model samples any text. The parser reads every turn as a call, and a turn cut at the length limit counts as ended,
-so each trajectory has all its turns. The prompt of a later turn is the earlier prompt, the sampled tokens and the
-tool's result, token for token, as in training. Prompts differ from their first block on, so every hit in the prefix
-cache comes from an earlier turn of the same trajectory.
+The model samples arbitrary text. The parser reads every turn as a call, and a turn that is cut at the length limit
+counts as ended, so that each trajectory has all its turns. The prompt of a later turn is the earlier prompt, the
+sampled tokens and the tool's result, token for token, as in training. Prompts of different trajectories differ from
+their first block on, so every hit in the prefix cache comes from an earlier turn of the same trajectory.
 
-idle                          share of the time in which no request runs or waits, though some trajectory waits for its
-                              tool
-hit_rate_of_later_turns       tokens found in the prefix cache, as a share of the tokens looked up by turns after the
-first hit_rate_of_what_is_possible  the same, as a share of the tokens that an earlier turn of the trajectory could have
-cached
+idle                          share of the time, while some trajectory waits for its tool, in which no request runs or
+                              waits
+hit_rate_of_later_turns       tokens found in the prefix cache, as a share of all tokens that later turns look up
+hit_rate_of_what_is_possible  tokens found in the prefix cache, as a share of the tokens that an earlier turn of the
+                              trajectory could have cached
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PROBLEM = (
 
 @dataclass(frozen=True, slots=True)
 class AlwaysCalls:
-    """A parser that reads every turn as one call of the interpreter."""
+    """A tool call parser that reads every turn as one call of the Python interpreter."""
 
     code: str
 
@@ -66,7 +66,7 @@ class AlwaysCalls:
 
 @dataclass(slots=True)
 class Watch:
-    """Checks many times a second whether the server generates while some trajectory is not done."""
+    """Samples many times a second, while some trajectory is not done, whether the server is generating."""
 
     num_generating: int = 0
     num_alive: int = 0
@@ -84,7 +84,7 @@ class Watch:
 
 
 class Watched:
-    """The engine with the interface that the loop calls, with counters added."""
+    """The engine, with the interface that the loop calls and with added counters."""
 
     def __init__(self, engine: VllmEngine, watch: Watch) -> None:
         self._engine = engine
@@ -100,7 +100,7 @@ class Watched:
         self._watch.num_generating += 1
         try:
             completion = await self._engine.generate(request_id, list(prompt_ids), sampling)
-            # A turn that is cut at the length limit would end the trajectory: here it counts as ended normally.
+            # Report a turn that is cut at the length limit as ended: otherwise it would end the trajectory.
             return replace(completion, finish_reason="stop")
         finally:
             self._watch.num_generating -= 1

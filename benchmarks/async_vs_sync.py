@@ -1,15 +1,15 @@
-"""Steps per second with max_staleness 0 and 1: the gain of generating while the learners train.
+"""Measures steps per second with max_staleness 0 and 1: the gain from generating while the learners train.
 
     python -m benchmarks.async_vs_sync                                     stand-ins, tools of 5 s, about eight minutes
     python -m benchmarks.async_vs_sync --tool-s 0 --generate-s 6 --train-s 8     stand-ins, no tools
     python -m benchmarks.async_vs_sync --config configs/coding_cpu.yaml    the real run, on this machine's own devices
 
-Stand-ins for servers and learners sleep for the seconds given here, as if each had its own device; each trajectory then
+Stand-ins for servers and learners sleep for the given seconds, as if each had its own device. Each trajectory then
 waits for a tool, for a log-normal time. Driver, store, workers and Ray are real. Everything simulated sleeps, so the
-ratio also holds on a busy machine. With --config nothing is simulated; on a machine without GPUs servers and learners
-then share the cores, and only idle cores can be gained.
+ratio also holds on a busy machine. With --config nothing is simulated. Without GPUs, servers and learners then share
+the cores, and the gain can only come from idle cores.
 
-The first two steps are left out: in either mode the first waits for its rollouts.
+The first two steps are left out, because in both modes the first step waits for its rollouts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Records = list[dict[str, float]]
 
 
 def simulate(args: argparse.Namespace, max_staleness: int) -> Records:
-    """Return the metrics of each step of a run on stand-ins."""
+    """Train on stand-ins. Return the metrics of each step."""
     return run(
         {
             "train": {"num_steps": args.steps, "groups_per_step": 2, "max_staleness": max_staleness},
@@ -47,7 +47,7 @@ def simulate(args: argparse.Namespace, max_staleness: int) -> Records:
 
 
 def train(args: argparse.Namespace, max_staleness: int) -> Records:
-    """Return the metrics of each step of `rayapp train`."""
+    """Run `rayapp train`. Return the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             "run.output_dir": folder,
@@ -68,7 +68,7 @@ def summarize(records: Records, generate_s: float | None, train_s: float | None)
     """Return seconds per step, and the shares of the time in which learners and servers were idle.
 
     Args:
-        generate_s, train_s: seconds of a stand-in per step; None: taken from the run's metrics.
+        generate_s, train_s: seconds per step for which a stand-in sleeps; None takes them from the run's metrics.
     """
     steady = records[NUM_WARM:]
     step_s = statistics.fmean(record["timing_s/step"] for record in steady)

@@ -1,12 +1,12 @@
-"""Speed of scoring completions of code data: 500 programs x 20 tests with standard input, against one plain python per
-test.
+"""Speed of scoring completions of code problems: 500 programs with 20 tests each on standard input, compared with one
+plain Python process per test.
 
     python -m benchmarks code_tests [-- --completions 500 --tests 20]
 
-`ours` is the whole rule `code_tests`, from the completion's text to the reward, in sandboxes of this process. `peer`
-does what most trainers do: it runs `python program.py` as a subprocess for each test, with a deadline and without
-isolation. Both use as many processes at once as there are cores, in turns, and run all tests; half of the programs are
-wrong.
+`ours` is the whole rule `code_tests` of rayapp, from the completion's text to the reward, in sandboxes of this process.
+`peer` does what most trainers do: it runs `python program.py` as a subprocess for each test, with a deadline and
+without isolation. The two alternate. Each uses as many processes at once as there are cores, and runs all tests. Half
+of the programs are wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def problem(num_tests: int) -> dict[str, list[str]]:
 
 
 async def ours(source: SandboxSource, completions: int, tests: dict[str, list[str]], rules: CodeSection) -> float:
-    """Return the seconds that our scoring takes."""
+    """Return the seconds that rayapp's scoring takes."""
     row = CodeProblem(ground_truth=json.dumps(tests), rules=rules)
     at_once = asyncio.Semaphore(CORES)
 
@@ -62,7 +62,7 @@ async def ours(source: SandboxSource, completions: int, tests: dict[str, list[st
 
 
 async def peer(program: Path, runs: int, tests: dict[str, list[str]]) -> float:
-    """Return the seconds that one subprocess per test takes."""
+    """Return the seconds that scoring with one subprocess per test takes."""
     at_once = asyncio.Semaphore(CORES)
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
 
@@ -87,7 +87,7 @@ def cpu_s() -> float:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """Return a process's time; 0 if it has ended, because its parent then counts the time."""
+    """Return a process's processor time. It is 0 if the process has ended, because its parent then counts the time."""
     try:
         return sum(process.cpu_times()[:4])
     except psutil.NoSuchProcess:
@@ -96,7 +96,8 @@ def _cpu_s(process: psutil.Process) -> float:
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return executions per second (median of the rounds), and processor time per execution, which does not depend on
-    the load."""
+    the machine's load.
+    """
     tests = problem(options.tests)
     rules = CodeSection(score="share", max_tests=0)
     part, peer_part = options.completions // options.rounds, options.peer_runs // options.rounds

@@ -1,10 +1,11 @@
-"""Cost of the system itself, without a model: python -m benchmarks.driver [--groups 1000 --steps 10]
+"""Cost of rayapp's own processes, without a model: python -m benchmarks.driver [--groups 1000 --steps 10]
 
     python -m benchmarks.driver --sizes 100,1000,10000      each in turn: is the cost linear, and is memory flat?
 
-Scripted engine, instant learner, free verdicts; driver, store, rollout workers, object store and Ray are real. Figures
-leave out the first step. Processor time per trajectory does not depend on the machine's other load; the reported ratio
-divides it by that of a fixed piece of plain Python (benchmarks.machine.python_unit_s).
+The engine is scripted, the learner takes no time, and verdicts cost nothing. Driver, store, rollout workers, object
+store and Ray are real. Figures leave out the first step. Processor time per trajectory does not depend on the machine's
+other load. The reported ratio divides it by the time of a fixed piece of plain Python
+(benchmarks.machine.python_unit_s).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from rayapp.driver.cluster import Cluster
 from support.stand_ins import stand_ins
 
 GPU_RATES = (1.0, 5.0, 30.0)
-"""Trajectories a second that one GPU finishes: of 4,000, 800 and 130 tokens each, at 4,000 tokens a second."""
+"""Trajectories per second that one GPU finishes if they have 4,000, 800 or 130 tokens, at 4,000 tokens per second."""
 ROLES = {
     "rollout workers": ("RolloutWorker", "rollout-worker"),
     "server": ("ScriptedServer", "vllm-server"),
     "learner": ("InstantLearner", "learner"),
     "sandbox pool": ("PoolActor", "sandbox-pool"),
 }
-"""Role -> prefixes of its processes' titles: of a waiting process, and of a working one."""
+"""Role -> prefixes of the titles of its processes: the title while a process waits, and while it works."""
 GROUPS_PER_SIZE = 10_000
 MIN_STEPS, MAX_STEPS = 3, 20
 
@@ -49,8 +50,9 @@ def role_of(process: psutil.Process, driver: psutil.Process) -> str:
 
 
 def measure_roles(driver: psutil.Process) -> tuple[Counter[str], Counter[str]]:
-    """Return processor seconds so far and resident MiB, by role, of the driver and all processes that Ray started for
-    it."""
+    """Return processor seconds so far, and resident MiB, for each role. They include the driver and all processes that
+    Ray started for it.
+    """
     spent: Counter[str] = Counter()
     resident: Counter[str] = Counter()
     for process in [driver, *driver.children(recursive=True)]:
@@ -74,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         spent, resident = measure_roles(process)
         cpu_s.append(spent)
         rss_mib.append(resident)
-        # Measure the unit at every step: the speed of a core can double within a minute.
+        # Measure the unit of plain Python at every step, because the speed of a core can double within a minute.
         units_s.append(python_unit_s(rounds=4))
 
     records = run(
@@ -109,24 +111,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def early_over_late(rss_mib: list[float]) -> float:
-    """Return the ratio of early to late memory. 1: the driver's memory is flat after the first step; 0.5: it has
-    doubled."""
+    """Return early memory / late memory. 1 means that memory is flat after the first step, 0.5 that it has doubled."""
     steady = rss_mib[1:]
     half = max(1, len(steady) // 2)
     return statistics.fmean(steady[:half]) / statistics.fmean(steady[-half:])
 
 
 def extrapolation(driver_ms: float) -> dict[str, float]:
-    """Return the trajectories per second, and the numbers of GPUs, that would use up the one core of the driver
-    process.
-    """
+    """Return how many trajectories per second, and how many GPUs, would use up the one core of the driver process."""
     return {"trajectories_per_s": 1000 / driver_ms} | {
         f"gpus_at_{rate:g}_trajectories_per_s": 1000 / driver_ms / rate for rate in GPU_RATES
     }
 
 
 def measure_size(groups: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one size in a process of its own, so that memory of one size does not count for the next."""
+    """Measure one size in a separate process, so that memory of one size does not count for the next."""
     steps = min(MAX_STEPS, max(MIN_STEPS, 1 + GROUPS_PER_SIZE // groups))
     sizes = ("--groups", groups, "--steps", steps, "--group-size", args.group_size, "--workers", args.workers)
     command = [sys.executable, "-m", "benchmarks.driver", *map(str, sizes)]
@@ -135,7 +134,7 @@ def measure_size(groups: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_sizes(sizes: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure each size, and print a line for it to standard error as it ends."""
+    """Measure each size. After each, print a line to standard error."""
     found: dict[int, dict[str, Any]] = {}
     for groups in sizes:
         found[groups] = one = measure_size(groups, args)

@@ -1,4 +1,4 @@
-"""Cost of the gateway without a model: scripted policies, agents over HTTP in another process.
+"""Cost of the gateway without a model: policies are scripted, and agents call over HTTP from another process.
 
     python -m benchmarks.gateway            1,000 sessions at once, five rounds of them, about two minutes
 
@@ -48,7 +48,7 @@ async def measure(count: int) -> Found:
         TimedTokenizer(tokenizer, clock),
         model="benchmark",
         template=template,
-        # Pass the unwrapped tokenizer, because vLLM's parser reads its vocabulary.
+        # Pass the tokenizer without the wrapper that measures it, because vLLM's parser reads the vocabulary.
         make_parser=lambda name, _, tools, sample: load_parser(name, tokenizer, tools, sample),
     )
     gateway = Gateway(formats)
@@ -98,7 +98,7 @@ def scripted(tokenizer: Any) -> ScriptedEngine:
 
 
 async def one_round(gateway: Gateway, engine: ScriptedEngine, count: int) -> float:
-    """Run all sessions from first call to last, with agents in another process. Returns the recorded share."""
+    """Run all sessions from the first call to the last, with agents in another process. Return the recorded share."""
     limits = SessionLimits(max_tokens=1 << 20, max_turns=CALLS)
     with ExitStack() as stack:
         sessions = [
@@ -127,8 +127,9 @@ async def one_round(gateway: Gateway, engine: ScriptedEngine, count: int) -> flo
 
 
 async def act(doors: list[tuple[str, str]]) -> float:
-    """Run the agents: each calls the tool that its prompt names, to the end. Returns the recorded share of later
-    prompts."""
+    """Run the agents until they end. Each calls the tool that its prompt names. Return the recorded share of later
+    prompts.
+    """
     cached, total = 0, 0
     tool = Instant.schema.as_openai()
 

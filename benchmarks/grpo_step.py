@@ -1,11 +1,13 @@
-"""One GRPO step, ours against TRL's GRPOTrainer: same model, prompts, reward code, cores; alternating in one run.
+"""Speed of one GRPO step, of rayapp and of TRL's GRPOTrainer, with the same model, prompts, reward code and cores. The
+two alternate in one run.
 
     python -m benchmarks.grpo_step [--rounds 5] [--json] [key.sub=value ...]
 
-Ours is the real thing: the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
-order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs) with the
-settings that are fastest here; its rewards come from our sandboxes. While one works the other waits. Prints medians
-over rounds after one warm-up round, and the parts of our step, which add up to the whole.
+rayapp's step uses the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
+order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs), with the
+settings that are fastest on this machine; its rewards come from rayapp's sandboxes. While one works, the other waits.
+The output has medians over the rounds after one warm-up round, and the parts of rayapp's step, which add up to the
+whole.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
 
 
 def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, float]:
-    """Return seconds by part. `score` is the scoring time that does not overlap with generation; `idle` is the rest of
-    the step.
+    """Return the seconds of each part of a step. `score` is the scoring time that does not overlap with generation;
+    `idle` is the rest.
     """
     parts = {
         "generate": timings["timing_s/generate"],
@@ -97,7 +99,7 @@ def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, fl
 
 
 class OurRewards:
-    """Scores TRL's completions with the code that scores rayapp's."""
+    """Scores TRL's completions with the code that scores rayapp's completions."""
 
     def __init__(self, config: Config, sandboxes: SandboxSource, tasks: list[Task], prompts: list[Prompt]) -> None:
         self._sandboxes, self._tasks, self._prompts, self._seed = sandboxes, tasks, prompts, config.run.seed
@@ -115,7 +117,7 @@ class OurRewards:
 
 
 def _cut(text: str, prompt: Prompt) -> str:
-    """Return a completion without the stop text, which transformers keeps and vLLM removes."""
+    """Remove the stop text from a completion: transformers keeps it, vLLM removes it."""
     for stop in prompt.stop:
         text = text.partition(stop)[0]
     return text
@@ -206,8 +208,9 @@ def _summary(
 
 
 def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config) -> dict[str, float]:
-    """Return each part's share of its limit: matrix products for learner and engine, memory bandwidth for the
-    optimizer."""
+    """Return the share of the hardware's limit that each part reaches: of the rate of matrix products for learner and
+    engine, of memory bandwidth for the optimizer.
+    """
     import transformers
 
     model = transformers.AutoConfig.from_pretrained(config.model.path)
@@ -219,8 +222,8 @@ def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config
     )
     seconds = {name: sum(r["parts"][name] for r in ours) for name in PARTS}
     weights = matrices + head
-    # Per step AdamW reads weight, gradient and two moments and writes all but the gradient: 28 bytes a weight; the norm
-    # reads the gradient once more.
+    # In a step, AdamW reads weight, gradient and two moments, and writes all but the gradient: 28 bytes per weight. The
+    # norm reads the gradient once more.
     optimizer_bytes = 32 * weights * len(ours)
     return {
         "forward_backward_of_gemm_peak": flops
@@ -239,7 +242,7 @@ def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config
 
 
 def _num_weights(model: Any) -> tuple[int, int]:
-    """Return the number of weights in the layers' matrices, and in the output embedding."""
+    """Return the number of weights in the layers' matrices, and the number in the output embedding."""
     width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     attention = model.hidden_size * width * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
@@ -258,9 +261,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
-    # Start a separate Ray: a running one may be busy with another job, or end with it.
+    # Start a separate Ray: a running Ray may be busy with another job, or end with that job.
     os.environ.setdefault("RAY_ADDRESS", "local")
-    # Two trainers together nearly fill this machine's memory, but neither grows: Ray must not kill one.
+    # Turn off Ray's memory monitor: two trainers nearly fill this machine's memory, but neither grows.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
     settings = {"config": str(options.config), "rounds": options.rounds, "overrides": options.overrides}

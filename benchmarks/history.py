@@ -1,8 +1,9 @@
-"""Records of earlier reports, and whether a ratio has fallen since. Called by `python -m benchmarks`.
+"""Keeps records of reports, and finds ratios that have fallen since the last record. `python -m benchmarks` calls it.
 
 A benchmark prints a report: one JSON object with `settings`, `machine` and `ratios`, and further figures. Only ratios
-are compared: both sides of a ratio are measured in one run, so it stays valid on another day. Higher is always better.
-Reports are comparable when machine kind and settings are equal; their file names then end alike:
+are compared: both sides of a ratio are measured in one run, so the ratio stays valid on another day. Higher is always
+better. Reports are comparable if machine kind and settings are equal. The names of their files then have the same
+ending:
 
     benchmarks/records/driver/05e6940a1b2c-3f9a1c20.json        commit, and a digest of machine kind and settings
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_LOSS = 0.05
-"""Share of a ratio that may be lost since the last record; a larger loss is flagged."""
+"""Fraction of a ratio that may be lost since the last record. A larger loss is reported."""
 KIND = ("cpu", "cores", "gpu")
 """Keys of `machine` that must be equal for two reports to be comparable."""
 
@@ -31,20 +32,22 @@ class Compared:
 
     name: str
     now: float | None
-    """Ratio of this report; None if the benchmark does not report it any more."""
+    """Ratio in this report; None if the benchmark does not report the ratio any more."""
     before: float | None
-    """Ratio that was recorded last; None if the ratio is new."""
+    """Ratio in the last record; None if the ratio is new."""
 
     @property
     def change(self) -> float:
-        """Return the relative change, e.g. -0.25 if a quarter is lost; 0 for a new ratio, -1 for one that is gone."""
+        """The relative change, e.g. -0.25 if a quarter is lost. It is 0 for a new ratio, and -1 for a ratio that is
+        gone.
+        """
         if self.before is None:
             return 0.0
         return (self.now or 0.0) / self.before - 1
 
     @property
     def is_lost(self) -> bool:
-        # Rounded: 0.95 of a ratio is a loss of 5%, not of 5.000000000000004%.
+        # Round the change: 0.95 of a ratio is a loss of 5%, not of 5.000000000000004%.
         return round(self.change, 9) < -MAX_LOSS
 
 
@@ -52,7 +55,7 @@ def check(report: Report) -> None:
     """Check that a report can be recorded and compared.
 
     Raises:
-        ValueError: the message names what is missing, or the ratio that is not a positive number.
+        ValueError: a part is missing, or a ratio is not a positive number. The message names it.
     """
     missing = [key for key in ("settings", "machine", "ratios") if not isinstance(report.get(key), dict)]
     if missing:
@@ -69,7 +72,7 @@ def _is_positive(ratio: object) -> bool:
 
 
 def digest(report: Report) -> str:
-    """Return 8 hexadecimal digits of machine kind and settings: equal for reports that may be compared."""
+    """Return a hash of machine kind and settings, in 8 hexadecimal digits. It is equal for comparable reports."""
     kind = {key: report["machine"].get(key, "") for key in KIND}
     told = json.dumps([kind, report["settings"]], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:8]
@@ -87,19 +90,19 @@ def last_record(folder: Path, report: Report) -> dict[str, Any] | None:
 
 
 def compare(report: Report, record: Report | None) -> list[Compared]:
-    """Return every ratio of report or record, the report's first."""
+    """Return every ratio of the report or the record. Ratios of the report come first."""
     now, before = report["ratios"], record["ratios"] if record else {}
     return [Compared(name=name, now=now.get(name), before=before.get(name)) for name in {**now, **before}]
 
 
 def better_of(first: Report, second: Report) -> dict[str, Any]:
-    """Return the second report with the better of both measurements for each ratio that both have."""
+    """Return the second report. Each of its ratios is replaced by that of the first report if that one is better."""
     both = {name: max(r, first["ratios"].get(name, r)) for name, r in second["ratios"].items()}
     return {**second, "ratios": both}
 
 
 def table(compared: list[Compared]) -> str:
-    """Return one line per ratio: name, before, now, change."""
+    """Return a text with one line for each ratio: name, before, now, change."""
     width = max(len(each.name) for each in compared)
     return "\n".join(
         f"  {each.name:{width}}  {_number(each.before):>10}  {_number(each.now):>10}  {_verdict(each)}"

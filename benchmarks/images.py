@@ -1,10 +1,11 @@
-"""Sandboxes on images: start, sharing and pull, each beside what others use: python -m benchmarks images
+"""Sandboxes on container images: start, sharing and pull, each compared with other tools: python -m benchmarks images
 
     start   a sandbox that runs /bin/true and ends: on an image, without one, by `runc run`, by `podman run`
     share   sandboxes of one large image on this node: memory and disk
     pull    the large image from Debian's docker-registry on loopback: into the cache, unpacked, and by `skopeo copy`
 
-Runs as root and needs runc, umoci, skopeo and docker-registry. Rounds alternate, so that ratios hold on a busy machine.
+The benchmark runs as root and needs runc, umoci, skopeo and docker-registry. Rounds alternate, so that ratios hold on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, memory_below
 from benchmarks.report import print_report
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.images.pull import ImageSource, pull
@@ -40,7 +41,7 @@ _TAG = "one"
 
 
 def make_image(folder: Path, mib: int) -> None:
-    """Write an image with this machine's small programs and files of this size, half of them compressible."""
+    """Write an image with small programs of this machine, and `mib` MiB of files, half of which can be compressed."""
     files = [entry(f"data/{number}", os.urandom(_MIB // 2) + bytes(_MIB // 2)) for number in range(mib)]
     write_oci(folder, [machine_layer(with_python=False), layer(*files)])
     index = json.loads((folder / "index.json").read_text())
@@ -49,7 +50,7 @@ def make_image(folder: Path, mib: int) -> None:
 
 
 async def start_ms(provider: LocalProvider, template: str) -> float:
-    """Return the milliseconds of a sandbox from its creation to its end."""
+    """Return the milliseconds from the creation of a sandbox to its end."""
     began = time.perf_counter()
     sandbox = await provider.create(SandboxSpec(template=template), labels={}, ttl_s=600, timeout_s=600)
     ran = await sandbox.run_command(_TRUE, timeout_s=30)
@@ -59,7 +60,7 @@ async def start_ms(provider: LocalProvider, template: str) -> float:
 
 
 async def command_ms(argv: list[str]) -> float:
-    """Return the milliseconds of a command."""
+    """Return the milliseconds that a command takes."""
     began = time.perf_counter()
     child = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, errors = await child.communicate()
@@ -69,17 +70,17 @@ async def command_ms(argv: list[str]) -> float:
 
 
 def bundle_of(folder: Path, place: Path) -> Path:
-    """Unpack the image with umoci as a bundle for runc that runs /bin/true."""
+    """Unpack the image with umoci, as a bundle for runc that runs /bin/true. Return the bundle's folder."""
     subprocess.run(["umoci", "unpack", "--image", f"{folder}:{_TAG}", str(place)], check=True, capture_output=True)
     config = json.loads((place / "config.json").read_text())
     config["process"] |= {"terminal": False, "args": list(_TRUE)}
-    config["linux"].pop("resources", None)  # cgroups may be read-only here, and only slow runc down
+    config["linux"].pop("resources", None)  # cgroups may be read-only here, and only make runc slower
     (place / "config.json").write_text(json.dumps(config))
     return place
 
 
 async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of the starts in each way, in rounds that alternate between them."""
+    """Return the milliseconds of a start for each way of starting. The ways alternate in rounds."""
     provider, template = LocalProvider(images=cache), f"image:oci:{folder}"
     bundle = bundle_of(folder, work / "bundle")
     ways: dict[str, Callable[[int], Awaitable[float]]] = {
@@ -95,7 +96,7 @@ async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> d
         print(f"without podman: {error}", file=sys.stderr)
     found: dict[str, list[float]] = {name: [] for name in ways}
     try:
-        for number in range(-2, rounds):  # two rounds to warm up
+        for number in range(-2, rounds):  # the first two rounds warm up
             for name, way in ways.items():
                 taken = await way(number + 2)
                 found[name] += [taken] if number >= 0 else []
@@ -104,29 +105,8 @@ async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> d
     return found
 
 
-def memory_mib(pids: set[int]) -> float:
-    """Return the memory of these processes and of all below them, in which shared pages count once."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    below = set(pids)
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    total = 0
-    for pid in below:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-    return total / 1024
-
-
 async def shared(cache: ImageSource, folder: Path, number: int) -> float:
-    """Return the MiB of memory that each of this many sandboxes of one image takes."""
+    """Start `number` sandboxes of one image. Return the MiB of memory that each takes."""
     provider, template = LocalProvider(images=cache, max_slots=number), f"image:oci:{folder}"
     try:
         made = [
@@ -135,18 +115,20 @@ async def shared(cache: ImageSource, folder: Path, number: int) -> float:
         ]
         for sandbox in made:
             assert (await sandbox.run_command(("/bin/cat", "/data/0"), timeout_s=60, max_output_bytes=4 * _MIB)).ok
-        return memory_mib({sandbox.slot.pid for sandbox in made}) / number
+        return sum(each.proportional_mib for each in memory_below({sandbox.slot.pid for sandbox in made})) / number
     finally:
         await provider.close()
 
 
 def disk_mib(folder: Path) -> int:
-    """Return the MiB of disk that a folder takes; hard links count once."""
+    """Return the MiB of disk that a folder takes. Hard links count once."""
     return int(subprocess.run(["du", "-sm", folder], check=True, capture_output=True, text=True).stdout.split()[0])
 
 
 def pulls(folder: Path, work: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds in which the image is pulled and unpacked into an empty cache, and copied by skopeo."""
+    """Return the seconds that rayapp takes to pull and unpack the image into an empty cache, and that skopeo takes to
+    copy it.
+    """
     found: dict[str, list[float]] = {"pull": [], "skopeo": []}
     with real_registry(work) as host:
         plain = ["--dest-tls-verify=false", f"oci:{folder}:{_TAG}", f"docker://{host}/big:1"]
@@ -174,7 +156,7 @@ def main() -> None:
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rayapp-images-")))
         work.chmod(0o755)
-        # podman leaves a mount of its folder on itself.
+        # podman leaves a bind mount of its folder behind. Unmount it.
         stack.callback(subprocess.run, ["umount", "-q", str(work / "podman/overlay")], check=False)
         folder = work / "oci"
         make_image(folder, settings.mib)

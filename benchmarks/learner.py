@@ -1,14 +1,15 @@
-"""Our learner against a plain padded one, on the recorded trajectories of a run: same model, cores and tokens.
+"""Speed of rayapp's learner and of a plain padded learner, on the recorded trajectories of a run, with the same model,
+cores and tokens.
 
     python benchmarks/learner.py RUN [--config configs/coding_cpu.yaml] [--ranks 2] [--steps 2] [--groups 4]
                                      [--rounds 3] [--tokens-only] [--json] [KEY=VALUE …]
 
-RUN is a run folder with trajectories. Groups with equal rewards are left out for both learners: ours would skip them.
-Of the others, `steps` x `groups` are drawn evenly over the run, so that lengths are distributed as in the run. Both
-learners live in the same `ranks` processes and get the same groups; the padded one is in padded_learner.py. They
-alternate; the figures are medians over rounds after one warm-up step. Tokens per second count the tokens of the
-trajectories, not padding or recomputation. `--tokens-only` counts what prefix sharing saves and how full micro-batches
-are; nothing trains.
+RUN is a run folder with trajectories. Groups with equal rewards are left out for both learners, because rayapp's would
+skip them. Of the other groups, `steps` x `groups` are drawn evenly over the run, so that lengths are distributed as in
+the run. Both learners are in the same `ranks` processes and get the same groups; the padded one is in
+padded_learner.py. They alternate. The figures are medians over rounds after one warm-up step. Tokens per second count
+the tokens of the trajectories, not padding or recomputation. With `--tokens-only` nothing trains: the output has the
+tokens that prefix sharing saves, and how full micro-batches are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Grou
     if len(taught) < wanted:
         raise SystemExit(f"{run} has {len(taught)} recorded groups whose rewards differ, but {wanted} are asked for")
     chosen = [taught[i * len(taught) // wanted] for i in range(wanted)]
-    # Every step gets groups from early and from late in the run.
+    # Give every step groups from the beginning and from the end of the run.
     return [chosen[step::num_steps] for step in range(num_steps)]
 
 
@@ -63,7 +64,7 @@ def items_of(groups: Sequence[Group]) -> list[TrainItem]:
 
 
 def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
-    """Return the number of tokens that each layout computes. Exact: nothing is timed."""
+    """Return the number of tokens that each layout computes. The numbers are exact: nothing is timed."""
     items, budget = items_of(groups), config.learner.token_budget
     counts = {
         name: sum(batch.packing.num_tokens for batch in split(items, max_tokens=budget, share_prefixes=share))
@@ -71,7 +72,7 @@ def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
     }
     inputs = sum(item.num_inputs for item in items)
     padded = len(items) * max(item.num_inputs for item in items)
-    # Put all items into one micro-batch: its tokens are those to compute if no group is split.
+    # Put all items into one micro-batch, which has the tokens to compute if no group is split.
     whole = sum(batch.packing.num_tokens for batch in split(items, max_tokens=max(budget, inputs), share_prefixes=True))
     return {
         "tokens": float(inputs),
@@ -85,7 +86,7 @@ def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
 
 
 def tokens_by_task(run: Path, config: Config) -> dict[str, dict[str, float]]:
-    """Return the token counts over all recorded steps, by the task of the group."""
+    """Return task -> token counts over all recorded steps."""
     by_task: dict[str, list[dict[str, float]]] = {}
     for file in sorted((run / "trajectories").glob("step=*.parquet")):
         for group in read_groups(file):
@@ -99,7 +100,7 @@ def tokens_by_task(run: Path, config: Config) -> dict[str, dict[str, float]]:
 
 
 def layout_of_run(run: Path, config: Config) -> dict[str, float]:
-    """Return the sums of `token_counts` over every recorded step, and the shares computed from the sums."""
+    """Return the sums of `token_counts` over all recorded steps, and shares computed from these sums."""
     sums: dict[str, float] = {}
     for file in sorted((run / "trajectories").glob("step=*.parquet")):
         groups = [group for group in read_groups(file) if any(t.is_trainable for t in group.trajectories)]
@@ -119,8 +120,9 @@ def layout_of_run(run: Path, config: Config) -> dict[str, float]:
 
 
 def flops(config: Config, groups: Sequence[Group]) -> float:
-    """Return operations of our step's matrix products: 6 per weight and token, the head only at response tokens, no
-    attention."""
+    """Return the number of operations in the matrix products of rayapp's step: 6 per weight and token, without
+    attention. The output embedding counts only at response tokens.
+    """
     from rayapp.learner.memory.shape import model_shape
 
     if not groups:
@@ -133,7 +135,7 @@ def flops(config: Config, groups: Sequence[Group]) -> float:
 
 
 class Rank:
-    """The two compared learners on one rank, and the steps that they train on.
+    """The two compared learners on one rank, and the steps on which they train.
 
     Args:
         rank, world, port: rank, world size and port of the process group that both learners use.
@@ -162,7 +164,7 @@ class Rank:
         ]
 
     def run(self, name: str, num_steps: int) -> float:
-        """Return the seconds for the first `num_steps` steps, from a common start until all ranks are done."""
+        """Run the first `num_steps` steps. Return the seconds from the common start until all ranks are done."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -181,7 +183,7 @@ class Rank:
 
 
 def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) -> None:
-    """Run one rank's process: alternating rounds. Puts its measurements into `results`."""
+    """Run one rank's process, in which the learners alternate in rounds. Put its measurements into `results`."""
     import torch.distributed as dist
 
     config = load_config(arguments.config, arguments.overrides)
@@ -207,7 +209,7 @@ def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) 
 
 
 def compare(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
-    """Run all ranks and merge their numbers. A failed rank ends the benchmark."""
+    """Run all ranks, and merge their numbers. If a rank fails, the benchmark ends."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     port = free_port()
@@ -229,8 +231,9 @@ def compare(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
 
 
 def summarize(ranks: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """Return the merged result: the clock of rank 0, as ranks start and end together; operations and limits of all
-    ranks."""
+    """Merge the ranks' results. Times are those of rank 0, because ranks start and end together; operations and limits
+    are sums over all ranks.
+    """
     seconds = ranks[0]["seconds"]
     median = {name: statistics.median(values) for name, values in seconds.items()}
     peak = sum(each["limits"]["gemm_bfloat16_gflops"] for each in ranks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,10 +37,35 @@ def describe() -> dict[str, object]:
     }
 
 
-def python_unit_s(rounds: int = 20) -> float:
-    """Return CPU seconds of a fixed piece of plain Python on one core: the unit for costs of our own Python.
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Memory of one process."""
 
-    Takes the best of several rounds. A cost in this unit is nearly the same on a slower or busy machine.
+    command: str
+    resident_mib: float
+    proportional_mib: float
+    """A page that several processes share is divided among them."""
+
+
+def memory_below(roots: Collection[int]) -> list[ProcessMemory]:
+    """Return the memory of these processes and of all processes below them. Leaves out those that end meanwhile."""
+    found, waiting = [], list(roots)
+    while waiting:
+        folder = Path(f"/proc/{waiting.pop()}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for thread in (folder / "task").iterdir():
+                waiting += map(int, (thread / "children").read_text().split())
+            fields = dict(line.split()[:2] for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            found.append(ProcessMemory(command, int(fields["Rss:"]) / 1024, int(fields["Pss:"]) / 1024))
+    return found
+
+
+def python_unit_s(rounds: int = 20) -> float:
+    """Return the CPU seconds of a fixed piece of plain Python on one core: the unit for costs of rayapp's own Python
+    code.
+
+    The result is the best of several rounds. A cost in this unit is nearly the same on a slower or busy machine.
     """
     document = {"turns": [{"text": f"turn {n} of a conversation", "tokens": list(range(64))} for n in range(8)]}
     seconds = []
@@ -52,7 +79,9 @@ def python_unit_s(rounds: int = 20) -> float:
 
 
 def measure_limits() -> dict[str, float]:
-    """Return the limits, best of a few rounds: matrix products in the model's own shapes, and memory streams."""
+    """Return the machine's limits, the best of a few rounds: the rate of matrix products in the model's own shapes, and
+    of memory streams.
+    """
     import torch
 
     def gflops(dtype: torch.dtype) -> float:

@@ -1,7 +1,8 @@
-"""A straightforward learner to measure ours against: padded rows, whole logits, one reduction of the gradients.
+"""A plain learner to compare with rayapp's: padded rows, whole logits, one reduction of the gradients.
 
-transformers with SDPA under bfloat16 autocast on float32 weights, rows padded to the longest of the rank's batch, fused
-AdamW. With several ranks each trains on its own groups, and gradients are summed once a step. Used by learner.py only.
+It uses transformers with SDPA, bfloat16 autocast on float32 weights, rows padded to the longest row of the rank's
+batch, and fused AdamW. With several ranks, each rank trains on its own groups, and gradients are summed once per step.
+Only learner.py uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PaddedLearner:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learner.optimizer.lr, fused=True)
 
     def step(self, groups: Sequence[Group], num_response_tokens: int) -> None:
-        """Train on this rank's groups; `num_response_tokens` counts the response tokens of all ranks."""
+        """Train on this rank's groups. `num_response_tokens` is the number of response tokens of all ranks together."""
         torch = self._torch
         rows = [(t, a) for group in groups for t, a in zip(group.trajectories, advantages(group), strict=True)]
         for start in range(0, len(rows), ROWS):

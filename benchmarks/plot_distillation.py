@@ -1,4 +1,6 @@
-"""KL to the teacher and share of solved completions by step: `python benchmarks/plot_distillation.py OUT.png RUN`."""
+"""Plots the KL to the teacher and the share of solved completions of each step:
+`python benchmarks/plot_distillation.py OUT.png RUN`.
+"""
 
 from __future__ import annotations
 

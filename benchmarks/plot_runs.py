@@ -1,5 +1,6 @@
-"""Plot the share of completions that pass every test, for several runs in one picture, with warm-up and evaluations:
-`python benchmarks/plot_runs.py OUT.png RUN_FOLDER...`. Prints the table of docs/results.md, too."""
+"""Plots the share of completions that pass every test, for several runs in one picture, with warm-up and evaluations,
+and prints the table of docs/results.md: `python benchmarks/plot_runs.py OUT.png RUN_FOLDER...`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SOLVED, HELD_OUT, NO_SIGNAL = "reward/solved/mean", "eval/reward/solved/mean", "
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """Return the run's records after those of its warm-up, whose last step becomes step 0."""
+    """Return the records of a run's warm-up and of the run. The last step of the warm-up becomes step 0."""
     warmup = read_metrics(run.with_name(f"{run.name}-sft") / "metrics.jsonl")
     last = max((record["step"] for record in warmup), default=0)
     return [record | {"step": record["step"] - last} for record in warmup] + read_metrics(run / "metrics.jsonl")

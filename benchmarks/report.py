@@ -10,15 +10,16 @@ from typing import Any
 
 from benchmarks.machine import describe
 
-# Standard output is reserved for the report. vLLM reads this variable when it is imported, which is after this module.
+# Keep vLLM's log out of standard output, which is reserved for the report. vLLM reads this variable when it is
+# imported, later than this module.
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **figures: Any) -> None:
-    """Print settings, machine, ratios and the figures behind them.
+    """Print a report: settings, machine, ratios, and the figures behind the ratios.
 
     Args:
-        ratios: ratios of two measurements of this run; higher is better; see benchmarks/history.py.
+        ratios: name -> ratio of two measurements of this run. Higher is better (benchmarks/history.py).
     """
     told = {key: value for key, value in vars(settings).items() if key != "json"}
     report = {"settings": told, "machine": describe(), "ratios": dict(ratios), **figures}
@@ -26,10 +27,10 @@ def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **fi
 
 
 def parse_report(output: str) -> dict[str, Any]:
-    """Return the report in a benchmark's standard output, to which libraries may have written too.
+    """Return the report in a benchmark's standard output. Libraries may have written other lines.
 
     Raises:
-        ValueError: the output holds no report.
+        ValueError: the output contains no report.
     """
     lines = output.splitlines(keepends=True)
     for first in reversed([number for number, line in enumerate(lines) if line.startswith("{")]):

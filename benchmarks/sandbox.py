@@ -1,17 +1,16 @@
-"""Speed of local sandboxes, compared with a bare fork and with the alternatives; all in one run.
+"""Speed of local sandboxes, compared in one run with a bare fork and with the alternatives.
 
     python benchmarks/sandbox.py [--executions 400] [--json]
 
-The rounds of all figures alternate, so that a busy moment of the machine affects them all; printed are medians over all
-samples. Baselines: a bare `os.fork` of the same warm interpreter (the lower bound of an execution), a cold interpreter,
-and a cold interpreter in bubblewrap where that is installed.
+The rounds of all figures alternate, so that a busy moment of the machine affects all of them. The output has medians
+over all samples. The baselines are a bare `os.fork` of the same warm interpreter (the lower bound of an execution), a
+cold interpreter, and a cold interpreter in bubblewrap if that is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -38,9 +37,9 @@ from rayapp.sandbox.verdict.compare import equal
 
 ROUNDS = 8
 PAUSE_S = 0.01
-"""Pause before each execution, in seconds. Between two tool calls of a trajectory the policy generates a turn;
-meanwhile the next child is forked in advance, and cores become idle. A bare fork is therefore measured after a pause,
-too."""
+"""Pause before each execution, in seconds. Between two tool calls of a trajectory the policy generates a turn.
+Meanwhile the next child is forked in advance, and cores become idle. Therefore a bare fork is also measured after a
+pause."""
 TRIVIAL = "def f(x):\n    return x"
 SORTING = """
 def f(items):
@@ -71,9 +70,10 @@ BWRAP = (
     "--dev", "/dev",
 )  # fmt: skip
 FOLDERS = os.pathsep.join((str(Path(__file__).resolve().parents[1]), sysconfig.get_path("purelib")))
-"""Import path of this project and of numpy."""
+"""Import path with this project and numpy."""
 WARM_INTERPRETER = (*WARM_MODULES, boot.__name__)
-"""Modules of the interpreter that executions are forked from: those preloaded for candidates, and our own."""
+"""Modules of the interpreter from which executions are forked: those that are preloaded for candidates, and rayapp's
+own."""
 HARNESS_IMPORTS = "import " + ", ".join(WARM_MODULES)
 PYTHON = os.path.realpath(sys.executable)
 
@@ -83,7 +83,7 @@ Samples = dict[str, list[float]]
 async def sample(
     provider: LocalProvider, code: str, argument: object, executions: int, *, pause_s: float = 0.0
 ) -> list[float]:
-    """Return seconds per execution in one sandbox, with a pause of this length before each execution."""
+    """Return the seconds of each execution in one sandbox, with a pause before each."""
     sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60)
     try:
         times = []
@@ -99,7 +99,7 @@ async def sample(
 
 
 def bare_fork(executions: int, *, pause_s: float = 0.0, modules: Sequence[str] = WARM_INTERPRETER) -> list[float]:
-    """Return seconds per `os.fork` of an interpreter with these modules, whose child ends at once."""
+    """Return the seconds of each `os.fork` of an interpreter with these modules. The child ends at once."""
     argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), str(pause_s), FOLDERS, *modules]
     done = subprocess.run(argv, env={"OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     return [float(line) for line in done.stdout.split()]
@@ -115,7 +115,7 @@ def cold(executions: int, *argv: str) -> list[float]:
 
 
 async def open_levels() -> dict[str, LocalProvider]:
-    """Open a provider for each level that this machine offers."""
+    """Open a provider for each isolation level that this machine offers."""
     providers = {}
     for level in LEVELS:
         provider = LocalProvider(levels=(level,), max_slots=64)
@@ -129,7 +129,7 @@ async def open_levels() -> dict[str, LocalProvider]:
 
 
 async def latencies(providers: dict[str, LocalProvider], executions: int) -> Samples:
-    """Return seconds per execution of every provider and baseline, measured in alternating rounds."""
+    """Return the seconds of executions for every provider and baseline, measured in alternating rounds."""
     with_numpy = LocalProvider(levels=("ns", "ll"), packages=("numpy",))
     kinds: dict[str, Callable[[int], Awaitable[list[float]] | list[float]]] = {"bare fork": bare_fork}
     for level, provider in providers.items():
@@ -155,7 +155,9 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
 
 
 async def rate(level: str, slots: int, executions: int) -> float:
-    """Return executions per second of several sandboxes side by side, once all are warm; the best of three."""
+    """Return the executions per second of several concurrent sandboxes after all are warm: the best of three
+    measurements.
+    """
     provider = LocalProvider(levels=(level,), max_slots=slots)
     rates = []
     for _ in range(4):
@@ -167,14 +169,16 @@ async def rate(level: str, slots: int, executions: int) -> float:
 
 
 def rate_on_cores(level: str, cores: int, executions: int) -> float:
-    """Return `rate` with as many slots as cores, measured in a process that may use only those cores."""
+    """Return `rate` for as many slots as cores, measured in a process that may use only these cores."""
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     argv = [sys.executable, __file__, "--rate", level, "--executions", str(executions), "--cores", *map(str, chosen)]
     return float(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
 
 
 async def score_batch(source: PoolClient, completions: int = 500, tests: int = 5) -> float:
-    """Return seconds to score completions on several tests each: values come from sandboxes and are compared here."""
+    """Return the seconds to score completions on several tests each. Values come from sandboxes and are compared in
+    this process.
+    """
     inputs = [[[(number * 7919 + at * 104729) % 1000 for at in range(20)]] for number in range(tests)]
     expected = [sorted(args[0]) for args in inputs]
     waiting = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -191,19 +195,12 @@ async def score_batch(source: PoolClient, completions: int = 500, tests: int = 5
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """Return memory of a slot's processes: resident, and proportional (pages shared with others divided among them)."""
-    total = {"Rss": 0, "Pss": 0}
-    waiting = [pid]
-    while waiting:
-        each = waiting.pop()
-        # A child of the last execution may be ending just now.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            waiting += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
-            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-                key, _, value = line.partition(":")
-                if key in total:
-                    total[key] += int(value.split()[0])
-    return {f"{key.lower()}_mib": round(value / 1024, 1) for key, value in total.items()}
+    """Return memory of a slot's processes: resident, and proportional (see `ProcessMemory`)."""
+    found = machine.memory_below([pid])
+    return {
+        "rss_mib": round(sum(each.resident_mib for each in found), 1),
+        "pss_mib": round(sum(each.proportional_mib for each in found), 1),
+    }
 
 
 async def slot_memory(provider: LocalProvider) -> dict[str, float]:
@@ -238,8 +235,9 @@ async def measure(executions: int) -> dict[str, object]:
 
 
 def ratios(median_s: dict[str, float], rates: dict[str, dict[int, int]]) -> dict[str, float]:
-    """Return, for each level: bare fork time / execution time, speed-up over a cold start, and speed-up from more
-    cores."""
+    """Return the ratios of each level: bare fork time / execution time, speed-up over a cold start, and speed-up from
+    more cores.
+    """
     after_a_pause = median_s["bare fork, after a pause"] / median_s["ns, after a pause"]
     found = {"ns/bare_fork_over_execution_after_a_pause": after_a_pause}
     for level, by_cores in rates.items():

@@ -1,10 +1,10 @@
-"""Fault test of the pool: executions with known verdicts while 5% of all calls to the providers fail, in every way.
+"""Fault test of the pool: executions with known verdicts, while 5% of all calls to the providers fail in various ways.
 
     python benchmarks/sandbox_faults.py                       10,000 executions, about ten minutes on 2 quiet cores
     python benchmarks/sandbox_faults.py -n 600 --share 0.2
 
-Services on loopback are called through the real SDKs of E2B, Daytona and MCP, by several processes with services of
-their own. Prints JSON; exits with 1 if a verdict was wrong, a sandbox leaked or a lease hung. It measures no speed.
+Several processes call services on loopback, each its own, through the real SDKs of E2B, Daytona and MCP. The output is
+JSON. The exit status is 1 if a verdict was wrong, a sandbox leaked or a lease hung. No speed is measured.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def end_with_parent() -> None:
 
 
 def one_process(run: FaultRun) -> Outcome:
-    """Run one process's part, with a line on standard error every 30 s."""
+    """Run one process's part of the test, with a line on standard error every 30 s."""
     logging.basicConfig(level=logging.CRITICAL, stream=sys.stderr)
     try:
         return asyncio.run(watched(run))
     except KeyboardInterrupt:
-        os._exit(130)  # the executor would catch an exception as a result, and the worker would wait for more work
+        os._exit(130)  # exit: the executor would take an exception as a result, and the worker would wait for more work
 
 
 async def watched(run: FaultRun) -> Outcome:
@@ -76,7 +76,7 @@ def main() -> int:
         executions=options.executions, share=options.share, concurrency=options.concurrency, seed=options.seed
     )
     started = time.monotonic()
-    # Not forked: a child would share the connections of the process before it.
+    # Don't fork: a child would share the connections of its parent.
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=spawned, initializer=end_with_parent) as pool:
         outcomes = list(pool.map(one_process, parts(run, options.processes)))

@@ -1,9 +1,9 @@
-"""Speed of verl's scoring of code over `rayapp sandbox serve`, against verl's own `prime_code` on this machine.
+"""Speed of verl's scoring of code over `rayapp sandbox serve`, compared with verl's own `prime_code` on this machine.
 
     python -m benchmarks sandbox_fusion [-- --completions 500 --tests 20]
 
-The rows and completions are those of `code_tests`; half of the programs are wrong. Three ways, in turns, each with as
-many completions at once as there are cores:
+The rows and completions are those of `code_tests`. Half of the programs are wrong. Three ways of scoring alternate,
+each with as many completions at once as there are cores:
 
     prime_code   verl's scorer for machines without a sandbox service: the tests run in a child of this process
     run_code     verl's scorer with `sandbox_fusion.url`, which sends one request a test
@@ -71,7 +71,7 @@ def by_submit(url: str, tests: str, number: int) -> float:
 
 
 def rate(workers: ProcessPoolExecutor, score: Callable[[int], float], num: int) -> tuple[float, list[float]]:
-    """Return completions per second, and their scores."""
+    """Score `num` completions. Return completions per second, and the scores."""
     started = time.perf_counter()
     scores = list(workers.map(score, range(num)))
     return num / (time.perf_counter() - started), scores

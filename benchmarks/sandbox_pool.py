@@ -1,5 +1,5 @@
-"""Speed of the sandbox pool itself: the cost of a lease when a sandbox is free, thousands of leases at once, and the
-memory left after a hundred thousand.
+"""Speed of the sandbox pool itself: the cost of a lease if a sandbox is free, thousands of leases at once, and the
+growth of memory after a hundred thousand leases.
 
     python benchmarks/sandbox_pool.py             everything, about five minutes; prints one JSON line per part
     python benchmarks/sandbox_pool.py rate        acquire/release through the Ray actor, 10,000 a minute
@@ -8,8 +8,8 @@ memory left after a hundred thousand.
     python benchmarks/sandbox_pool.py growth      100,000 leases: memory and descriptors of the actor's process
     python benchmarks/sandbox_pool.py growth-short growth-here     10,000 through the actor, 100,000 without Ray
 
-Starts a separate Ray with one CPU. All callers are in this process, as in a rollout worker: each call crosses to the
-actor's process and back. The sandboxes of the fake provider run nothing, so only the pool is measured.
+The benchmark starts a separate Ray with one CPU. All callers are in this process, as in a rollout worker: each call
+goes to the actor's process and back. The sandboxes of the fake provider run nothing, so only the pool is measured.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ Numbers = dict[str, float]
 
 
 def local_config() -> SandboxConfig:
-    """Return a config with local sandboxes, made in the callers' own processes: always free here."""
+    """Return a config with local sandboxes. Callers make these in their own processes, so a lease is always free."""
     return SandboxConfig.model_validate({"providers": [{"type": "local", "max_sandboxes": 256}]})
 
 
 def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
-    """Return a config with remote sandboxes of a provider that answers after latency_s and refuses nothing; one lease
-    each."""
+    """Return a config with a provider of remote sandboxes that answers after `latency_s` and refuses nothing. Each
+    sandbox serves one lease.
+    """
     fake = {
         "type": "fake",
         "max_sandboxes": num_sandboxes,
@@ -59,7 +60,7 @@ def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
 
 
 async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
-    """Take one lease and give it back. Returns the seconds until it was granted."""
+    """Take one lease and give it back. Return the seconds until the lease was granted."""
     started = time.perf_counter()
     lease = await pool.acquire(holder, SPEC, timeout_s=timeout_s, lease_id=secrets.randbits(62))
     waited_s = time.perf_counter() - started
@@ -68,7 +69,7 @@ async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
 
 
 async def rate(pool: SandboxPoolHandle) -> Numbers:
-    """Request one lease every 6 ms for 30 s, without waiting for earlier ones, so that all waits are measured."""
+    """Request one lease every 6 ms for 30 s, without waiting for earlier leases, so that all waits are measured."""
     num_leases = LEASES_PER_MINUTE // 2
     loop = asyncio.get_running_loop()
     begin = loop.time()
@@ -81,14 +82,16 @@ async def rate(pool: SandboxPoolHandle) -> Numbers:
 
 
 async def flood(pool: SandboxPoolHandle) -> Numbers:
-    """Run 64 callers, each of which takes its next lease as soon as it has given one back."""
+    """Run 64 callers. Each takes its next lease as soon as it has given one back."""
     num_leases, started = 20_000, time.perf_counter()
     waits_s = await from_callers(pool, num_leases, callers=64)
     return {"leases_per_min": num_leases / (time.perf_counter() - started) * 60, **percentiles_ms(waits_s)}
 
 
 async def at_once(pool: SandboxPoolHandle) -> Numbers:
-    """Request 2,000 leases at the same time, before any sandbox exists; hold all until the last is granted."""
+    """Request 2,000 leases at the same time, before any sandbox exists. Hold all of them until the last one is
+    granted.
+    """
     num_leases, started = 2_000, time.perf_counter()
     calls = (pool.acquire(f"worker-{index % 8}", SPEC, timeout_s=120.0) for index in range(num_leases))
     leases = await asyncio.gather(*calls)
@@ -109,17 +112,19 @@ async def at_once(pool: SandboxPoolHandle) -> Numbers:
 
 
 async def growth(pool: SandboxPoolHandle) -> Numbers:
-    """Measure the actor's process after 10,000 leases and after 100,000 more."""
+    """Measure memory and descriptors of the actor's process after 10,000 leases, and after 100,000 more."""
     return await grown(pool, await process_of(pool), 100_000)
 
 
 async def growth_short(pool: SandboxPoolHandle) -> Numbers:
-    """Measure the same with a tenth of the leases, for a machine that others use too."""
+    """Measure the growth with a tenth of the leases, for a machine that other programs use."""
     return await grown(pool, await process_of(pool), 10_000)
 
 
 async def grown(pool: SandboxPoolHandle | PoolHere, process: psutil.Process, num_leases: int) -> Numbers:
-    """Measure memory and descriptors of the pool's process, after a first round and after each tenth of the leases."""
+    """Measure memory and descriptors of the pool's process, after a first round of leases and after each further
+    tenth.
+    """
     await from_callers(pool, _ROUND, callers=64)
     found: Numbers = {"leases": float(num_leases)}
     for done in range(0, num_leases + 1, num_leases // 10):
@@ -131,7 +136,7 @@ async def grown(pool: SandboxPoolHandle | PoolHere, process: psutil.Process, num
 
 
 async def from_callers(pool: Pool, num_leases: int, *, callers: int) -> list[float]:
-    """Take leases one after the other from each of several callers. Returns the waits in seconds."""
+    """Run several callers, each of which takes leases one after the other. Return the waits in seconds."""
     indices = iter(range(num_leases))
 
     async def call() -> list[float]:
@@ -155,14 +160,14 @@ def usage(process: psutil.Process) -> tuple[float, float]:
 
 
 def percentiles_ms(waits_s: list[float]) -> Numbers:
-    """Return percentiles in ms, by nearest rank."""
+    """Return percentiles of the waits in ms, by nearest rank."""
     ordered = sorted(waits_s)
     ranks = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
     return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000 for name, share in ranks.items()}
 
 
 PARTS: dict[str, tuple[Callable[[SandboxPoolHandle], Awaitable[Numbers]], SandboxConfig, int]] = {
-    # part -> (function, sandbox config, number of sandboxes to prepare)
+    # Part -> (function, sandbox config, number of sandboxes to prepare).
     "rate": (rate, fake_config(64), 64),
     "flood": (flood, local_config(), 0),
     "at-once": (at_once, fake_config(2_000, latency_s=0.05), 0),
@@ -173,20 +178,20 @@ HERE = "growth-here"
 
 
 class Here(PoolHere):
-    """The pool's logic without its actor."""
+    """The pool in this process, without Ray's actor around it."""
 
     async def stats(self) -> Numbers:
         return self._pool.stats()
 
 
 async def growth_here() -> Numbers:
-    """Measure 100,000 leases of the pool in this process, without Ray."""
+    """Measure memory and descriptors over 100,000 leases of a pool in this process, without Ray."""
     async with open_pool(fake_config(128), "bench-here") as (_, pool):
         return await grown(Here(pool), psutil.Process(), 100_000)
 
 
 async def measure(part: str) -> Numbers:
-    """Measure one part with a pool of its own."""
+    """Measure one part with its own pool."""
     what, config, num_ready = PARTS[part]
     name = f"sandbox-pool-{part}"
     pool = SandboxPoolHandle(spawn("sandbox-pool", name, config, f"bench-{part}"), name)
@@ -202,15 +207,16 @@ async def measure(part: str) -> Numbers:
 
 
 def start_ray(attempts: int = 4) -> None:
-    """Start a separate Ray. Ray gives its node a fixed 30 s to start, too few on a busy machine: so several
-    attempts."""
+    """Start a separate Ray. Try several times: Ray gives its node a fixed 30 s to start, which is too short on a busy
+    machine.
+    """
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "180")
     for attempt in range(attempts):
         try:
             ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=100 << 20)
             return
-        except Exception as error:  # boundary: Ray raises a bare Exception here, and other types for other delays
+        except Exception as error:  # boundary: Ray raises a bare Exception here, and other classes for other delays
             ray.shutdown()
             if attempt == attempts - 1:
                 raise

@@ -1,7 +1,7 @@
-"""The real agent loop over a scripted policy: shared by the parts of benchmarks/agent_loop.py.
+"""The real agent loop over a scripted policy, which the parts of benchmarks/agent_loop.py share.
 
-Every trajectory has four turns of some 200 tokens; all but the last call one tool. Completions are made beforehand, and
-the processor time of tokenizer and template is measured separately.
+Every trajectory has four turns of about 200 tokens. All turns except the last call one tool. Completions are made
+beforehand, and the processor time of tokenizer and template is measured separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
 
 
 class Clock:
-    """CPU seconds spent inside wrapped calls."""
+    """Counts the CPU seconds that wrapped calls take."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -47,7 +47,7 @@ class Clock:
 
 
 class TimedTokenizer:
-    """The tokenizer, with its time measured."""
+    """A tokenizer whose CPU time is measured."""
 
     def __init__(self, tokenizer: Any, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -59,7 +59,7 @@ class TimedTokenizer:
 
 
 class Instant(ToolBase):
-    """A tool that answers at once: only the loop takes time."""
+    """A tool that answers at once, so that only the loop takes time."""
 
     schema = ToolSchema(
         name="python",
@@ -72,7 +72,7 @@ class Instant(ToolBase):
 
 
 def code_of(turn: int) -> str:
-    """Return the code that the tool runs in this turn."""
+    """Return the code that the tool runs in a turn."""
     return f"print({turn} + 17 * 23)"
 
 
@@ -83,10 +83,10 @@ def script(tool: str) -> list[str]:
 
 
 class ScriptedPolicy:
-    """The loop with the same parts as in a rollout worker, except the engine.
+    """The agent loop with all parts that a rollout worker has, except the engine.
 
     Args:
-        tool: name of the tool in `tools` that is called.
+        tool: name of the tool that the policy calls; `tools` has it.
     """
 
     def __init__(self, tokenizer: Any, tools: ToolSet, tool: str) -> None:
@@ -105,7 +105,7 @@ class ScriptedPolicy:
         self._engine = PreparedEngine([_completion(ids) for ids in said])
 
     async def run(self, count: int) -> list[Trajectory]:
-        """Play this number of trajectories at once. Raise SystemExit if one departs from the script."""
+        """Play `count` trajectories at once. Raises SystemExit: a trajectory departs from the script."""
         engine, sampling = self._engine, SamplingParams(max_tokens=1024)
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -124,7 +124,7 @@ class ScriptedPolicy:
 
 
 class PreparedEngine:
-    """An engine without cost: each completion was made beforehand."""
+    """An engine that takes no time, because each completion was made beforehand."""
 
     def __init__(self, completions: list[Completion]) -> None:
         self._completions = completions

@@ -1,7 +1,8 @@
-"""A run of the real driver, store, workers and sandbox pool on stand-ins, shared by the benchmarks of the system.
+"""A run of the real driver, store, workers and sandbox pool, with stand-ins for servers and learners. Several
+benchmarks share it.
 
-Nothing is learned and no model is loaded; the tokenizer is one of characters, and a trajectory's verdict takes only the
-seconds of a simulated tool.
+Nothing is learned and no model is loaded. The tokenizer has one token per character, and a trajectory's verdict takes
+only the seconds of a simulated tool.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ TASK = Simulated(name="simulated", mean_s=MEAN_S, sigma=SIGMA)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face folder with a tokenizer of single characters, and no model."""
+    """Write a Hugging Face folder that has a tokenizer of single characters, and no model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -78,7 +79,7 @@ def run(
 
     Args:
         sections: sections of the configuration.
-        on_step: called after every step, e.g. to measure memory.
+        on_step: function that is called after every step, e.g. to measure memory.
     Returns:
         The metrics of each step.
     """
@@ -90,7 +91,7 @@ def run(
             "run": {"output_dir": folder, "name": "benchmark"},
             "model": {"path": str(Path(folder) / "model")},
             "tasks": [str(task)],
-            # Never use a running Ray: it may be busy with another job, or end with it.
+            # Never use a running Ray: it may be busy with another job, or end with that job.
             "cluster": {"device": "cpu", "address": "local"},
             "checkpoint": {"every_steps": 0},
             "tracking": {"trackers": ["jsonl"], "trajectories": False},

@@ -1,11 +1,12 @@
-"""Upload and download of a checkpoint, ours against the AWS CLI: same file, same server, taking turns in one run.
+"""Speed of uploading and downloading a checkpoint, by rayapp and by the AWS CLI, with the same file and the same
+server. The two alternate in one run.
 
     python benchmarks/storage.py [--gib 1] [--rounds 3] [--server swift|moto] [--json]
 
-Each transfer is a separate process, timed from start to end, with its peak memory. The CLI runs in its own environment
-(made on the first call under benchmarks/.envs) with its default settings; ours uses the defaults of `rayapp.storage`,
-with checksums. The server is OpenStack Swift on this machine's disk. A first round with a small file is not counted: in
-it both compile their modules, and the server warms up.
+Each transfer is a separate process, whose time from start to end and peak memory are measured. The CLI runs in its own
+environment (made on the first call under benchmarks/.envs) with its default settings; rayapp uses the defaults of
+`rayapp.storage`, with checksums. The server is OpenStack Swift on this machine's disk. A first round with a small file
+is not counted: in it both programs compile their modules, and the server warms up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Transfer:
 
 
 def make_cli() -> Path:
-    """Make the AWS CLI's environment, once. Returns its program."""
+    """Make the AWS CLI's environment, once. Return the path of the CLI."""
     home = HERE / ".envs" / f"awscli-{CLI_VERSION}"
     program = home / "bin" / "aws"
     stamp = home / ".installed"
@@ -62,7 +63,7 @@ def make_cli() -> Path:
 
 
 def measure(command: list[str], environment: dict[str, str], log: Path) -> Transfer:
-    """Run a command to its end and measure it. Raises RuntimeError if it fails."""
+    """Run a command to its end and measure it. Raises RuntimeError: the command fails."""
     started = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -95,7 +96,7 @@ def write_random(path: Path, num_bytes: int) -> None:
 
 
 def start_server(kind: str, home: Path) -> tuple[str, dict[str, str], Callable[[], None]]:
-    """Start a server. Returns its address, its clients' environment, and a function that ends it."""
+    """Start a server. Return its address, environment variables for its clients, and a function that ends it."""
     if kind == "moto":
         from support.storage import moto_server as module
 
@@ -146,7 +147,7 @@ def run(gib: float, rounds: int, kind: str) -> dict[str, Any]:
 
 
 def _summary(found: dict[str, list[Transfer]], gib: float) -> dict[str, Any]:
-    """Return medians, and the ratio of our rate to the CLI's."""
+    """Return medians, and the ratio of rayapp's rate to the CLI's rate."""
     sides = {
         name: {
             "mib_per_s": gib * 1024 / statistics.median(transfer.seconds for transfer in transfers),

@@ -1,5 +1,6 @@
-"""TRL as a peer of `grpo_step.py`: makes its environment, runs `trl_worker.py` in it, and answers its requests for
-rewards."""
+"""Runs TRL for `grpo_step.py`: makes an environment with TRL, runs `trl_worker.py` in it, and answers its requests for
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Scorer = Callable[[list[dict[str, Any]]], Awaitable[list[float]]]
 
 
 def make_environment(torch_version: str, transformers_version: str) -> Path:
-    """Make a virtual environment, once, with TRL and the same torch and transformers that we use.
+    """Make a virtual environment, once, with TRL and with the torch and transformers that rayapp uses.
 
     Returns:
         Its interpreter.
@@ -42,20 +43,20 @@ def make_environment(torch_version: str, transformers_version: str) -> Path:
 
 
 def _installer(python: Path, torch_version: str) -> list[str]:
-    """Return the command of uv if there is one (beside this interpreter, or on PATH), else of pip."""
+    """Return an installation command: of uv if it is beside this interpreter or on PATH, else of pip."""
     beside = Path(sys.executable).with_name("uv")
     uv = shutil.which("uv") or (str(beside) if beside.exists() else None)
     if uv is None:
         return [str(python), "-m", "pip", "install"]
     links = [word for link in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", link)]
-    # uv ignores pip's settings; without a folder of wheels it knows where CPU builds of torch are.
+    # uv ignores pip's settings. With --torch-backend cpu it finds CPU builds of torch, unless a folder has the wheels.
     backend = ["--torch-backend", "cpu"] if torch_version.endswith("+cpu") and not links else []
     return [uv, "pip", "install", "--python", str(python), *links, *backend]
 
 
 @dataclass(slots=True)
 class TrlPeer:
-    """A running worker."""
+    """A running process of `trl_worker.py`."""
 
     process: asyncio.subprocess.Process
     scorer: Scorer
@@ -82,7 +83,7 @@ class TrlPeer:
         return peer
 
     async def step(self) -> dict[str, Any]:
-        """Run one GRPO step. Returns its seconds, its completion tokens, and seconds by part."""
+        """Run one GRPO step. Return its seconds, its number of completion tokens, and the seconds of its parts."""
         self._write("step")
         async with asyncio.timeout(STEP_TIMEOUT_S):
             message = await self._read()

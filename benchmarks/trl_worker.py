@@ -1,9 +1,10 @@
-"""TRL's GRPOTrainer, one step at a time, for `grpo_step.py`. Runs in its own environment and imports nothing of ours.
+"""Runs TRL's GRPOTrainer for `grpo_step.py`, one step at a time, in its own environment. It imports no module of
+rayapp.
 
-Reads one JSON object from its arguments (model, prompts, stop, sizes), then, on stdin, a line `step` for each step. On
-stdout it writes JSON lines: {"ready"}, {"score": [...]} (answered with a line of rewards: the reward code is ours), and
-after each step {"step": seconds, ...}. Its settings are the fastest on this machine: bfloat16 parameters, no gradient
-checkpointing, no KL, its own generation.
+The script reads one JSON object from its arguments (model, prompts, stop, sizes), and then, on stdin, a line `step` for
+each step. On stdout it writes JSON lines: {"ready"}; {"score": [...]}, which the parent answers with a line of rewards;
+and after each step {"step": seconds, ...}. The settings are the fastest on this machine: bfloat16 parameters, no
+gradient checkpointing, no KL, TRL's own generation.
 """
 
 import functools
@@ -13,7 +14,7 @@ import sys
 import time
 
 CHANNEL = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # output of libraries must not end up between the JSON lines
+os.dup2(2, 1)  # keep output of libraries out of the JSON lines
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -29,7 +30,7 @@ def send(message):
 
 
 class Clock:
-    """Seconds by name within one step."""
+    """Counts the seconds of named parts within one step."""
 
     def __init__(self):
         self.seconds, self.started, self.num_tokens = {}, 0.0, 0
@@ -50,7 +51,7 @@ CLOCK = Clock()
 
 
 def reward(prompts, completions, completion_ids, index, **_):
-    """Ask the parent process for the rewards; it scores in sandboxes."""
+    """Ask the parent process for the rewards. It scores the completions in sandboxes."""
     CLOCK.num_tokens = sum(len(ids) for ids in completion_ids)
     started = time.perf_counter()
     send({"score": [{"index": i, "text": text} for i, text in zip(index, completions, strict=True)]})
@@ -79,8 +80,7 @@ def main():
         output_dir=WORK["output_dir"],
         use_cpu=WORK["device"] == "cpu",
         bf16=False,  # the parameters are already bfloat16; autocast would only cost time
-        # All prompts are generated together; the gradient is computed group by group, because all groups at once need
-        # 13 GB.
+        # Generate all prompts together, but compute the gradient group by group, because all groups at once need 13 GB.
         per_device_train_batch_size=WORK["group_size"],
         gradient_accumulation_steps=len(WORK["prompts"]),
         num_generations=WORK["group_size"],

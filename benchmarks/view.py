@@ -1,10 +1,11 @@
-"""Waiting times of `rayapp view` over a million trajectories, in a real browser.
+"""Waiting times of `rayapp view` with a million trajectories, in a real browser.
 
     python benchmarks/view.py [--trajectories 1000000] [--folder DIR]
 
-Writes a synthetic run (once, with --folder kept), starts the command, and measures in headless Chromium: the time to
-the first rows while the index still grows; the time until the index is complete; then a filter, a sort, a group and a
-trajectory; and the server's memory. Prints JSON; exits with 1 if a target is missed.
+The benchmark writes a synthetic run, which is kept for the next time if --folder is given. It starts the command, and
+measures in headless Chromium: the time to the first rows while the index still grows; the time until the index is
+complete; the times of a filter, a sort, a group and a trajectory; and the server's memory. The output is JSON. The exit
+status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUNDS = 5
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Start `rayapp view`; yield its address, its process id, and the seconds until it printed the address."""
+    """Start `rayapp view`. Yield its address, its process id, and the seconds until it printed the address."""
     command = [sys.executable, "-m", "rayapp", "view", str(folder), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     started = time.perf_counter()
@@ -93,7 +94,7 @@ async def _whole_index(page: Any, base: str) -> dict[str, float]:
 
 
 async def _using(page: Any, base: str) -> dict[str, Any]:
-    """Return the slowest of a few rounds of each action, over all groups."""
+    """Return the time of the slowest of a few rounds, for each action, over all groups."""
     await page.goto(f"{base}/#/groups")
     await page.reload()
     await page.locator("[data-count]").wait_for()

@@ -1,8 +1,9 @@
-"""Time of a weight sync against a memory copy of the same bytes: python -m benchmarks.weight_sync MODEL [--rounds 5]
+"""Time of a weight sync, compared with a memory copy of as many bytes: python -m benchmarks.weight_sync MODEL [--rounds
+5]
 
-Learner, Ray's object store, server and vLLM are the real ones, with the same phases in the same order as in a run:
-export (float32 to bfloat16, into buckets), put (into the object store), copy (out of it into the memory that the engine
-maps) and engine (freeze, load layer by layer, check). The baseline is `torch.Tensor.copy_` of as many bytes.
+Learner, Ray's object store, server and vLLM are real. The phases are those of a run, in the same order: export (float32
+to bfloat16, into buckets), put (into the object store), copy (from the store into the memory that the engine maps), and
+engine (freeze, load layer by layer, check). The baseline is `torch.Tensor.copy_` of as many bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rayapp.engine.weights.sync import BUCKET_BYTES
 
 
 def memcpy_s(num_bytes: int) -> float:
-    """Return seconds of the best of five copies into memory that is already mapped."""
+    """Return the seconds of the best of five copies into memory that is already mapped."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
     best = float("inf")
     for _ in range(5):
@@ -35,7 +36,7 @@ def memcpy_s(num_bytes: int) -> float:
 
 
 async def sync_once(learner: Learner, server: VllmServer, version: int) -> dict[str, float]:
-    """Run one sync; return the seconds of each phase, and the bytes."""
+    """Run one weight sync. Return the seconds of each phase, and the number of bytes."""
     started, export_s, put_s, refs = time.monotonic(), 0.0, 0.0, []
     for bucket in learner.export_weights(BUCKET_BYTES):
         exported = time.monotonic()
@@ -52,7 +53,7 @@ async def sync_once(learner: Learner, server: VllmServer, version: int) -> dict[
 
 
 async def measure(config: Config, rounds: int) -> dict[str, Any]:
-    """Return medians over rounds, without the first, which maps memory."""
+    """Return medians over the rounds. The first round, which maps memory, is left out."""
     learner, server = Learner(config, 0, 1, "", 0), VllmServer(config, 0)
     await server.start()
     found, wall = [], []

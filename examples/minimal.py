@@ -1,11 +1,13 @@
-"""GRPO on one screen: the loop of `rayapp train` over the library's pieces, in one process, without Ray and vLLM.
+"""GRPO on one screen: the loop of `rayapp train`, written with the library's parts, in one process, without Ray and
+vLLM.
 
     prompts -> completions -> verdicts from sandboxes -> advantages and a learner step -> weights to the sampler
 
     python examples/minimal.py configs/coding_cpu.yaml train.num_steps=5
 
-A second copy of the model, sampled by transformers' `generate`, stands in for the vLLM servers, and a folder on disk
-for the weight transfer. A run does the same with servers, rollout workers and learners side by side: docs/concepts.md.
+A second copy of the model, from which transformers' `generate` samples, takes the place of the vLLM servers. A folder
+on disk takes the place of the weight transfer. A run does the same with servers, rollout workers and learners in
+separate processes (docs/concepts.md).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from rayapp.tasks.verdict import task_verdict
 
 
 class Sampler:
-    """The stand-in for the servers: samples token ids with their log-probs, at temperature 1 and without filters."""
+    """Replacement for the servers: samples token ids with their log-probs, at temperature 1, without top_p and
+    top_k.
+    """
 
     def __init__(self, folder: str) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -44,7 +48,7 @@ class Sampler:
         return [(sampled[i, :n].tolist(), log_probs[i, :n].tolist()) for i, n in enumerate(sizes)]
 
     def _size(self, row: list[int], stop: tuple[str, ...]) -> int:
-        """Return the number of tokens up to the first stop text, with it."""
+        """Return the number of tokens up to and including the first stop text."""
         texts = (self.tokenizer.decode(row[:size]) for size in range(1, len(row) + 1))
         return next((size for size, text in enumerate(texts, 1) if any(each in text for each in stop)), len(row))
 
@@ -52,7 +56,7 @@ class Sampler:
 async def rollout(
     task: Task, sampler: Sampler, boxes: SandboxSource, step: int, config: rayapp.Config
 ) -> list[Trajectory]:
-    """Return a group: completions of one prompt, each with the reward of the same hidden tests."""
+    """Return a group: completions of one prompt, each with its reward. All are scored by the same hidden tests."""
     prompt = task.render(sampler.tokenizer)
     sampled = sampler.sample(prompt, config.rollout)
     texts = [sampler.tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sampled]
@@ -65,7 +69,7 @@ async def rollout(
 
 
 async def train(config: rayapp.Config) -> list[float]:
-    """Train on one group of each task in every step; return the mean reward of each step."""
+    """Train on one group of each task in every step. Return the mean reward of each step."""
     tasks, sampler, rewards = load_tasks(config.tasks), Sampler(config.model.path), []
     with LocalLearner(config) as learner, tempfile.TemporaryDirectory() as folder:
         async with rayapp.SandboxPool(config) as boxes:

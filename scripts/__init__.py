@@ -1,1 +1,3 @@
-"""Programs that write files of this repository: docs, alerts, a dashboard, manifests. Not in the wheel."""
+"""Programs that write files of this repository: docs, alerts, a dashboard, manifests. The wheel does not contain
+them.
+"""

@@ -1,7 +1,8 @@
-"""`python -m scripts.check_wheel [EXTRA]`: install the wheel in an empty environment and run its commands.
+"""Installs the wheel in an empty environment and runs its commands: `python -m scripts.check_wheel [EXTRA]`.
 
-Builds wheel and environment below a temporary folder, installs the wheel with the extra (default: view) from the index
-that pip knows, and runs commands there, away from this checkout.
+The wheel and the environment are made in a temporary folder. The wheel is installed with the extra (default: view) from
+pip's index. The commands run in the temporary folder, away from this checkout. `twine check` reads the wheel's metadata
+as PyPI would.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NEEDED = (
     "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
-"""Files besides modules that the wheel must have. A missing file would be noticed only in use."""
+"""Files other than modules that the wheel must have. Without this check, a missing file would be noticed only in
+use."""
 PROGRAM = """
 import sys, rayapp
 from pathlib import Path
@@ -40,13 +42,15 @@ from rayapp.cli.main import run as command
 assert command(["report", "run"]) == 0
 assert not {"torch", "ray"} & set(sys.modules)
 """.replace("TESTS", str(ROOT / "tests"))
+OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, torch, vllm, actors.learner"]]}
+"""Further commands for each extra."""
 
 
 def build(folder: Path) -> Path:
-    """Build the wheel of this checkout; return its path.
+    """Build the wheel of this checkout. Return its path.
 
     Raises:
-        CalledProcessError: it can't be built.
+        CalledProcessError: the wheel can't be built.
     """
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run([*pip, str(ROOT)], check=True, stdout=subprocess.DEVNULL)
@@ -68,10 +72,16 @@ def main(extra: str) -> None:
         venv.EnvBuilder(with_pip=True).create(folder / "env")
         python = str(folder / "env" / "bin" / "python")
         subprocess.run([python, "-m", "pip", "install", "--quiet", f"rayapp[{extra}] @ {wheel.as_uri()}"], check=True)
-        for arguments in (["-m", "rayapp", "--version"], ["-m", "rayapp", "--help"], ["-c", PROGRAM]):
+        for arguments in (["-m", "rayapp", "--version"], ["-m", "rayapp", "--help"], ["-c", PROGRAM], *OF_EXTRA[extra]):
             subprocess.run([python, *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        # After the commands: twine's own dependencies must not be what they need.
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "twine"], check=True)
+        subprocess.run([python, "-m", "twine", "check", "--strict", str(wheel)], check=True)
         print(f"{wheel.name}[{extra}] works in an empty environment")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "view")
+    extra = sys.argv[1] if len(sys.argv) > 1 else "view"
+    if extra not in OF_EXTRA:
+        raise SystemExit(f"unknown extra {extra!r}: use {' or '.join(OF_EXTRA)}")
+    main(extra)

@@ -1,4 +1,6 @@
-"""Write docs/configure.md from the schema: `python -m scripts.config_docs > docs/configure.md`. A test compares."""
+"""Writes docs/configure.md from the config's schema: `python -m scripts.config_docs > docs/configure.md`. A test finds
+a stale page.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from rayapp.core.validation import values_of
 
 Section = type[BaseModel]
 NAMES = {"algorithm.adv_estimator": ADV_ESTIMATORS, "algorithm.policy_loss": POLICY_LOSSES}
-"""Keys whose values are checked against a registry, not by the schema."""
+"""Key -> allowed values, for keys whose values are checked against a registry and not by the schema."""
 HEADER = """# Every key
 
 Generated from `rayapp/config/` by `python -m scripts.config_docs`. A config file states only what differs from these
@@ -49,16 +51,16 @@ def render() -> str:
 
 
 def keys_without_meaning() -> list[str]:
-    """Return the keys whose last column is empty."""
+    """Return the keys whose description is empty."""
     rows = (line.split(" | ") for line in render().splitlines() if line.startswith("| `"))
     return [row[0].removeprefix("| ") for row in rows if len(row) == 4 and row[3].strip(" |") == ""]
 
 
 def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterator[str]:
-    """Yield the lines of one section: its own keys, then its subsections, then the sections in its lists.
+    """Yield the lines about one section: its own keys, then its subsections, then the sections in its lists.
 
     Args:
-        values: the section with its defaults; None where a key is required.
+        values: the section with its defaults; None if the section has required keys.
     """
     fields = section.model_fields
     plain = {name: field for name, field in fields.items() if not _is_section(field)}
@@ -78,20 +80,20 @@ def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterato
 
 
 def _about(section: Section) -> Iterator[str]:
-    """Yield the docstring of a section, as a paragraph."""
+    """Yield the docstring of a section as a paragraph."""
     if "__doc__" in section.__dict__ and section.__doc__:
         yield " ".join(section.__doc__.split()) + "\n"
 
 
 def _elements(field: FieldInfo) -> Iterator[Section]:
-    """Yield the sections that a list can hold: one, or one of each type."""
+    """Yield the kinds of sections that a list can contain."""
     for argument in get_args(field.annotation) if get_origin(field.annotation) is tuple else ():
         choices = get_args(argument)[0] if get_origin(argument) is Annotated else argument
         yield from (each for each in (choices, *get_args(choices)) if _is_model(each))
 
 
 def _element(section: Section, prefix: str) -> Iterator[str]:
-    """Yield the lines of a section in a list: its own keys. Subsections that a run also has at the top level are
+    """Yield the lines about the keys of a section in a list. Subsections that a run also has at the top level are
     described only there.
     """
     of_run = {field.annotation for field in Config.model_fields.values()}
@@ -130,7 +132,7 @@ def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str, val
 
 
 def _default(name: str, field: FieldInfo, values: BaseModel | None) -> str:
-    """Return the default in YAML, as a config file would state it; empty for a required key, and for a section."""
+    """Return the default in YAML, as a config file would have it. It is empty for a required key and for a section."""
     if _is_section(field) or (values is None and field.is_required()):
         return ""
     value = getattr(values, name) if values is not None else field.get_default(call_default_factory=True)
@@ -144,7 +146,9 @@ def _listed(value: object) -> list[object]:
 
 
 def _docstrings(section: Section) -> dict[str, str]:
-    """Return the docstring under each field, including fields of parent classes; Python itself keeps none."""
+    """Return field -> docstring below it, including fields of parent classes. The source is parsed, because Python does
+    not keep these docstrings.
+    """
     found: dict[str, str] = {}
     for model in reversed(section.__mro__):
         if _is_model(model) and model is not BaseModel:

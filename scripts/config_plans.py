@@ -1,4 +1,5 @@
-"""Writes the plan of each config for GPUs at its head: `python -m scripts.config_plans`. A test finds stale ones.
+"""Writes the plan of each config for GPUs into the head of the config: `python -m scripts.config_plans`. A test finds
+stale plans.
 
 The models' shapes come from `tests/data/architectures`, so that no model is downloaded.
 """
@@ -31,13 +32,13 @@ PLANNED = {
     "moe_8gpu": ("qwen3-30b-a3b", "h200"),
     "swe_8gpu": ("qwen2.5-7b", "h100"),
 }
-"""Config -> shape of its model, and the GPU that it names."""
+"""Config -> shape of its model, and its GPU."""
 FIRST, LAST = "# -- rayapp plan", "# --\n"
 WITHOUT_DATA = ("tasks=[sort_numbers]", "eval.tasks=[]", "agent.tool_file=''")
 
 
 def planned(name: str) -> tuple[ModelShape, Config, Gpu]:
-    """Return the shape of the config's model, the config with numbers in place of auto, and its GPU."""
+    """Return the shape of the config's model, the config with all `auto` replaced by numbers, and its GPU."""
     architecture, kind = PLANNED[name]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(ARCHITECTURES / f"{architecture}.json", Path(folder) / "config.json")
@@ -72,7 +73,7 @@ def _lines(name: str) -> Iterator[str]:
 
 
 def with_plan(name: str, text: str) -> str:
-    """Return a config's text with its present plan, in place of an older one or after the first comment."""
+    """Return a config's text with its present plan. The plan replaces an older plan, or follows the first comment."""
     if FIRST in text:
         before, _, rest = text.partition(FIRST)
         return before + plan_comment(name) + rest.partition(LAST)[2]

@@ -1,8 +1,10 @@
-"""Write configs/kuberay/rendered/: one example's manifests as plain YAML, to read. `rayapp render-k8s` renders others.
+"""Writes configs/kuberay/rendered/: the manifests of one example as plain YAML, for readers. `rayapp render-k8s`
+renders the manifests of other runs.
 
-It leaves out the dashboard and its alerts: they equal chart/files/ and are longer than all the rest.
+The dashboard and its alerts are left out: they equal chart/files/, and are longer than all other manifests.
 
-After a change of the chart, its examples or the config's schema: `python -m scripts.kuberay_examples`. A test compares.
+After a change of the chart, its examples or the config's schema, run `python -m scripts.kuberay_examples`. A test finds
+stale files.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ CONFIGS: dict[str, Path] = {
     "kueue": FOLDER.parent / "coding_8gpu.yaml",
     "volcano": FOLDER.parent / "coding_8gpu.yaml",
 }
-"""Example (a file in examples/) -> config of its run."""
+"""Example (a file in the chart's examples/) -> config of its run."""
 STORED = FOLDER / "rendered" / "single-node-ack"
-"""The example with every kind of document."""
+"""Folder of the stored example, which has every kind of document."""
 
 
 def render_example(name: str) -> dict[str, str]:
-    """Return file name -> YAML of one example."""
+    """Render an example. Return file name -> YAML."""
     values = read_values([FOLDER / "examples" / f"{name}.yaml"], ())
     return render(load_config(CONFIGS[name]), Release(name="rayapp", namespace="default"), values)
 

@@ -1,11 +1,11 @@
-"""Run a command as an ordinary container would: Docker's default capabilities, refused system calls and mounts.
+"""Runs a command as an ordinary container would: with Docker's default capabilities, refused system calls and mounts.
 
     python -m scripts.like_docker COMMAND ...           as root; like on most hosts
     python -m scripts.like_docker --bare COMMAND ...    on a kernel without Landlock
     python -m scripts.like_docker --profile FILE COMMAND ...    with a seccomp profile that lists the calls it refuses
 
-Mounts: 64 MiB of /dev/shm, a read-only home, a read-only /proc/sys. Network: only a loopback without IPv6. It does not
-imitate an image or an AppArmor profile.
+Mounts: 64 MiB of /dev/shm, a read-only home, a read-only /proc/sys. Network: only a loopback without IPv6. Images and
+AppArmor profiles are not imitated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAST_CAPABILITY = 40
 
 
 def main() -> None:
-    """Apply the profile, then execute the command in this process."""
+    """Apply Docker's restrictions to this process, and then execute the command in it."""
     is_bare, has_profile = sys.argv[1:2] == ["--bare"], sys.argv[1:2] == ["--profile"]
     command = sys.argv[1 + is_bare + 2 * has_profile :]
     if os.geteuid() != 0 or not command:

@@ -1,4 +1,5 @@
-"""Write the table of docs/models.md from docs/models.json: `python -m scripts.model_table`. A test compares.
+"""Writes the table of docs/models.md from docs/models.json: `python -m scripts.model_table`. A test finds a stale
+table.
 
 `rayapp models check --record docs/models.json` writes docs/models.json.
 """
@@ -18,7 +19,7 @@ CHECKS = ("learner", "adapters", "final/", "engine")
 
 
 def render(record: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table, with the versions that produced it."""
+    """Return the table, with the versions of the packages that produced it."""
     versions = "; ".join(sorted({check["with"] for checks in record.values() for check in checks.values()}))
     lines = [
         "Made by `rayapp models check --record docs/models.json`, then `python -m scripts.model_table`, on CPU with",
@@ -44,7 +45,7 @@ def _rows(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def page(text: str, record: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page with its last part, the table, replaced."""
+    """Return the page's text with a new table in place of its last part."""
     return f"{text[: text.index(HEADING)]}{HEADING}\n{render(record)}"
 
 

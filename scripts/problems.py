@@ -1,9 +1,10 @@
-"""A small set of word problems of our own, in GSM8K's form, for tests and for runs without a network.
+"""Makes rayapp's own small set of word problems, in GSM8K's form, for tests and for runs without a network.
 
     python -m scripts.problems      writes rayapp/tasks/data/library/*.jsonl, always the same bytes
 
 Each problem is a template with numbers. Its worked answer marks every step `<<3*4=12>>` and ends with `#### N`, as
-GSM8K's do. `check_problem` verifies an answer in two ways, neither of which uses the code that writes the steps.
+answers of GSM8K do. `check_problem` verifies an answer in two ways, neither of which uses the code that writes the
+steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rayapp.core.errors import InputError
 
 FOLDER = Path(__file__).parents[1] / "rayapp" / "tasks" / "data" / "library"
 SPLITS = {"train": 8, "test": 2}
-"""Problems per template: 30 templates make 240 and 60."""
+"""Split -> number of problems per template. 30 templates make 240 and 60 problems."""
 _SEED = 20
 _NAMES = ("Ada", "Ben", "Chen", "Dina", "Emil", "Fatou", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena")
 _STEP = re.compile(r"<<([^=<>]+)=(-?\d+)>>(-?\d+)")
@@ -38,7 +39,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """One kind of problem; see the head of problem_templates.yaml."""
+    """One kind of problem. The head of problem_templates.yaml explains the fields."""
 
     name: str
     question: str
@@ -57,19 +58,20 @@ def load_templates() -> tuple[Template, ...]:
 
 
 def generate(split: str) -> list[dict[str, Any]]:
-    """Return the problems of one split; no question is in both splits.
+    """Return the problems of one split. No question is in both splits.
 
     Returns:
-        `{"question": …, "answer": "… #### 12", "template": "apples", "numbers": {"a": 5, "b": 7}}`, one per problem.
+        One object for each problem: `{"question": …, "answer": "… #### 12", "template": "apples", "numbers": {"a": 5,
+        "b": 7}}`.
     """
     first = 0 if split == "train" else SPLITS["train"]
     problems = [list(_draw_all(template))[first : first + SPLITS[split]] for template in load_templates()]
-    # Take the kinds in turn, so that the first rows of a split have every kind.
+    # Take the kinds of problems in turn, so that the first rows of a split have every kind.
     return [problems[kind][row] for row in range(SPLITS[split]) for kind in range(len(problems))]
 
 
 def check_problem(problem: Mapping[str, Any]) -> None:
-    """Verify one answer: every marked step by exact arithmetic, the last one also by the template's formula.
+    """Verify one answer: every marked step by exact arithmetic, and the last step also by the template's formula.
 
     Raises:
         InputError: a step, the answer, or the question's numbers are wrong.
@@ -92,7 +94,7 @@ def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
     """Return the exact value of an expression of + - * / and names.
 
     Raises:
-        InputError: the expression holds anything else.
+        InputError: the expression contains something else.
     """
 
     def value(node: ast.expr) -> Fraction:
@@ -111,7 +113,7 @@ def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
 
 
 def _draw_all(template: Template) -> Iterator[dict[str, Any]]:
-    """Yield different problems of one kind, endlessly, always in the same order."""
+    """Yield different problems of one kind, without end and always in the same order."""
     draw, seen = random.Random(f"{_SEED}:{template.name}"), set[tuple[tuple[str, int], ...]]()
     while len(seen) < sum(SPLITS.values()):
         numbers = {name: draw.randint(low, high) for name, (low, high) in template.numbers.items()}

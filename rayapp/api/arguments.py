@@ -1,4 +1,4 @@
-"""Turn arguments of the library's functions into a checked configuration. Starts nothing."""
+"""Turns arguments of the library's functions into a checked configuration. Nothing is started."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rayapp.core.protocols import Task
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
 Overrides = Sequence[str] | Mapping[str, Any]
-"""`["train.num_steps=5"]`, `{"train.num_steps": 5}`, or `{"train": {"num_steps": 5}}`. Overrides replace settings of
-the config."""
+"""Settings that replace those of the config: `["train.num_steps=5"]`, `{"train.num_steps": 5}`, or
+`{"train": {"num_steps": 5}}`."""
 TaskLike = str | os.PathLike[str] | Task
 """Name of a task, a .yaml or .py file, or the task itself."""
 RewardLike = str | Callable[..., Any]
@@ -33,13 +33,13 @@ class GivenRun:
 
     config: Config
     objects: Mapping[str, object] = field(default_factory=dict)
-    """Name in the config -> task or reward function, an object of the calling program."""
+    """Name in the config -> the calling program's object of this name, which is a task or a reward function."""
     rows: tuple[KeyRow, ...] = ()
-    """Fields of TRL's configuration, each with the keys that it sets; empty for a run that was not translated from
+    """Fields of TRL's configuration, each with the keys that it sets. Empty for a run that was not translated from
     TRL."""
 
     def __str__(self) -> str:
-        """Return the table of `rows`, a line for each."""
+        """Return `rows` as text, one line for each field."""
         lines = (f"{row.key} = {row.value!r}: {row.where or row.landing.note}" for row in self.rows)
         return "\n".join(lines)
 
@@ -55,7 +55,7 @@ def make_job(
     """Merge the arguments into a configuration.
 
     Raises:
-        ConfigError: the configuration is wrong, or two objects have one name.
+        ConfigError: the configuration is wrong, or two different objects have the same name.
         InputError: an argument is neither a task nor the name of a task.
     """
     objects: dict[str, object] = {}
@@ -77,7 +77,7 @@ def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
     """Load and check a configuration.
 
     Raises:
-        ConfigError: it can't be read, or keys or values are wrong.
+        ConfigError: the configuration can't be read, or keys or values are wrong.
     """
     settings = list(as_settings(overrides))
     if isinstance(config, Config):

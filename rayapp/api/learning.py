@@ -1,7 +1,7 @@
 """The learner as a library: GRPO steps on trajectories sampled elsewhere, in this process, without Ray.
 
-Packing, shared prefixes, verl's estimators and losses, checkpoints and exports are the same as in a run. There is one
-rank; several ranks need a run.
+Packing, shared prefixes, verl's estimators and losses, checkpoints and exports are the same as in a run. There is only
+one rank; training on several ranks needs a run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def trajectory(
 
     Args:
         completion_ids: tokens exactly as they were sampled.
-        log_probs: the sampling engine's log-prob of each completion token; None: unknown. Only
+        log_probs: the sampling engine's log-prob of each completion token, or None if unknown. Only
             `algorithm.rollout_correction` and the metrics that compare engine and learner need them.
     Raises:
-        InputError: there is no token, or not one log-prob for each.
+        InputError: the prompt or the completion is empty, or the number of log-probs is wrong.
     """
     if not len(prompt_ids) or not len(completion_ids):
         raise InputError("a trajectory needs a prompt and a completion of at least one token")
@@ -54,11 +54,12 @@ def trajectory(
 
 
 class LocalLearner:
-    """The policy and its optimizer, for the length of a `with` block.
+    """The policy and its optimizer, which exist during a `with` block.
 
     Args:
         config: configuration, of which the sections `model`, `algorithm`, `learner`, `train` and `rollout` are used as
-        in a run. overrides: settings that replace the config's.
+            in a run.
+        overrides: settings that replace those of the config.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
@@ -86,7 +87,7 @@ class LocalLearner:
         Returns:
             `learner/*` and the other metrics of a run's step.
         Raises:
-            LearnerError: a trajectory is longer than a micro-batch, or a reward is not finite.
+            LearnerError: a trajectory does not fit into a micro-batch, or a reward is not finite.
         """
         from rayapp.learner.shares import Share
 
@@ -96,7 +97,7 @@ class LocalLearner:
         return self._open().train_step(self._num_steps, summaries, list(map(Share, range(len(made)))), made)
 
     def supervised_step(self, rows: Sequence[Trajectory]) -> dict[str, float]:
-        """Run one cross-entropy step on the sampled tokens; rewards are ignored."""
+        """Run one cross-entropy step on the sampled tokens. Rewards are ignored."""
         from rayapp.learner.supervised import supervised_step
 
         self._num_steps += 1

@@ -1,8 +1,9 @@
-"""Compute another reward over a run's recorded trajectories. Nothing is generated, and the run is not changed.
+"""Computes another reward for a run's recorded trajectories. Nothing is generated, and the run is not changed.
 
     trajectories/step=… --read_groups--> verdict | a function | a judge --> Rescored: before and after of each
 
-It scores with the code that training uses, from data in the trajectories: messages, answer, and the row's ground truth.
+The code that scores is the code of training. Its inputs come from the trajectories: messages, answer, and the row's
+ground truth.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 VERDICT, JUDGE = "verdict", "judge:"
 Scorer = Callable[[Group, Sequence[Trajectory]], Awaitable[list[Reward]]]
-"""Function from a group and some of its trajectories to their new rewards."""
+"""Function of a group and some of its trajectories that returns the new rewards of these trajectories."""
 _GROUPS_AT_ONCE = 16
 ANSWER_CHARS = 200
 
@@ -52,21 +53,23 @@ class Rescored:
     """Result of `rescore`."""
 
     rows: list[dict[str, Any]] = field(repr=False)
-    """One row per trajectory: step, group_id, index, source, task, the beginning of its answer, before and after (None
-    if there is no reward), and terms, failure_kind and detail of the new reward."""
+    """One row for each trajectory: step, group_id, index, source, task, the beginning of the answer, the rewards
+    `before` and `after` (None without a reward), and terms, failure_kind and detail of the new reward."""
 
     @property
     def frame(self) -> pd.DataFrame:
-        """The rows as a pandas frame."""
+        """The rows as a pandas DataFrame."""
         import pandas
 
         return pandas.DataFrame(self.rows)
 
     @property
     def summary(self) -> dict[str, float]:
-        """Counts and means: trajectories; failed (no new reward), also by kind; over trajectories with both rewards:
-        mean_before, mean_after, changed, rank_correlation (Spearman's, mean over groups in which both rewards vary).
-        With judges, also their cost."""
+        """Counts and means: the number of `trajectories`; the number of `failed` ones (without a new reward), in total
+        and by failure kind; over the trajectories with both rewards, mean_before, mean_after, changed, and
+        rank_correlation (Spearman's, mean over the groups in which both rewards vary). With judges, also the judges'
+        cost.
+        """
         both = self._both
         found = {
             "trajectories": float(len(self.rows)),
@@ -83,7 +86,7 @@ class Rescored:
         return found | {name: sum(row["terms"].get(name, 0.0) for row in self.rows) for name in sorted(names)}
 
     def largest(self, number: int = 10) -> list[dict[str, Any]]:
-        """Return the rows with the largest changes."""
+        """Return the `number` rows whose rewards changed most."""
         changed = [row for row in self._both if row["after"] != row["before"]]
         return sorted(changed, key=lambda row: -abs(row["after"] - row["before"]))[:number]
 
@@ -112,16 +115,16 @@ def rescore(
     config: ConfigLike = None,
     overrides: Overrides = (),
 ) -> Rescored:
-    """Compute another reward over the trajectories of a run.
+    """Compute another reward for the trajectories of a run.
 
     Args:
         run: a run folder, or s3://bucket/prefix of one.
         reward: `judge:NAME` (one of the config's judges), the name of a function with verl's signature, or `verdict`
             (the config's current tasks and rules).
-        steps: steps to score; None: all recorded ones.
-        purpose: train, or eval for the trajectories of evaluations.
-        config: config in place of the run's own.
-        overrides: settings that override the config, e.g. `{"reward.method": "flexible"}`.
+        steps: steps to score; None scores all recorded steps.
+        purpose: train for trajectories of training steps, eval for those of evaluations.
+        config: config to use instead of the run's own.
+        overrides: settings that replace those of the config, e.g. `{"reward.method": "flexible"}`.
     Raises:
         UserError: the run, a step, the config or the reward can't be used.
     """
@@ -146,7 +149,7 @@ async def _rescored(run: Run, config: Config, reward: str, steps: range | None, 
     async with pool_of as (pool, _), _scoring(run, config, reward, pool, seed) as score:
         with one_error():
             async with asyncio.TaskGroup() as tasks:
-                # Read while scoring: a run's tokens may not fit in memory.
+                # Read groups while others are scored: all tokens of a run may not fit in memory.
                 while (each := await asyncio.to_thread(next, recorded, None)) is not None:
                     await at_once.acquire()
                     running.append(tasks.create_task(rows(*each, score)))
@@ -167,9 +170,9 @@ async def _rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
 
 
 def _can_be_scored(trajectory: Trajectory) -> bool:
-    """Return True if the trajectory was played to its end, with or without a verdict."""
+    """Return True if the trajectory was played to its end. It may have no verdict."""
     is_played = not trajectory.status.is_error or trajectory.status is RolloutStatus.ERROR_REWARD
-    # The sandbox died during scoring, not during the agent's turns, so the answer exists.
+    # The answer exists: the sandbox died during scoring, not during the agent's turns.
     lost_verdict = trajectory.status is RolloutStatus.ERROR_SANDBOX and trajectory.reward.failure_kind != "sandbox"
     return (is_played or lost_verdict) and trajectory.num_response_tokens > 0
 
@@ -227,10 +230,10 @@ def _solved(reward: Reward) -> dict[str, float]:
 
 
 class _Verdicts:
-    """Scores trajectories of one source.
+    """Scores the trajectories of one source.
 
     Args:
-        function: reward function in place of the source's rules and tasks; empty: use those.
+        function: name of a reward function to use instead of the source's rules and tasks; empty for these.
     """
 
     def __init__(self, config: Config, function: str, sandboxes: SandboxSource, seed: int) -> None:
@@ -266,9 +269,9 @@ class _Verdicts:
         prompt = group.prompt
         if prompt.ground_truth is None and self._answers.custom is None:
             raise InputError(
-                f"trajectories of {prompt.task} in group {group.group_id} hold no ground_truth: an older version wrote "
-                "them, the row's has over 64 KiB, or the config has no such task. A judge, or a function that needs "
-                "none, can score them."
+                f"trajectories of {prompt.task} in group {group.group_id} have no ground_truth: an older version wrote "
+                "them, the row's ground_truth has over 64 KiB, or the config has no such task. Score them with a "
+                "judge, or with a function that needs no ground_truth."
             )
         answer = Answer(
             completion_text=trajectory.completion_text,
@@ -281,7 +284,7 @@ class _Verdicts:
 
 
 def _recorded_tools(reward: Reward) -> ToolRewards | None:
-    """Return the tools' rewards of a recorded trajectory; None if they had no terms."""
+    """Return the rewards that tools gave to a recorded trajectory; None if its reward has no terms for tools."""
     terms = reward.terms
     if "tool" not in terms:
         return None
@@ -292,7 +295,7 @@ class RecordedTasks:
     """Finds the task of a recorded prompt.
 
     Args:
-        tasks: several may have the same name, like the problems of a benchmark.
+        tasks: tasks to search. Several may have the same name, like the problems of a benchmark.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -305,7 +308,7 @@ class RecordedTasks:
 
     def of(self, prompt: Prompt) -> Task | None:
         """Return the task of a recorded prompt; None if no task has its name. Raises: InputError: several tasks have
-        this name, and not exactly one of them has the prompt.
+        this name, and the prompt belongs to none or to several of them.
         """
         if prompt.task not in self._asked:
             return next(iter(self._named.get(prompt.task, ())), None)
@@ -321,7 +324,9 @@ class RecordedTasks:
 
 
 def _asked(task: Task) -> list[list[tuple[str, object]]]:
-    """Return the message lists with which the task may have begun: that of its prompt, and that for an agent."""
+    """Return the lists of messages with which the task may have begun: the messages of its prompt, and those that an
+    agent starts with.
+    """
     found = [_told(task.render(_NoTokenizer()).messages)]
     return [*found, _told(task.agent_start().messages)] if isinstance(task, AgentTask) else found
 
@@ -331,7 +336,7 @@ def _told(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
 
 
 class _NoTokenizer:
-    """Replacement for a tokenizer when a prompt is rendered only for its messages."""
+    """Replacement for a tokenizer, for prompts that are rendered only to get their messages."""
 
     chat_template = "none"
 
@@ -354,7 +359,7 @@ def _correlations(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Return the ranks from 1; equal values get the mean of their ranks."""
+    """Return the ranks of the values, from 1 on. Equal values get the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[place]

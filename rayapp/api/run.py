@@ -1,6 +1,6 @@
-"""Read a run folder: metrics and trajectories for pandas and Arrow, checkpoints, a plot.
+"""Reads a run folder: metrics and trajectories for pandas and Arrow, checkpoints, and a plot of metrics.
 
-Works during and after the run, for local folders and s3://. Every call reads the files again.
+The functions work during and after the run, for local folders and s3://. Every call reads the files again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 Purpose = Literal["train", "eval"]
 Steps = int | Sequence[int] | None
-"""One step, several, or all."""
+"""One step, several steps, or None for all steps."""
 SHOWN = ("reward/mean", "reward/solved/mean", "eval/reward/mean", "learner/entropy", "sft/loss")
 
 
 class Run:
-    """A run; see `open_run`.
+    """A run that can be read. Make it with `open_run`.
 
     Args:
-        uri: a run folder, or s3://bucket/prefix of one. It is first read by the first property or method.
+        uri: a run folder, or s3://bucket/prefix of one. Nothing is read before a property or method is used.
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration that the run was started with."""
+        """The resolved configuration with which the run was started."""
         import yaml
 
         loaded: dict[str, Any] = yaml.safe_load(self._source.read_bytes("config.yaml") or b"{}")
@@ -60,14 +60,16 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Every logged step, as written in metrics.jsonl."""
+        """The metrics of every logged step, as metrics.jsonl has them."""
         from rayapp.runs.tracking.metrics import read_records
 
         return list(read_records((self._source.read_bytes("metrics.jsonl") or b"").splitlines()))
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """Frame with a row for each step and a column for each metric; NaN if a step lacks the metric."""
+        """DataFrame with a row for each step and a column for each metric. A value is NaN if a step lacks the
+        metric.
+        """
         import pandas
 
         frame = pandas.DataFrame(self.records)
@@ -78,7 +80,7 @@ class Run:
 
         Args:
             steps: one step, several, or None for all.
-            purpose: train, or eval for the trajectories of evaluations.
+            purpose: train for trajectories of training steps, eval for those of evaluations.
         Raises:
             InputError: none of these steps is recorded.
         """
@@ -90,7 +92,9 @@ class Run:
         return pa.concat_tables(tables, promote_options="default")
 
     def groups(self, steps: Steps = None, *, purpose: Purpose = "train") -> Iterator[tuple[int, Group]]:
-        """Yield (step, group) with the groups as training had them. Args and raises as `table`."""
+        """Yield pairs (step, group), with the groups as training had them. Arguments and errors are those of
+        `table`.
+        """
         from rayapp.runs.trajectories import read_groups
 
         for file in self._step_files(steps, purpose):
@@ -104,17 +108,17 @@ class Run:
         if not chosen:
             what = "evaluations" if purpose == "eval" else "trajectories"
             there = ", ".join(str(file.step) for file in sorted(files, key=lambda f: f.step)[:20]) or "none"
-            raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded are: {there}")
+            raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded steps: {there}")
         return chosen
 
     def trajectories(self, steps: Steps = None, *, purpose: Purpose = "train") -> pd.DataFrame:
-        """Return `table` as a pandas frame."""
+        """Return `table` as a pandas DataFrame."""
         frame: pd.DataFrame = self.table(steps, purpose=purpose).to_pandas(maps_as_pydicts="strict")
         return frame
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints on this machine, oldest first; each has `path` and `version`."""
+        """Complete checkpoints on this machine, oldest first. Each has a `path` and a `version`."""
         from pathlib import Path
 
         from rayapp.config.sections import CheckpointSection
@@ -124,11 +128,11 @@ class Run:
 
     @property
     def model(self) -> str | None:
-        """Location of `final/`, a Hugging Face folder; None if it doesn't exist yet."""
+        """Location of `final/`, the trained model as a Hugging Face folder; None if it doesn't exist yet."""
         return f"{self.uri.rstrip('/')}/final" if self._source.stamp("final/config.json") else None
 
     def plot(self, *metrics: str) -> Figure:
-        """Plot these metrics over the steps, one below the other; without names, the most common ones.
+        """Plot these metrics over the steps, one below the other. Without names, plot the most common metrics.
 
         Raises: InputError: the run has none of these metrics.
         """
@@ -140,7 +144,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
     Args:
         path: a run folder, or s3://bucket/prefix of one.
-    Raises: InputError: the path holds no run.
+    Raises: InputError: the path is not a run folder.
     """
     run = Run(path)
     _ = run.name

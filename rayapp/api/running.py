@@ -1,11 +1,11 @@
-"""`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, every process
-that they started ends before they raise.
+"""`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, they first end
+every process that they started, and then raise.
 
-In a script they run in the calling thread, which receives the signals. If that thread has a running event loop (as in a
-notebook), they run in a separate thread, and the caller waits for it.
+In a script the functions run in the calling thread, which receives the signals. If this thread has a running event
+loop, as in a notebook, they run in a separate thread, and the calling thread waits for it.
 
 `with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
-made with the base model that the run's config.yaml names.
+made with the base model that the run's config.yaml names. `with_adapter_folders` does so for adapters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rayapp.core.names import giving
 from rayapp.core.own_thread import awaited, work_apart
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
 from rayapp.storage.folders import MANIFEST
+from rayapp.storage.models.check import adapter_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,9 +38,9 @@ class Evaluation:
     """Result of `evaluate`."""
 
     metrics: Mapping[str, float]
-    """Metrics as in a training step, and `pass_at_K/<task>`."""
+    """The metrics of a training step, as far as they apply, and `pass_at_K/<task>`."""
     table: Any
-    """Arrow table of every completion with its verdict, with the columns of docs/run-folder.md."""
+    """Arrow table of all completions with their verdicts. docs/run-folder.md lists the columns."""
 
     def trajectories(self) -> pd.DataFrame:
         """Return `table` as a pandas frame."""
@@ -56,22 +57,22 @@ def train(
     agent: str | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
-    """Train like `rayapp train`, including the warm-up; called again, it continues from the last checkpoint.
+    """Train as `rayapp train` does, including the warm-up. Called again, the function continues from the last
+    checkpoint.
 
     Args:
-        config: a YAML file, settings as a mapping, a `Config`, what `trl_config` returned, or None for the
-            defaults.
-        overrides: settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
-        tasks: names, files, or task objects (`rayapp.CodingTask`), in place of the config's tasks.
-        reward: function, or name of one, that scores answers to data rows.
+        config: a YAML file, settings as a mapping, a `Config`, the result of `trl_config`, or None for the defaults.
+        overrides: settings that replace those of the config: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
+        tasks: names, files, or task objects (`rayapp.CodingTask`) that replace the config's tasks.
+        reward: function that scores answers to data rows, or its name.
         agent: single_turn_agent, tool_agent, or the name of a plug-in.
-        on_step: called with the number and metrics of each step before the next one; may be a coroutine function.
-            `train_async` calls it in another thread.
+        on_step: function of a step's number and metrics, which is called after each step, before the next step. It may
+            be a coroutine function. `train_async` calls it in another thread.
     Returns:
         The run, for reading.
     Raises:
-        UserError: an argument or setting can't be used; no process is left running.
-        KeyboardInterrupt: on Ctrl-C; finished steps are saved, and every process has ended.
+        UserError: an argument or setting can't be used. No process is left running.
+        KeyboardInterrupt: Ctrl-C was pressed. Finished steps are saved, and every process has ended.
     """
     job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
 
@@ -89,10 +90,10 @@ train_async = awaited(train)
 
 
 def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
-    """Run only the supervised steps on demonstrations (section `warmup`), like `rayapp sft`.
+    """Run only the supervised steps on demonstrations (section `warmup`), as `rayapp sft` does.
 
     Returns:
-        The run of the supervised steps, `<run.name>-sft`; its model is `run.model`.
+        The run of the supervised steps, whose name is `<run.name>-sft`. Its property `model` is the trained model.
     Raises:
         UserError, KeyboardInterrupt: as `train`.
     """
@@ -122,11 +123,11 @@ def evaluate(
     samples: int | None = None,
     out: str | Path | None = None,
 ) -> Evaluation:
-    """Sample and score completions of every task or evaluation row; nothing is trained.
+    """Sample and score completions of every task or evaluation row. Nothing is trained.
 
     Args:
-        model: a model folder or a checkpoint (`checkpoints/step=…`) in place of the config's.
-        samples: completions per task or row; default `eval.samples_per_task`.
+        model: a model folder or a checkpoint (`checkpoints/step=…`) that replaces the config's model.
+        samples: completions per task or row; by default `eval.samples_per_task`.
         out: folder for the completions and verdicts, which `rayapp view` shows.
     Raises:
         UserError, KeyboardInterrupt: as `train`.
@@ -157,11 +158,11 @@ evaluate_async = awaited(evaluate)
 
 @contextmanager
 def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
-    """Yield the config with a checkpoint in `model.path` replaced by a model folder; unchanged for other models.
+    """Yield the config. If `model.path` is a checkpoint, it is replaced by a model folder.
 
     Raises:
-        InputError: the checkpoint is incomplete or damaged, holds no weights, or its run's config.yaml is missing.
-        CheckpointError: its weights can't be read.
+        InputError: the checkpoint is incomplete or damaged, has no weights, or its run's config.yaml is missing.
+        CheckpointError: the checkpoint's weights can't be read.
     """
     path = Path(config.model.path)
     if not path.name.startswith("step=") or not path.is_dir():
@@ -178,6 +179,47 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
         yield with_values(config, model={"path": folder})
 
 
+@contextmanager
+def with_adapter_folders(config: Config, adapters: Mapping[str, Path]) -> Iterator[dict[str, str]]:
+    """Yield name -> folder in peft's form for each adapter. Folders of checkpoints are temporary.
+
+    Args:
+        adapters: name -> a folder in peft's form, or a checkpoint (`checkpoints/step=…`) of a run that trains adapters.
+    Raises:
+        InputError: a path is neither, or the checkpoint's run adapts a model other than this config's.
+        CheckpointError: the adapters of a checkpoint can't be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="rayapp-adapters-") as scratch:
+        folders = dict[str, str]()
+        for name, path in adapters.items():
+            try:
+                folders[name] = str(_adapter_folder(config, path, Path(scratch) / name))
+                adapter_rank(Path(folders[name]))
+            except InputError as error:
+                raise InputError(f"adapter {name}: {error}") from error
+        yield folders
+
+
+def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
+    if not path.is_dir():
+        raise InputError(f"there is no folder {path}")
+    if not path.name.startswith("step="):
+        return path.absolute()
+    from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch: seconds
+
+    _whole(path, config)
+    own = _config_of_run(path)
+    if own.learner.lora.rank == 0:
+        raise InputError(f"checkpoint {path} is of a run that trains all weights: serve it with --model")
+    if Path(own.model.path).absolute() != Path(config.model.path).absolute():
+        raise InputError(
+            f"checkpoint {path} adapts {own.model.path}, but {config.model.path} is served: give --model "
+            f"{own.model.path}"
+        )
+    checkpoint_to_adapter(own, path / "learner", out)
+    return out
+
+
 def _whole(path: Path, config: Config) -> Checkpoint:
     found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
     if path.name not in found:
@@ -191,14 +233,20 @@ def _whole(path: Path, config: Config) -> Checkpoint:
 
 
 def _convert(path: Path, out: Path) -> None:
-    from rayapp.config.loading import load_config
-    from rayapp.driver.sft import after_warmup
     from rayapp.learner.state.hf_folder import checkpoint_to_hf  # loads torch: seconds
 
-    file = path.parent.parent / "config.yaml"
+    checkpoint_to_hf(_config_of_run(path), path / "learner", out)
+
+
+def _config_of_run(checkpoint: Path) -> Config:
+    """Return the config of a checkpoint's run, with the base model from which its learners started."""
+    from rayapp.config.loading import load_config
+    from rayapp.driver.sft import after_warmup
+
+    file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():
         raise InputError(
-            f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base model, is "
-            "missing: evaluate the checkpoint in its run folder"
+            f"checkpoint {checkpoint} was saved without hf_model, and its run's {file}, which names the base model, is "
+            "missing: use the checkpoint in its run folder"
         )
-    checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)
+    return after_warmup(load_config(file))

@@ -1,4 +1,4 @@
-"""The sandbox pool as a library: lease a sandbox, run code in it, return it.
+"""The sandbox pool as a library: lease a sandbox, run code in it, and return it.
 
     with Sandbox() as box:                  async with Sandbox() as box:
         box.run_code("print(1)").stdout         (await box.run_code("print(1)", timeout_s=5)).stdout
@@ -29,12 +29,13 @@ TIMEOUT_S = 10.0
 class SandboxPool:
     """A pool of sandboxes in this process, from the config's providers (local ones by default).
 
-    `with SandboxPool() as pool` is for blocking code: `pool.run_code`, `pool.run_all`, `pool.lease`. `async with`
-    yields a `rayapp.core.protocols.SandboxSource`: `async with source.lease(SandboxSpec(), timeout_s=60)`.
+    In blocking code, write `with SandboxPool() as pool`, and use `pool.run_code`, `pool.run_all` and `pool.lease`. In
+    async code, `async with SandboxPool() as source` gives a `rayapp.core.protocols.SandboxSource`: use
+    `async with source.lease(SandboxSpec(), timeout_s=60)`.
 
     Args:
         config: config whose section `sandbox` is used.
-        overrides: settings that override the config.
+        overrides: settings that replace those of the config.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
@@ -72,7 +73,7 @@ class SandboxPool:
     def lease(
         self, spec: SandboxSpec | None = None, *, timeout_s: float = LEASE_TIMEOUT_S
     ) -> Iterator[BlockingSandbox]:
-        """Lease a sandbox for the length of the block.
+        """Lease a sandbox during a block.
 
         Raises:
             SandboxUnavailableError: no sandbox is free in time.
@@ -114,10 +115,10 @@ class SandboxPool:
 
 
 class BlockingSandbox:
-    """A sandbox whose calls block until they are done; made by `SandboxPool.lease` and `Sandbox`.
+    """A sandbox whose calls block until they are done. `SandboxPool.lease` and `Sandbox` make it.
 
-    Failures of the code (raise, exit, loop, flood) are in the result. Every call raises SandboxError if the sandbox
-    itself fails.
+    If the code fails (it raises, exits, loops or floods its output), the result has the failure. Every call raises
+    SandboxError if the sandbox itself fails.
     """
 
     def __init__(self, box: protocols.Sandbox, thread: LoopThread) -> None:
@@ -153,13 +154,13 @@ class BlockingSandbox:
 
 
 class Sandbox:
-    """A sandbox with a pool of its own, for the length of a `with` or `async with` block.
+    """A sandbox that has its own pool and exists during a `with` or `async with` block.
 
     Args:
         config: config whose section `sandbox` is used.
-        overrides: settings that override the config.
-        packages: packages to preload, e.g. ("numpy",).
-        memory_mib: memory of the code in the sandbox.
+        overrides: settings that replace those of the config.
+        packages: packages that the sandbox imports in advance, e.g. ("numpy",).
+        memory_mib: maximum memory in MiB of code in the sandbox.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Score completions of a task with the code that training scores with. Needs no model and no Ray: the sandbox pool is
-in this process."""
+"""Scores completions of a task with the code of training. Neither a model nor Ray is needed: the sandbox pool is in
+this process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from rayapp.tasks.loading import load_task
 from rayapp.tasks.verdict import task_verdict
 
 _AT_ONCE = 4
-"""Completions scored in parallel; their order is kept."""
+"""Number of completions that are scored in parallel. Their order is kept."""
 
 
 def score(
@@ -39,12 +40,12 @@ def score(
 
     Args:
         task: name of a task, a .yaml or .py file, or the task itself.
-        completions: a text with the function's `def` line is the whole answer; any other text is appended to the
-            task's prefill.
+        completions: texts to score. A text with the function's `def` line is the whole answer; any other text is
+            appended to the task's prefill.
         seed: seed that draws the hidden tests.
         config: config whose section `sandbox` is used.
     Returns:
-        One verdict per completion, in order.
+        One verdict for each completion, in order.
     Raises:
         UserError: the task or the sandboxes can't be used.
     """
@@ -62,7 +63,7 @@ score_async = awaited(score)
 
 
 def as_task(task: TaskLike) -> Task:
-    """Load a task by name or file; return a task object as it is. Raises InputError: the task can't be used."""
+    """Return a task: load it if a name or file is given. Raises InputError: the task can't be used."""
     found = load_task(str(task)) if isinstance(task, str | os.PathLike) else task
     if isinstance(found, EnvironmentTask):
         found.refuse()
@@ -72,7 +73,7 @@ def as_task(task: TaskLike) -> Task:
 def score_all(
     task: Task, texts: Sequence[str], sandbox: SandboxConfig, *, seed: int, tell: Callable[[int, Reward], None]
 ) -> None:
-    """Score texts in a temporary pool; `tell` is called in order with each text's index and verdict.
+    """Score texts in a temporary pool. `tell` is called with the index and verdict of each text, in order.
 
     Raises:
         ConfigError: the task needs sandboxes on an image that no provider has.
@@ -92,7 +93,7 @@ def score_all(
 
 
 def prompt_for(task: Task, text: str) -> Prompt:
-    """Return the prompt that a text answers: without prefill if the text has the function's `def` line."""
+    """Return the prompt that a text answers. It has no prefill if the text has the function's `def` line."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
     if isinstance(task, CodingTask) and f"def {task.func_name}" not in text:
         return replace(prompt, prefill=task.answer_prefix)

@@ -1,9 +1,8 @@
 """Translates a GRPO run of TRL: `rayapp.trl_config(GRPOConfig(...), ...)` returns a run for `rayapp.train`.
 
-`FIELDS` has a rule for every field of TRL's `GRPOConfig`: it gives the key that the value sets, or the reason why the
-field has no effect in rayapp, or raises an error if the value is not supported. The rules are made by the functions of
-verl's import. TRL itself is never imported. Reward functions are called as TRL calls them, for one completion at a
-time.
+`FIELDS` has a rule for every field of TRL's `GRPOConfig`. A rule gives the key that the value sets, or the reason why
+the field has no effect in rayapp, or raises an error if the value is not supported. The functions of verl's import make
+the rules. TRL itself is never imported. Reward functions are called as TRL calls them, for one completion at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rayapp.core.names import PREFIX, did_you_mean
 
 DATA_SOURCE = "trl"
 NUM_GPUS, NUM_ROWS = "num_gpus", "number of rows"
-"""Arguments of `trl_config` that rules read in addition to the fields."""
+"""Names under which rules read arguments of `trl_config`, in addition to the fields."""
 _FOLDER = "trl_data"
 _NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 _PEFT = {
@@ -33,7 +32,7 @@ _PEFT = {
     "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None, "layers_to_transform": None, "init_lora_weights":
     True, "layer_replication": None, "fan_in_fan_out": False,
 }  # fmt: skip
-"""Fields of peft's LoraConfig with the only value that rayapp supports."""
+"""Field of peft's LoraConfig -> the only value that rayapp supports."""
 
 
 def trl_config(
@@ -48,23 +47,23 @@ def trl_config(
     num_gpus: int = 1,
     overrides: Sequence[str] = (),
 ) -> GivenRun:
-    """Translate the arguments of TRL's `GRPOTrainer` to a run for `rayapp.train`.
+    """Translate the arguments of TRL's `GRPOTrainer` into a run for `rayapp.train`.
 
-    The datasets are written to `<output_dir>/trl_data`; nothing else is written or started.
+    The datasets are written to `<output_dir>/trl_data`. Nothing else is written, and nothing is started.
 
     Args:
-        args: TRL's GRPOConfig, or a mapping of its fields; fields that a mapping omits have TRL's defaults.
+        args: TRL's GRPOConfig, or a mapping of its fields. Fields that the mapping omits have TRL's defaults.
         model: a model folder or hub id.
         train_dataset, eval_dataset: rows as mappings, such as a datasets.Dataset, with a column `prompt`.
-        reward_funcs: functions in TRL's form; `reward_weights` weighs them.
-        environment_factory: a class in TRL's form; its rows are the training set's.
+        reward_funcs: functions in TRL's form, which the field `reward_weights` weighs.
+        environment_factory: a class in TRL's form. Its rows are those of the training set.
         peft_config: a LoraConfig, or a mapping of its fields.
-        num_gpus: number of training processes of the TRL run, without a vLLM server's.
+        num_gpus: number of training processes of the TRL run. The processes of a vLLM server don't count.
         overrides: settings of rayapp that replace the translated ones, e.g. ["run.name=math"].
     Returns:
-        The run. `rows` is the table: each field with the keys that it sets.
+        The run. Its attribute `rows` lists each field with the keys that it sets.
     Raises:
-        ConfigError: fields are unknown or can't be taken; one message names all of them.
+        ConfigError: fields are unknown, or their values can't be imported. One message names all of them.
         InputError: a dataset can't be used.
     """
     given = _fields_of(args)
@@ -167,7 +166,7 @@ def _rows(dataset: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows in verl's schema; TRL's columns are stored as one JSON text, which `_Answers` reads."""
+    """Write rows in verl's schema. TRL's columns are stored as one JSON text, which `_Answers` reads."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -199,7 +198,7 @@ def _environment(
     folder: Path,
     objects: dict[str, object],
 ) -> dict[str, Any]:
-    """Write the environment's task file and return the settings that name it."""
+    """Write the environment's task file. Return the settings that name this file."""
     name = _names([factory])[0]
     objects[f"{PREFIX}{name}"] = factory
     task = {"environment": "trl", "factory": f"{PREFIX}{name}"}
@@ -217,15 +216,15 @@ def _environment(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightedRewards:
-    """One reward function in TRL's form that returns the weighted sum of several. As in TRL, a reward of None adds
-    nothing.
+    """A reward function in TRL's form that returns the weighted sum of several reward functions. As in TRL, a reward of
+    None adds nothing.
     """
 
     functions: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
 
     def terms(self, **arguments: Any) -> Any:
-        """Return function name -> term of one completion, or an awaitable of this mapping."""
+        """Return name of a function -> its reward for one completion, or an awaitable of this mapping."""
         found = [function(**arguments) for function in self.functions]
         return self._awaited(found) if any(map(inspect.isawaitable, found)) else self._named(found)
 
@@ -254,8 +253,8 @@ class WeightedRewards:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Answers:
-    """TRL's reward functions as one function for `reward.custom`: its score is their weighted sum, and each is also a
-    term.
+    """TRL's reward functions as one function for `reward.custom`. Its score is their weighted sum; the reward of each
+    function is also a term.
     """
 
     rewards: WeightedRewards
@@ -276,7 +275,9 @@ class _Answers:
 
 
 def _batch(key: str, value: Any, values: Values) -> Landing:
-    """Translate the batch: the number of prompts of a generation batch, and of optimizer steps that train on it."""
+    """Translate the batch: the number of prompts in a generation batch, and the number of optimizer steps that train on
+    it.
+    """
     groups, minibatches, note = _sizes(values)
     settings = {
         "rollout.group_size": int(values["num_generations"]),
@@ -287,7 +288,9 @@ def _batch(key: str, value: Any, values: Values) -> Landing:
 
 
 def _sizes(values: Values) -> tuple[int, int, str]:
-    """Return the prompts of a generation batch, its optimizer steps, and the arithmetic as text."""
+    """Return the number of prompts in a generation batch, the number of its optimizer steps, and the arithmetic as
+    text.
+    """
     per_pass = int(values["per_device_train_batch_size"]) * int(values[NUM_GPUS])
     accumulated = int(values["gradient_accumulation_steps"])
     sampled = values["generation_batch_size"] or per_pass * int(values["steps_per_generation"] or accumulated)
@@ -303,8 +306,8 @@ def _sizes(values: Values) -> tuple[int, int, str]:
 
 
 def _num_steps(key: str, value: Any, values: Values) -> Landing:
-    """Translate the number of steps, which rayapp counts in generation batches, from max_steps (optimizer steps) or
-    from epochs.
+    """Translate max_steps, which counts optimizer steps, or epochs into a number of steps. rayapp counts generation
+    batches as steps.
     """
     groups, minibatches, _ = _sizes(values)
     if int(value) > 0:
@@ -322,7 +325,7 @@ def _num_steps(key: str, value: Any, values: Values) -> Landing:
 
 
 def _every(target: str, strategy: str) -> Rule:
-    """Return a rule for the number of optimizer steps between saves or between evaluations."""
+    """Return a rule that translates the number of optimizer steps between two saves, or between two evaluations."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         when = str(getattr(values[strategy], "value", values[strategy]))
@@ -362,7 +365,9 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
 
 
 def _lengths(key: str, value: Any, values: Values) -> Landing:
-    """Translate the maximum length of a completion and, from vLLM's maximum sequence length, that of a prompt."""
+    """Translate the maximum length of a completion. The maximum length of a prompt follows from vLLM's maximum sequence
+    length.
+    """
     completion = int(value)
     settings = {"rollout.max_completion_tokens": completion}
     whole = values["vllm_max_model_length"]
@@ -426,7 +431,9 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def _clip(key: str, value: Any, values: Values) -> Landing:
-    """Translate both sides of the clip range. TRL's cispo clips the weight itself, only from above, at epsilon_high."""
+    """Translate both sides of the clip range. TRL's cispo clips the importance weight itself, and only from above, at
+    epsilon_high.
+    """
     low = float(values["epsilon"])
     high = float(values["epsilon_high"] if values["epsilon_high"] is not None else low)
     if values["loss_type"] == "cispo":
@@ -440,7 +447,9 @@ def _delta(key: str, value: Any, values: Values) -> Landing:
 
 
 def _kl(key: str, value: Any, values: Values) -> Landing:
-    """Translate the KL. TRL's bias correction has the gradient of k3+ if the ratio is 1."""
+    """Translate the coefficient and the estimator of the KL. At an importance ratio of 1, TRL's bias correction has the
+    gradient of verl's estimator `k3+`.
+    """
     corrected = bool(values["use_bias_correction_kl"])
     settings = {"algorithm.kl_loss_coef": float(value), "algorithm.kl_loss_type": "k3+" if corrected else "k3"}
     return Landing(settings=settings, note="" if float(value) else "no reference is loaded")
@@ -496,7 +505,9 @@ def _several(key: str, value: Any, values: Values) -> Landing:
 
 
 def _turns(key: str, value: Any, values: Values) -> Landing:
-    """Translate the rounds of tool calls to turns: one more, because the last turn is the answer."""
+    """Translate the number of rounds of tool calls into a number of turns, which is one more: the last turn is the
+    answer.
+    """
     settings = {"agent.max_assistant_turns": 32 if value is None else int(value) + 1}
     return Landing(
         settings=settings,
@@ -562,7 +573,7 @@ DEFAULTS: Mapping[str, Any] = {
     "save_steps": 500, "logging_steps": 10, "num_generations_eval": None, "temperature": 1.0, "seed": 42,
     "max_tool_calling_iterations": None, "adam_beta1": 0.9, "adam_beta2": 0.999,
 }  # fmt: skip
-"""TRL 1.16's defaults of fields that change something here, for a mapping that omits them."""
+"""TRL 1.16's defaults of the fields that rayapp reads, for mappings that omit these fields."""
 
 FIELDS: dict[str, Rule] = {
     "output_dir": lambda key, value, values: Landing(settings={"run.output_dir": str(value or "trainer_output")}),
@@ -702,4 +713,4 @@ FIELDS: dict[str, Rule] = {
         use_transformers_continuous_batching use_transformers_paged""",
     ),
 }
-"""Every field of TRL 1.16's GRPOConfig."""
+"""Every field of TRL 1.16's GRPOConfig -> its rule."""

@@ -83,7 +83,8 @@ def runnable(file: Path | None, overrides: list[str]) -> Config:
 
 
 def print_table(imported: Imported) -> None:
-    """Print to stderr, for each key, the setting that it became, or why it has no effect. Stdout has the config."""
+    """Print to stderr, for each key of verl, the setting that it became, or why it has no effect. Stdout is for the
+    config."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

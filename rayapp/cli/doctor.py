@@ -54,7 +54,7 @@ _KEYS = (
 _GIB = 1 << 30
 _SANDBOX_TIMEOUT_S = 20.0
 _MOST_BESIDE_SHM = 10**10
-"""Bytes of the largest object store that Ray places in /tmp where /dev/shm is too small."""
+"""Bytes of the largest object store that Ray places in /tmp if /dev/shm is too small."""
 _SHM_OF_RANKS = 160 << 20
 """Bytes of /dev/shm that vLLM needs for the messages between the ranks of one server."""
 METRICS_PORT = 8080
@@ -112,12 +112,13 @@ def machine() -> Iterator[Finding]:
 
 
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
-    """Yield all problems that keep this config from running here, or one `ok` finding if there are none."""
+    """Yield all problems that keep this config from running on this machine, or one `ok` finding if there are none."""
     from rayapp.runs.tracking.trackers import check_packages
 
     model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
     problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
+    problems += [Finding("note", "profiles", config.profile_note)] if config.profile_note else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # if the folder has weights, it must also have a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
@@ -284,8 +285,8 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Run the checks of inputs that `train` runs before it starts, and check the tool parser (in `train`, rollout
-    workers do)."""
+    """Run the checks of inputs that `train` runs before it starts, and the check of the tool parser, which rollout
+    workers run in `train`."""
     from rayapp.rollout.check import input_checks
 
     found = [
@@ -315,7 +316,8 @@ def _tokenizer(config: Config, *, is_found: bool) -> Any:
     """Load the model's tokenizer; None if the model is not on this machine or the tokenizer can't be loaded.
 
     Args:
-        is_found: True if the model's check passed. If not and the path is no folder, skip the hub's minute-long search.
+        is_found: True if the model's check passed. If it failed and the path is not a folder, the hub is not searched,
+            because that takes a minute.
     """
     from rayapp.storage.models.tokenizer import load_tokenizer
 
@@ -355,7 +357,7 @@ def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
 
 def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Say which parts of earlier turns the chat template writes otherwise, for agents whose calls send them again."""
+    """Report the parts of earlier turns that the chat template changes, for agents that send their history again."""
     if config.agent_name != "external_agent":
         return
     from rayapp.rollout.agent.chat import ChatFormat, load_template
@@ -369,10 +371,10 @@ def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
     yield Finding(
         "note",
         "history",
-        f"the chat template writes parts of an earlier turn otherwise than the policy sampled them: {', '.join(lost)}. "
-        "In training the policy reads its own tokens again; servers that know only messages, such as `rayapp serve`, "
-        "let it read the template's version",
-        "compare the rewards of both before relying on one, or set agent.chat_template to a template that keeps them",
+        f"the chat template changes parts of an earlier turn: {', '.join(lost)}. In training the policy reads its own "
+        "tokens again; behind a server that gets only messages, such as `rayapp serve`, it reads the changed text",
+        "compare the rewards in training with those behind the server, or set agent.chat_template to a template that "
+        "keeps earlier turns",
     )
 
 
@@ -477,7 +479,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if not plan_gpu(shape, config, gpu).fits:
         nearest = nearest_that_fits(shape, config, gpu)
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
-        yield Finding("problem", "GPU memory", "`rayapp plan` finds that it does not fit", cure=cure)
+        yield Finding("problem", "GPU memory", "the config does not fit: `rayapp plan CONFIG` shows why", cure=cure)
     for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 
@@ -495,7 +497,9 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        yield Finding("problem", "run folder", f"{nearest}: {error.strerror}", cure="set run.output_dir")
+        yield Finding(
+            "problem", "run folder", f"{nearest} can't be written: {error.strerror}", cure="set run.output_dir"
+        )
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     need = _checkpoint_bytes(config, weights) * _most_checkpoints(config)
     have = shutil.disk_usage(nearest).free

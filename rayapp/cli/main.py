@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gpu_check.command:app",
         "Check driver, GPU links, matrix products, vLLM, each weight transport and three steps of training.",
     ),
-    "submit": ("jobs:app", "Train as a job of a Ray cluster."),
+    "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm."),
     "stop": ("jobs:app", "Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."),
     "status": ("jobs:app", "List the jobs of a Ray cluster: job, status, seconds, run, and Ray's message."),
     "render-k8s": (
@@ -222,14 +222,15 @@ def sync_command(
     ledger = Ledger.load(folder)
     if ledger is None:
         raise RunFolderError(
-            f"{folder} is not a staging folder of a run on s3://: it has no .mirror.json. The run's message names it."
+            f"{folder} is not a staging folder of a run on s3://: it has no .mirror.json. The run's "
+            "last message names the folder."
         )
     file = folder / "config.yaml"
     config = load_config(file if file.exists() else None)
     location, _, name = ledger.uri.rpartition("/")
     config = with_values(config, run={"output_dir": location, "name": name})
     with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
-        typer.echo(f"sending what is left in {folder} to {ledger.uri}")
+        typer.echo(f"sending the remaining files of {folder} to {ledger.uri}")
     typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")
 
 

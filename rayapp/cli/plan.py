@@ -82,7 +82,7 @@ def plan_command(config: Config, gpu: Gpu, *, fake_tensors: bool = False) -> boo
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
-    for line in image_lines(config):
+    for line in (*image_lines(config), *profile_lines(config)):
         print(line)
     print(CALIBRATION)
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
@@ -98,7 +98,7 @@ GPUs and nodes by `budget`. Servers, store and groups run as in a run; the secon
 def compare_variants(
     variants: Mapping[str, Config], gpu: Gpu, plays: Callable[[Config], Plays], num_steps: int
 ) -> bool:
-    """Simulate each variant, and print a table of their speeds. Returns True if all fit into memory."""
+    """Simulate each variant of the config, and print a table of their speeds. Returns True if all fit into memory."""
     for number, overrides in enumerate(variants):
         print(f"{number}: {overrides or 'as configured'}")
     print(f"\n{'':<3}" + "".join(f"{name:>15}" for name in COLUMNS_SIMULATED))
@@ -110,7 +110,7 @@ def compare_variants(
             print(f"{number:<3}" + "".join(f"{cell:>15}" for cell in _simulated(shape, config, gpu, plays, num_steps)))
         else:
             fits = False
-            print(f"{number:<3} DOES NOT FIT: rayapp plan without --simulate says why")
+            print(f"{number:<3} DOES NOT FIT: rayapp plan without --simulate shows why")
     print(LEGEND)
     return fits
 
@@ -151,7 +151,7 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
     if learner.host:
         yield f"in host memory, each learner: {_gib(learner.host)} GiB (learner.cpu_offload)"
     yield f"in host memory, each node: {plan_node(shape, config).described()}"
-    yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
+    yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of maximum length"
     most = largest_micro_batch(shape, config, gpu)
     yield (
         f"largest micro-batch that fits: {most} tokens"
@@ -166,14 +166,14 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
 
 
 def cost_lines(config: Config, step_s: float) -> Iterator[str]:
-    """Yield the price of all steps by `budget`; nothing without prices of GPUs or nodes."""
+    """Yield the price of all steps by the prices in `budget`; nothing without prices of GPUs or nodes."""
     prices, (num_gpus, num_nodes, hourly) = config.budget, hourly_price(config)
     if not hourly:
         return
     hours = config.train.num_steps * step_s / 3600
     yield (
         f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
-        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour; without the start, evaluations, remote "
+        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour, not counting the start, evaluations, remote "
         "sandboxes, judges and a teacher behind a URL"
     )
     if prices.cap and hours * hourly > prices.cap:
@@ -181,21 +181,22 @@ def cost_lines(config: Config, step_s: float) -> Iterator[str]:
 
 
 def hourly_price(config: Config) -> tuple[int, int, float]:
-    """Return the number of GPUs and of nodes that a run takes, and their price an hour by `budget`."""
+    """Return the number of GPUs and of nodes that a run takes, and their price per hour by the prices in `budget`."""
     num_gpus = num_gpus_of(bundles_of(config))
     num_nodes = ceil(num_gpus / NODE_GPUS)
     return num_gpus, num_nodes, num_gpus * config.budget.gpu_hour + num_nodes * config.budget.node_hour
 
 
 def step_seconds(config: Config, rows: list[PhaseRow]) -> float:
-    """Return the seconds of a step. Asynchronous servers sample while the learners train: the slower side counts."""
+    """Return the seconds of a step. In asynchronous runs servers sample while the learners train, so the slower side
+    counts."""
     servers = sum(row.speed.seconds for row in rows if row.phase == "generate")
     learners = sum(row.speed.seconds for row in rows) - servers
     return servers + learners if config.train.takes_turns else max(servers, learners)
 
 
 def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
-    """Yield a line if servers could have a larger share of the GPU, with the time that generation would gain."""
+    """Yield a line if servers could have a larger share of the GPU, with the time that generation would save."""
     now, most = config.server.gpu_share, largest_server_share(shape, config, gpu)
     if not plan.fits or most <= now:
         return
@@ -203,7 +204,7 @@ def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> I
     faster, slower = (generate(shape, each, gpu, plan_server(shape, each, gpu.room)) for each in (larger, config))
     yield (
         f"largest server.gpu_memory_utilization that fits: {most:g} (it is {now:g}): generating takes "
-        f"{faster.seconds:.1f} s in place of {slower.seconds:.1f}"
+        f"{faster.seconds:.1f} s instead of {slower.seconds:.1f} s"
     )
 
 
@@ -218,7 +219,10 @@ def table(rows: list[PhaseRow], gpu: Gpu) -> Iterator[str]:
         mfu = f"{row.speed.mfu(gpu):.1%}" if row.speed.flops else "-"
         cells += [_gib(row.total), f"{row.speed.seconds:.1f}", mfu]
         yield f"{row.phase + ' (' + row.gpu + ')':<24}" + "".join(f"{cell:>10}" for cell in cells)
-    yield "stays, works: the learner's memory between steps and at its peak; buffer: weights being sent to the servers"
+    yield (
+        "stays: the learner's memory between steps; works: further memory at its peak; "
+        "buffer: weights being sent to the servers"
+    )
 
 
 def fake_tensors_line(config: Config, plan: GpuPlan) -> str:
@@ -281,12 +285,13 @@ def _gib(num_bytes: int) -> str:
 
 
 def image_lines(config: Config) -> Iterator[str]:
-    """Yield the number of images that the tasks need, and their size against the cache's limit; nothing without any."""
+    """Yield lines with the number of images that the tasks need, and their size compared with the cache's limit; no
+    lines without images."""
     section = config.sandbox.local
     try:
         names = each_once((*images_of_prompts(config), *images_of_prompts(config, held_out=True)))
     except UserError as error:
-        yield f"images: not counted, as a task can't be used: {error}"
+        yield f"images: not counted, because a task can't be used: {error}"
         return
     if not names or section is None:
         return
@@ -305,11 +310,17 @@ def image_lines(config: Config) -> Iterator[str]:
         )
 
 
+def profile_lines(config: Config) -> Iterator[str]:
+    """Yield the note about `train.profile_steps`, if any."""
+    if config.profile_note:
+        yield config.profile_note
+
+
 def plan_on_cpu(config: Config) -> bool:
     """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
-    for line in (*host_lines(shape, config, plan, have), *image_lines(config)):
+    for line in (*host_lines(shape, config, plan, have), *image_lines(config), *profile_lines(config)):
         print(line)
     return plan.total <= have
 

@@ -6,7 +6,8 @@ bench    trivial executions                                            median, p
 serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
-`rayapp images` is here too, the cache of images that local sandboxes run on: pull, list, prune, build.
+This module also has `rayapp images`, the commands for the cache of images that local sandboxes run on: pull, list,
+prune, build.
 
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
 like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
@@ -136,7 +137,7 @@ def serve(
     config: OptionalConfigFile = None,
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8082,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port")] = 8082,
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with the key that clients send")
     ] = KEY_VARIABLE,
@@ -238,7 +239,7 @@ def reap(
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Print text unchanged, but on a terminal make control characters visible, which the terminal would obey."""
+    """Print text unchanged; on a terminal, make control characters visible, because the terminal would obey them."""
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -369,13 +370,13 @@ def choose_provider(
         raise SandboxConfigError(f"unknown provider {kind!r}; use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
         raise InputError(
-            f"--url is only for provider mcp, not for {kind}. Endpoints of other providers are in --config"
+            f"--url is only for provider mcp, not for {kind}. Leave it out; a --config has other providers' endpoints"
         )
     if kind == "local":
         return LocalProvider(levels=levels)
     if levels != LEVELS or packages:
         raise InputError(
-            f"--level and --package are for the local provider; a sandbox of {kind} is determined by its template"
+            f"--level and --package are only for provider local, not for {kind}, whose sandboxes follow their template"
         )
     return remote_provider(_section(kind, config, url))
 

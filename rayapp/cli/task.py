@@ -1,6 +1,6 @@
 """`rayapp task audit`: check whether a task is worth training on before money is spent on GPUs.
 
-Needs no model and no Ray: the sandbox pool is in this process, as for `rayapp score`.
+The command needs no model and no Ray, because the sandbox pool is in its own process.
 """
 
 from __future__ import annotations

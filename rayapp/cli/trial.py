@@ -29,7 +29,7 @@ class Trial:
     """Arguments of `rayapp try reward`."""
 
     name: str
-    """A function as `place:name`, or a data source that has a rule."""
+    """Reward function, as FILE.py:NAME or package.module:NAME, or a data source that has a rule."""
     data: Path | None
     rows: range
     ground_truth: str
@@ -81,7 +81,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
 
 
 def with_function(config: Config, trial: Trial) -> Config:
-    """Return the config with the tried function as reward.custom; empty if a rule is tried."""
+    """Return the config with the tried function as reward.custom. If a rule is tried, reward.custom is empty."""
     return with_values(config, reward={"custom": trial.name if trial.has_function else ""})
 
 
@@ -122,7 +122,8 @@ def _read_table(file: Path) -> Any:
 
 
 def _extremes(row: DataRow, trial: Trial) -> list[str]:
-    """Return the right answer (in the rule's form if the prompt asks for that form) and an empty text."""
+    """Return the right answer and an empty text. If the prompt asks for the rule's form, the right answer has this
+    form."""
     truth, rule = row.ground_truth, None if trial.has_function else find_rule(row.data_source)
     if rule is not None and rule.is_asked_for(_prompt(row)):
         return [rule.right_answer(truth), ""]

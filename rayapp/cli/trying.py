@@ -57,14 +57,14 @@ def reward(
 )
 def tool(
     target: Annotated[
-        str, typer.Argument(metavar="TOOL", help="Tool file, FILE.py:CLASS, or the name of a shipped one")
+        str, typer.Argument(metavar="TOOL", help="Tool file, FILE.py:CLASS, or the name of a shipped tool")
     ],
     calls: Annotated[
         list[str] | None, typer.Argument(metavar="NAME ARGUMENTS", help="Calls of one trajectory: name, JSON, name, …")
     ] = None,
     data: Data = None,
     row: Annotated[int, typer.Option(min=0, help="Row of --data whose tools_kwargs configure the tools")] = 0,
-    create_kwargs: Annotated[str, typer.Option(help="JSON object passed to every tool's create instead")] = "",
+    create_kwargs: Annotated[str, typer.Option(help="JSON object to pass to every tool's create")] = "",
     config: ConfigOption = None,
 ) -> None:
     """Call tools as the agent loop does, with its checks and deadlines. Prints one JSON line per call, then the

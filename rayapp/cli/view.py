@@ -71,7 +71,7 @@ def view(
     host: Annotated[
         str, typer.Option(help="Address to listen on; any address but loopback requires a token")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port")] = 8088,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port")] = 8088,
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder; default: the run's own")] = None,
     token: Annotated[bool, typer.Option("--token", help="Require a token on loopback too")] = False,
 ) -> None:

@@ -1,5 +1,5 @@
-"""Sections `data`, `agent`, `reward` and `sources`; an entry of `sources` overrides the other three. No logic but the
-defaults of sources.
+"""Sections `data`, `agent`, `reward` and `sources`; an entry of `sources` overrides the other three. No logic, except
+the defaults of sources.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
+from rayapp.config.other_models import ClientSection, plain_url
 from rayapp.core.names import check_name
 
 AGENTS = ("tool_agent", "single_turn_agent")
@@ -48,6 +49,26 @@ class DataSection(FrozenModel):
     """Folder on each machine for copies of remote files and of a model on s3://."""
 
 
+class EndpointSection(ClientSection):
+    """Model that answers an agent's calls under other models' names, if `agent.external.models` is endpoint."""
+
+    base_url: str = ""
+    """Base URL for OpenAI or Anthropic clients, ending in /v1 for most servers, e.g. https://api.openai.com/v1. Calls
+    are sent on as they are, so the endpoint must offer the API that the agent uses. run://NAME: one of model_servers,
+    a frozen model that the run starts."""
+    model: str = ""
+    """The model's name at base_url; with run://NAME it is NAME. Empty: the name in the call."""
+    api_key_env: str = ""
+    """Environment variable of the rollout workers that holds the key; agents never see it. Empty: no key."""
+    timeout_s: float = Field(300.0, gt=0.0)
+    """Deadline of one call."""
+
+    @field_validator("base_url", mode="after")
+    @classmethod
+    def _plain_url(cls, value: str) -> str:
+        return plain_url(value) if value else value
+
+
 class ExternalSection(FrozenModel):
     """The user's own agent, which calls the policy through OpenAI's or Anthropic's API (docs/agents.md)."""
 
@@ -72,15 +93,17 @@ class ExternalSection(FrozenModel):
     """Characters of the program's output that are kept with its trajectory, counted from the end."""
     files: dict[str, Path] = Field(default_factory=dict)
     """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
-    models: Literal["train", "untrained", "refuse"] = "train"
+    models: Literal["train", "untrained", "endpoint", "refuse"] = "train"
     """Treatment of calls that name another model than RAYAPP_MODEL, e.g. those of a title generator. train: record them
     like all others. untrained: the policy answers them, but they are not turns or tokens of the trajectory, and never
-    its answer. refuse: answer with the error model_not_found."""
+    its answer. endpoint: the model of `endpoint` answers them, and they are not part of the trajectory. refuse: answer
+    with the error model_not_found."""
+    endpoint: EndpointSection = EndpointSection()
     structured: Literal["refuse", "free", "guide"] = "refuse"
     """Treatment of calls that ask for JSON of a form (response_format, text.format) or for a tool call (tool_choice).
-    refuse: answer with an error. free: sample as if the call did not ask for it, and count it in the metrics
-    (agent/structured_dropped); the framework reads whatever the policy wrote. guide: sample only tokens that the form
-    allows, and train the distribution over them (agent/structured_guided)."""
+    refuse: answer with an error. free: sample without the form, and count the call in the metric
+    agent/structured_dropped; the framework gets whatever the policy wrote. guide: sample only tokens that the form
+    allows, train the distribution over these tokens, and count the call in agent/structured_guided."""
     inside: bool = False
     """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
     policy."""
@@ -90,8 +113,8 @@ class AgentSection(FrozenModel):
     """The agent that plays tasks, its tools and its limits (docs/tools.md)."""
 
     tool_file: str = ""
-    """File that lists the tools the policy may call (docs/tools.md); verl's format is accepted too. Empty: only the
-    tools that a task brings."""
+    """File that lists the tools the policy may call (docs/tools.md); verl's format is accepted. Empty: only the tools
+    that a task brings."""
     name: str = AUTO
     """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), external_agent
     (your own program), or a plug-in's name (docs/plugins.md). A row of a data file may name another agent in its column
@@ -172,7 +195,8 @@ class RewardSection(FrozenModel):
     """Judges that score answers, for rows and all other tasks: name in `judges` -> weight. With weight 0 the judge's
     score is recorded but not added to the reward."""
     verdict_weight: float = Field(1.0, allow_inf_nan=False)
-    """Weight of the verdict beside the judges. 0: only judges count, also if no rule scores the data source."""
+    """Weight of the verdict in the reward, if there are judges. 0: only judges count; rows whose data source has no
+    rule are then accepted."""
 
 
 SECTIONS = ("data", "agent", "reward")
@@ -180,8 +204,8 @@ SECTIONS = ("data", "agent", "reward")
 
 
 class SourceRollout(FrozenModel):
-    """Limits of a source. They can't exceed the run's limits, for which servers, learners and watchdogs are
-    configured."""
+    """Limits of a source. They can't exceed the run's limits, because servers, learners and watchdogs are configured
+    for those."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt; longer prompts are refused. null: rollout.max_prompt_tokens."""
@@ -208,7 +232,7 @@ class SourceEval(FrozenModel):
     tasks: tuple[str, ...] = ()
     """Tasks or data files of this source to evaluate, as in the run's eval.tasks."""
     max_problems: int | None = Field(None, ge=0)
-    """Maximum number of tasks or rows to evaluate, from the first; 0: all. null: eval.max_problems."""
+    """Maximum number of tasks or rows to evaluate; the first ones are taken. 0: all. null: eval.max_problems."""
     samples_per_task: int | None = Field(None, ge=1)
     """Completions per task or data row. null: eval.samples_per_task."""
     temperature: float | None = Field(None, ge=0.0)
@@ -235,7 +259,7 @@ class SourceSection(FrozenModel):
 
 
 def filled_in(sources: Any, run: Mapping[str, Any]) -> Any:
-    """Return the list `sources` of an unvalidated configuration, with the run's values for keys that a source omits."""
+    """Return the list `sources` of an unvalidated configuration. A key that a source omits has the run's value."""
     if not isinstance(sources, list | tuple):
         return sources
     return [_one_filled_in(source, run) for source in sources]

@@ -42,6 +42,10 @@ def _model_servers_fit(config: Keys) -> None:
         raise ValueError(f"model_servers: two have the same name ({', '.join(names)})")
     asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
     asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
+    for source, own in config.by_source():
+        endpoint = own.agent.external.endpoint
+        name = server_named(endpoint.base_url)
+        asked[f"{_named(source)}agent.external.endpoint"] = (endpoint.base_url, "model", endpoint.model or name)
     for who, (base_url, key, model) in asked.items():
         name = server_named(base_url)
         if name and name not in names:
@@ -51,8 +55,8 @@ def _model_servers_fit(config: Keys) -> None:
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): no judge or teacher uses this server. Set base_url: {SCHEME}{idle[0]} in a "
-            "judge that reward.judges names, or in distillation, or remove the server."
+            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Set base_url: {SCHEME}{idle[0]} "
+            "in a judge that reward.judges names, in distillation, or in agent.external.endpoint, or remove the server."
         )
 
 
@@ -67,8 +71,8 @@ def _teacher_fits(config: Keys) -> None:
 def _teacher_price_fits(config: Keys) -> None:
     if config.budget.teacher_million_tokens and not config.distillation.base_url:
         raise ValueError(
-            "budget.teacher_million_tokens is set, but no teacher is behind a URL: a teacher in the learners costs "
-            "their GPUs' hours. Set distillation.base_url, or remove the price."
+            "budget.teacher_million_tokens is set, but distillation.base_url is empty: a teacher in the learners is "
+            "counted by budget.gpu_hour. Set distillation.base_url, or remove the price."
         )
 
 
@@ -116,16 +120,21 @@ def _external_agents_fit(config: Keys) -> None:
                 f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
                 "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
             )
+        if (external.models == "endpoint") != bool(external.endpoint.base_url):
+            raise ValueError(
+                f"{where}agent.external.models is {external.models}, and agent.external.endpoint.base_url is "
+                f"{external.endpoint.base_url!r}: set both (models: endpoint), or neither (docs/agents.md)."
+            )
         if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
             raise ValueError(
-                f"{where}agent.external.structured is guide, but the teacher of distillation knows nothing of forms. "
-                "Use free or refuse."
+                f"{where}agent.external.structured is guide, and a teacher is set, which can't compute log-probs "
+                "over only the tokens that a form allows. Use free or refuse, or remove the teacher."
             )
         others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
         if external.inside and others:
             raise ValueError(
                 f"{where}agent.external.inside: sandboxes of {', '.join(others)} have no connection to the policy, "
-                "unlike sandboxes of local, e2b and daytona. Remove the former from sandbox.providers, or leave "
+                "unlike sandboxes of local, e2b and daytona. Use only these three in sandbox.providers, or leave "
                 "inside out (docs/agents.md)."
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
@@ -248,7 +257,7 @@ def _groups_suffice(config: Keys) -> None:
     if estimator in NEEDS_GREEDY_BASELINE:
         raise ValueError(
             f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} takes the last trajectory of a group as "
-            "greedy baseline: none would be trained on. Use 2 or more."
+            "greedy baseline, so no trajectory would be left to train on. Use 2 or more."
         )
     if config.compares_groups:
         raise ValueError(
@@ -316,7 +325,7 @@ def _one_kind(config: Keys, where: str = "") -> None:
 
 
 def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
-    """Return the tasks to train on and those to evaluate: data files, or all others."""
+    """Return the tasks to train on and the tasks to evaluate: only data files, or only other tasks."""
     trained, evaluated = (
         [task for task in tasks if is_data_file(task) == files] for tasks in (config.tasks, config.eval.tasks)
     )
@@ -358,9 +367,9 @@ def _placement_fits(config: Keys) -> None:
         )
     if config.train.partial_rollouts and config.learner.router_replay:
         raise ValueError(
-            "train.partial_rollouts and learner.router_replay are both true on shared GPUs, where kept tokens are "
-            "computed again with new weights: their experts would not be those that sampled them. Use one of the two, "
-            "or placement split."
+            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: there "
+            "servers compute kept tokens again with new weights, so the recorded experts would not be the ones that "
+            "sampled the tokens. Turn one of the two off, or use placement split."
         )
     if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
@@ -416,8 +425,8 @@ def _rounding_is_corrected(config: Keys) -> None:
         key = "quantization" if server.quantization != "none" else "kv_cache_dtype"
         raise ValueError(
             f"server.{key} is {getattr(server, key)}, but algorithm.rollout_correction.level is {level}: the servers "
-            "would sample from another policy than the learners train, uncorrected. Set "
-            "algorithm.rollout_correction.level: token; the metrics rollout_probs_diff/* show the difference."
+            "would sample from a rounded policy without a correction. Set algorithm.rollout_correction.level: token; "
+            "the metrics rollout_probs_diff/* show the difference."
         )
 
 
@@ -430,8 +439,8 @@ def _repeats(config: Keys) -> None:
         return
     if config.train.max_staleness > 0:
         raise ValueError(
-            f"run.deterministic is true and train.max_staleness is {config.train.max_staleness}: which weights sample "
-            "a token would depend on the processes' speed. Set train.max_staleness: 0."
+            f"run.deterministic is true and train.max_staleness is {config.train.max_staleness}: the weights that "
+            "sample a token would depend on the processes' speed. Set train.max_staleness: 0."
         )
     args = config.server.engine_args
     backend = str(args.get("attention_backend") or INVARIANT_BACKENDS[0]).upper()
@@ -442,8 +451,8 @@ def _repeats(config: Keys) -> None:
         )
     if args.get("speculative_config"):
         raise ValueError(
-            "run.deterministic is true and server.engine_args.speculative_config is set: the number of tokens that a "
-            "draft gets right decides the batches. Leave it out."
+            "run.deterministic is true and server.engine_args.speculative_config is set: the batches would depend on "
+            "the number of accepted draft tokens. Leave speculative_config out."
         )
 
 
@@ -456,7 +465,7 @@ _FP8, _AMPERE = (8, 9), (8, 0)
 
 
 def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
-    """Return the settings that vLLM 0.30 can't compute on GPUs of this compute capability, each with the way out."""
+    """Return an error text for each setting that vLLM 0.30 can't compute on GPUs of this compute capability."""
     server, shown = config.server, ".".join(map(str, capability))
     problems = []
     if server.kv_cache_dtype == "fp8" and capability < _FP8:

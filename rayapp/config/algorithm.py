@@ -34,9 +34,10 @@ NEEDS_CRITIC = ("gae",)
 NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators whose baseline weights tokens by the policy's probabilities, which need one more forward pass."""
 NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
-"""Estimators that need only one valid trajectory per group: their baseline is not the mean of the others."""
+"""Estimators that need only one valid trajectory per group, because their baseline is not the mean of the group."""
 NEEDS_GROUP = ("grpo_passk", "rloo_vectorized")
-"""Estimators whose advantage is 0 if a prompt has one trajectory; with other estimators it is then the reward."""
+"""Estimators whose advantage is 0 if a prompt has one trajectory. Other estimators then use the reward as the
+advantage."""
 NEEDS_GREEDY_BASELINE = ("remax",)
 """Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
 
@@ -65,12 +66,14 @@ LOSS_OPTIONS = {
     "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
     "sapo": ("tau_neg", "tau_pos"),
 }
-"""Options that each loss of verl 0.9.1 reads. verl's other losses read no options; plug-ins may read any of these."""
+"""Options by loss of verl 0.9.1. Losses of verl that are not listed read no options; a plug-in's loss may read any of
+these options."""
 REJECTION_CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
-"""Criteria that `rollout_rs` accepts, separated by commas."""
+"""Rejection criteria that the option `rollout_rs` of bypass_mode accepts; its value may name several, separated by
+commas."""
 _TEXTS = {"loss_type", "rollout_rs", "rollout_rs_threshold"}
 
 Options = Mapping[str, float | int | str | bool]
@@ -152,12 +155,13 @@ class RolloutCorrectionSection(FrozenModel):
     """Lower bound of importance weights: weights below this value and weights above `threshold` are set to 0 instead of
     being truncated (IcePop). null: truncate."""
     batch_normalize: bool = False
-    """Divide the weights by their mean, so that the correction doesn't change the size of the update: over the step, or
-    with bypass_mode over the mini-batch."""
+    """Divide the weights by their mean over the step (with bypass_mode: over the mini-batch), so that the correction
+    doesn't change the size of the update."""
 
     @property
     def bounds(self) -> float | str:
-        """Threshold in verl's notation: a number truncates, `lower_upper` sets weights outside to 0."""
+        """Threshold in verl's notation: a number truncates weights; `lower_upper` sets weights outside this range to
+        0."""
         return self.threshold if self.min_weight is None else f"{self.min_weight}_{self.threshold}"
 
 
@@ -165,8 +169,8 @@ class KlInRewardSection(FrozenModel):
     """A KL to the frozen reference that is subtracted from the reward of every token, as in RLHF."""
 
     coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """Reward that a token loses per nat of KL; with `control: adaptive` the first coefficient. 0: no KL in the
-    reward."""
+    """Coefficient of the KL: reward that a token loses per nat; with `control: adaptive`, the coefficient of the first
+    step. 0: no KL in the reward."""
     type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
     """Estimator of a token's KL, by verl's names: k1, k2 and k3 as in Schulman's note; abs is the absolute value of
     k1."""
@@ -180,7 +184,7 @@ class KlInRewardSection(FrozenModel):
 
 
 class DynamicSamplingSection(FrozenModel):
-    """DAPO's dynamic sampling: groups that teach nothing are replaced."""
+    """DAPO's dynamic sampling: groups without a gradient are replaced."""
 
     enabled: bool = False
     """Replace groups whose rewards are all equal with groups of further prompts, so that every group of a step has a
@@ -190,7 +194,7 @@ class DynamicSamplingSection(FrozenModel):
     prompts are solved."""
     metric: str = ""
     """Reward term to compare within a group, e.g. score or acc (verl's filter_groups.metric). Empty: the reward, length
-    penalty included. If a reward function returns only a number, acc is its score."""
+    penalty included. If a reward function returns only a number, acc is that number."""
 
 
 class CurriculumSection(FrozenModel):
@@ -198,8 +202,9 @@ class CurriculumSection(FrozenModel):
 
     enabled: bool = False
     """Draw each group's prompt at random instead of in turn, with weight 4 p (1 - p), where p is the share of its
-    trajectories solved so far: prompts that are always or never solved are drawn less often. With several `sources`,
-    the source is drawn, with its ratio times this weight over all its trajectories."""
+    trajectories solved so far: prompts that are always or never solved are drawn less often. With several `sources`, a
+    group's source is drawn in the same way: its weight is its ratio times 4 p (1 - p), where p is taken over all its
+    trajectories."""
     min_weight: float = Field(0.1, gt=0.0, le=1.0)
     """Weight of a prompt that is always or never solved. A prompt that was never tried has weight 1."""
 
@@ -262,7 +267,8 @@ class AlgorithmSection(FrozenModel):
 
     @property
     def scores_before_advantages(self) -> bool:
-        """True if advantages or weights follow from the log-probs of all trajectories, which are scored first."""
+        """True if advantages or importance weights need log-probs of all trajectories of the step, which are then
+        computed before the update."""
         return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0 or self.normalizes_by_step
 
     @property
@@ -272,7 +278,8 @@ class AlgorithmSection(FrozenModel):
 
     @property
     def is_batch_coupled(self) -> bool:
-        """True if a token's loss depends on the whole mini-batch, so that it is computed on all of it at once."""
+        """True if a token's loss depends on the whole mini-batch, so that the loss is computed on the whole mini-batch
+        at once."""
         weighs_itself = self.policy_loss == "bypass_mode" and self.policy_loss_options.get("loss_type") == "reinforce"
         return self.policy_loss in BATCH_COUPLED_LOSSES or (weighs_itself and self._normalizes)
 

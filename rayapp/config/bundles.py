@@ -72,9 +72,12 @@ def fewer_gpus(config: Keys, have: int) -> str:
 
 
 def asked_servers(config: Keys, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
-    """Return the model servers of judges (called by rollout workers) and of the teacher (called by learners)."""
+    """Return the model servers of judges and agents (called by rollout workers) and of the teacher (called by
+    learners).
+    """
     used = {name for _, own in config.by_source() for name in own.reward.judges}
     urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
+    urls += [own.agent.external.endpoint.base_url for _, own in config.by_source() if by_workers]
     urls += [config.distillation.base_url] if by_learners else []
     names = {server_named(url) for url in urls}
     return [server for server in config.model_servers if server.name in names]

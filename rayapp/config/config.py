@@ -1,6 +1,6 @@
 """The configuration of a run: keys that agree with each other, its sources, and its other models.
 
-`loading.py` reads one from files and `key.sub=value` overrides.
+`loading.py` makes a `Config` from files and `key.sub=value` overrides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from rayapp.config.agent import AgentSection
 from rayapp.config.agreement import check_agreement
 from rayapp.config.keys import Keys
 from rayapp.config.other_models import ModelServerSection, server_named
@@ -30,10 +31,10 @@ class Source:
     """One source of a run's groups, with its settings as a full config."""
 
     name: str
-    """Name of the source; empty in a run without `sources`, which has one."""
+    """Name of the source; empty for the only source of a run without `sources`."""
     ratio: float
     config: Config
-    """The run's config with only this source's tasks or data, and its settings in place of the run's."""
+    """The run's config with only this source's tasks or data. The source's settings replace the run's."""
 
 
 def sources_of(config: Config) -> tuple[Source, ...]:
@@ -69,12 +70,15 @@ def alone(config: Config, server: ModelServerSection) -> Config:
     return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 
 
-def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
-    """Return the config with run://NAME replaced by the address of the running model server of that name."""
+def with_addresses(config: Config, urls: Mapping[str, str], key: str) -> Config:
+    """Return the config with run://NAME replaced by the address of the running model server of that name, and with the
+    key of the run's servers for its clients."""
 
-    def address(base_url: str) -> str:
-        return urls.get(server_named(base_url), base_url)
+    def of_agent(agent: AgentSection) -> AgentSection:
+        endpoint = agent.external.endpoint.at(urls, key, model=server_named(agent.external.endpoint.base_url))
+        return agent.model_copy(update={"external": agent.external.model_copy(update={"endpoint": endpoint})})
 
-    judges = tuple(judge.model_copy(update={"base_url": address(judge.base_url)}) for judge in config.judges)
-    teacher = config.distillation.model_copy(update={"base_url": address(config.distillation.base_url)})
-    return config.model_copy(update={"judges": judges, "distillation": teacher})
+    judges = tuple(judge.at(urls, key) for judge in config.judges)
+    sources = tuple(source.model_copy(update={"agent": of_agent(source.agent)}) for source in config.sources)
+    own = {"judges": judges, "distillation": config.distillation.at(urls, key)}
+    return config.model_copy(update=own | {"agent": of_agent(config.agent), "sources": sources})

@@ -39,6 +39,7 @@ HAS_KEY: Mapping[str, str] = {
     "max_num_batched_tokens": "server.max_num_batched_tokens",
     "max_num_seqs": "server.max_num_seqs",
     "model": "model.path",
+    "profiler_config": "train.profile_steps",
     "quantization": "server.quantization",
     "seed": "run.seed",
     "tensor_parallel_size": "server.tensor_parallel_size",

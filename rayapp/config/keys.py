@@ -70,8 +70,8 @@ class Keys(FrozenModel):
     local, on s3://, or on the Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a
     seeded order. To combine tasks and data files, use `sources` and leave `tasks` empty."""
     sources: tuple[SourceSection, ...] = ()
-    """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Used
-    instead of `tasks`, which is short for one source with the run's settings."""
+    """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Replaces
+    `tasks`, which is short for one source with the run's settings."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
@@ -95,6 +95,18 @@ class Keys(FrozenModel):
     tracking: TrackingSection = TrackingSection()
 
     @property
+    def profile_note(self) -> str:
+        """Sentence about `train.profile_steps` for users; empty if no step is profiled."""
+        if not (steps := self.train.profile_steps):
+            return ""
+        shown = f"train.profile_steps is [{', '.join(map(str, steps))}]"
+        if late := [step for step in steps if step > self.train.num_steps]:
+            return f"{shown}, but the run ends at step {self.train.num_steps}: {late[0]} is never profiled."
+        return (
+            f"{shown}: these steps take longer; learner 0 and server 0 keep their traces in memory until the step ends."
+        )
+
+    @property
     def judges_read_references(self) -> bool:
         """True if a judge of this source reads its rows' ground truths."""
         return any(judge.reference for judge in self.judges if judge.name in self.reward.judges)
@@ -113,7 +125,7 @@ class Keys(FrozenModel):
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest sequence the engine must hold."""
+        """Length in tokens of the longest sequence that the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
@@ -144,19 +156,20 @@ class Keys(FrozenModel):
 
     @property
     def group_deadline_s(self) -> float:
-        """Seconds from a group's start to its end; see rollout.group_deadline_s."""
+        """Maximum seconds from a group's start to its end; see rollout.group_deadline_s."""
         rollout, server, train = self.rollout, self.server, self.train
         if rollout.group_deadline_s is not None:
             return rollout.group_deadline_s
         sequences = train.max_groups_in_flight * rollout.group_size
         rounds = max(1.0, sequences / (server.num_servers * server.max_num_seqs))
-        # A group that is kept waits while the learners train.
+        # With partial rollouts, a paused group also waits while the learners train.
         frozen_s = train.max_staleness * self.recovery.stall_stop_s if train.partial_rollouts else 0.0
         return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds) + frozen_s
 
     @property
     def max_learner_tokens(self) -> int:
-        """Longest sequence that a learner computes, including text that only a teacher reads."""
+        """Length in tokens of the longest sequence that a learner computes, including text that only a teacher
+        reads."""
         return self.max_model_tokens + self.distillation.num_privileged_tokens
 
     @property
@@ -201,7 +214,7 @@ class Keys(FrozenModel):
         return [(each.name, self.with_source(each)) for each in self.sources] or [("", self)]
 
     def with_source(self, source: SourceSection) -> Self:
-        """Return the keys with only this source's tasks, and its settings in place of the run's."""
+        """Return the keys with only this source's tasks. The source's settings replace the run's."""
         own = {"sources": (), "tasks": source.tasks, "data": source.data, "agent": source.agent}
         limits = self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
         evaluation = self.eval.model_copy(update=source.eval.model_dump(exclude_none=True))

@@ -31,6 +31,10 @@ class OptimizerSection(FrozenModel):
     """Learning rate at the end of the schedule as a share of lr; has no effect on a constant schedule."""
 
 
+MAX_ADAPTER_RANK = 512
+"""Highest rank of an adapter that vLLM serves."""
+
+
 class LoraSection(FrozenModel):
     """Low-rank adapters, trained instead of all weights."""
 
@@ -52,10 +56,10 @@ class LoraSection(FrozenModel):
 
     @model_validator(mode="after")
     def _vllm_has_the_rank(self) -> Self:
-        if self.sends_adapter and self.rank > 512:
+        if self.sends_adapter and self.rank > MAX_ADAPTER_RANK:
             raise ValueError(
-                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most 512. Lower it, or set "
-                "learner.lora.send: merged."
+                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most {MAX_ADAPTER_RANK}. Lower it, "
+                "or set learner.lora.send: merged."
             )
         return self
 
@@ -66,8 +70,8 @@ class LearnerSection(FrozenModel):
     num_learners: int = Field(1, ge=1)
     """Number of learner processes (FSDP2 world size): one for each GPU that trains."""
     replicas: int = Field(1, ge=1)
-    """Number of model replicas (HSDP): the learners form this many groups, and each group shards a full model. 1:
-    shard it over all learners. On several nodes use the number of nodes, so that only gradients cross nodes."""
+    """Number of model replicas (HSDP): the learners form this many groups, and each group shards a full model. 1: one
+    model, sharded over all learners. On several nodes use the number of nodes, so that only gradients cross nodes."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of learners that compute a micro-batch together, each a part of its tokens (Ulysses). A trajectory may
     then be this many times as long as learner.max_tokens_per_microbatch. The number of attention heads must be
@@ -86,8 +90,8 @@ class LearnerSection(FrozenModel):
     """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
     rounding. The first steps take longer. Needs a C++ compiler on the learners' nodes, and Triton on GPUs."""
     router_replay: bool = False
-    """Train each token, and compute its old log-prob, with the experts that the server chose (R3); for mixtures of
-    experts. The learner still computes the mixture weights, and a reference chooses its own experts
+    """Router replay (R3), for mixtures of experts: train each token, and compute its old log-prob, with the experts
+    that the server chose. The learner still computes the mixture weights, and a reference chooses its own experts
     (docs/learner.md)."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
     """Number of tokens whose logits are in memory at once. The logits take log_prob_chunk_tokens x vocabulary size x 4
@@ -102,8 +106,8 @@ class LearnerSection(FrozenModel):
     """Keep parameters, gradients and optimizer state in host memory (FSDP2). Slower; for models that don't fit on the
     GPU."""
     offload_when_idle: bool = False
-    """Move parameters and optimizer state to pinned host memory while servers on the same GPUs generate, which leaves
-    room for a larger KV cache. Needs cluster.placement: colocated; costs a copy in each direction every step."""
+    """Move parameters and optimizer state to pinned host memory while servers on the same GPUs generate. This leaves
+    room for a larger KV cache. Needs cluster.placement: colocated; every step costs a copy in each direction."""
     lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
 

@@ -89,7 +89,7 @@ ALIASES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "server.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "server.tensor_parallel_size",
 }
-"""Key of TRL or verl -> key of rayapp, for names with which no key of rayapp ends."""
+"""Key of TRL or verl -> key of rayapp. Omitted are names that are also the last part of a key of rayapp."""
 RENAMED: Mapping[str, str] = {
     "agent.agent_name": "agent.name",
     "agent.task_agent": "agent.name",
@@ -102,7 +102,8 @@ RENAMED: Mapping[str, str] = {
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
 INCLUDE = "include"
-"""The only key of a config file that is not a setting: files, relative to this one, whose settings it overrides."""
+"""Key of a config file that is not a setting: it lists other config files (paths relative to this file). This file's
+settings override theirs."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -110,7 +111,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Args:
         path: YAML file; None: all defaults.
-        overrides: `key.sub=value`, the value in YAML. Later overrides replace earlier ones; list items
+        overrides: `key.sub=value`, the value in YAML. Later overrides replace earlier ones; overrides of list items
             (`sources[0].ratio=2`) apply last.
     Raises:
         ConfigError: a file can't be read, or keys or values are wrong, with one line for each.

@@ -4,11 +4,12 @@ that give rewards, docs/judges.md), and `model_servers` (servers that the run st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
 
@@ -44,7 +45,7 @@ class ModelServerSection(FrozenModel):
 
 
 _OURS = (
-    *("host", "port", "uds", "api-key", "model", "served-model-name"),
+    *("host", "port", "uds", "api-key", "middleware", "model", "served-model-name"),
     *("tensor-parallel-size", "gpu-memory-utilization"),
 )
 
@@ -62,6 +63,8 @@ class Endpoint:
     """Name for messages, e.g. `judge quality`."""
     base_url: str
     api_key_env: str
+    key: str
+    """Key of a model server of the run; empty: api_key_env names the variable that holds the key."""
     timeout_s: float
     """Deadline of one request."""
     max_retries: int
@@ -86,12 +89,37 @@ def plain_url(value: str) -> str:
     return value.rstrip("/")
 
 
-class DistillationSection(FrozenModel):
+class ClientSection(FrozenModel):
+    """A section with the address of a model behind HTTP, which may be a model server of the run."""
+
+    if TYPE_CHECKING:
+        base_url: str
+    _key: str = PrivateAttr("")
+
+    @property
+    def key(self) -> str:
+        """Key of a model server of the run; empty for any other server. No written or printed config holds it."""
+        return self._key
+
+    def at(self, urls: Mapping[str, str], key: str, **changes: str) -> Self:
+        """Return the section with run://NAME replaced by that server's URL, and with the key of the run's servers.
+
+        Args:
+            changes: further values of such a section.
+        """
+        if not (url := urls.get(server_named(self.base_url))):
+            return self
+        section = self.model_copy(update={"base_url": url, **changes})
+        section._key = key  # noqa: SLF001 - a private attribute of pydantic, of the same class
+        return section
+
+
+class DistillationSection(ClientSection):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher: str = ""
     """Teacher model, which must have the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The
-    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher, which takes
+    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher; this takes
     no memory and needs `privileged`. Empty: no distillation."""
     base_url: str = ""
     """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve
@@ -122,8 +150,8 @@ class DistillationSection(FrozenModel):
     reward_weight: float = Field(1.0, ge=0.0)
     """Factor of the rewards' advantages. At 0 only the teacher trains the policy, and rewards are only measured."""
     max_log_ratio: float | None = Field(10.0, gt=0.0)
-    """Limit of the teacher's log-prob minus the policy's, in both directions, for kl_over: sampled; so that a token
-    that the teacher would never sample doesn't outweigh all others. null: no limit."""
+    """Limit of the absolute difference between the teacher's log-prob and the policy's, for kl_over: sampled. Without a
+    limit, a token that the teacher would never sample could outweigh all others. null: no limit."""
 
     @property
     def needs_logits(self) -> bool:
@@ -142,11 +170,13 @@ class DistillationSection(FrozenModel):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Endpoint of the teacher's server, with retries for some minutes, while the user restarts it."""
+        """Endpoint of the teacher's server. Requests are repeated for some minutes, so that the user can restart the
+        server."""
         return Endpoint(
             who="the teacher",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
+            key=self.key,
             timeout_s=self.timeout_s,
             max_retries=20,
             max_concurrent=256,
@@ -195,7 +225,7 @@ class Criterion(FrozenModel):
     """Weight relative to the other criteria."""
 
 
-class JudgeSection(FrozenModel):
+class JudgeSection(ClientSection):
     """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
     name: str = Field(pattern=NAME)
@@ -235,7 +265,8 @@ class JudgeSection(FrozenModel):
     """Deadline of one request. For a pairwise judge, responses must also be complete this long before
     rollout.group_deadline_s."""
     max_retries: int = Field(3, ge=0)
-    """Number of times that a request is repeated after status 408, 429 or 5xx, no answer, or no connection."""
+    """Number of times that a request is repeated. A request is repeated after status 408, 429 or 5xx, without an
+    answer, and without a connection."""
     requests_per_minute: float = Field(0.0, ge=0.0)
     """Maximum number of requests per minute of the whole run, divided among the rollout workers. 0: no limit, except
     that the server may answer with status 429."""
@@ -254,6 +285,7 @@ class JudgeSection(FrozenModel):
             who=f"judge {self.name}",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
+            key=self.key,
             timeout_s=self.timeout_s,
             max_retries=self.max_retries,
             max_concurrent=self.max_concurrent,

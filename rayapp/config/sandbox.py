@@ -14,27 +14,28 @@ class LocalConfig(FrozenModel):
 
     type: Literal["local"] = "local"
     max_sandboxes: int = Field(0, ge=0)
-    """Most sandboxes alive at once. 0: `max_leases`, or one per core if that is 0 too; with more than one per core,
-    code would be slowed down by other sandboxes and could miss its deadline."""
+    """Maximum number of sandboxes alive at once. 0: `max_leases`, or one per core if `max_leases` is 0. With more than
+    one per core, other sandboxes slow code down, and it could miss its deadline."""
     packages: tuple[str, ...] = ()
     """Python packages that every sandbox has, e.g. [numpy], besides the packages that its task names."""
     image_cache: str = ""
     """Folder of unpacked images. Empty: ~/.cache/rayapp/images, for root /var/cache/rayapp/images."""
     image_cache_gib: float = Field(50.0, gt=0)
-    """Most GiB of unpacked images. The least recently used ones are removed, never one in use."""
+    """Maximum size of unpacked images in GiB. Above it, the least recently used images are removed, except images in
+    use."""
     image_mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Registry -> mirrors to ask first, e.g. {docker.io: [mirror.example:5000]}; `http://HOST` is asked without TLS."""
     images: dict[str, str] = Field(default_factory=dict)
-    """Image that a task requires -> another one to use for it, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
+    """Image that a task requires -> image to use in its place, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
 
 
 class _Remote(FrozenModel):
     max_sandboxes: int = Field(20, ge=1)
-    """Most sandboxes alive at once: the account's quota minus other use. If the provider's quota turns out smaller, the
-    pool adapts to it."""
+    """Maximum number of sandboxes alive at once: the account's quota minus other use. If the provider's quota turns out
+    smaller, the pool adapts to it."""
     answer_within_s: float = Field(20.0, gt=0, le=60)
-    """Time limit for the overhead of a call to a sandbox (network and interpreter start), in addition to the code's own
-    time limit if the call runs code. A sandbox that takes longer has failed."""
+    """Time limit for the overhead of a call to a sandbox (network and interpreter start). A call that runs code also
+    has the code's own time limit. A sandbox that takes longer has failed."""
     images: dict[str, str] = Field(default_factory=dict)
     """Image or folder name that a repository task requires -> this provider's template for it (Daytona: snapshot)."""
 
@@ -54,7 +55,8 @@ class _Created(_Remote):
 
 
 class E2BConfig(_Created):
-    """E2B's cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager, which uses an older dialect."""
+    """E2B's cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager, which has an earlier version of E2B's
+    API."""
 
     type: Literal["e2b"] = "e2b"
     dialect: Literal["e2b", "kruise"] = "e2b"
@@ -91,7 +93,7 @@ class DaytonaConfig(_Created):
 
     type: Literal["daytona"] = "daytona"
     max_sandboxes: int = Field(10, ge=1)
-    """Most sandboxes alive at once: the account's CPU quota minus other use."""
+    """Maximum number of sandboxes alive at once: the account's CPU quota minus other use."""
     creations_per_s: float = Field(4.0, gt=0, le=1000)
     """Sandboxes to create per second over a longer time; the lowest tier allows 300 a minute."""
     snapshot: str = ""
@@ -171,7 +173,7 @@ class SandboxConfig(FrozenModel):
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
     """Sandbox providers in order of preference. A later provider is used only while all earlier providers have no quota
-    or keep failing; its results are marked."""
+    or keep failing; the isolation of its results names it as a fallback."""
     max_leases: int = Field(0, ge=0)
     """Maximum number of sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers'
     limits."""
@@ -199,7 +201,8 @@ class SandboxConfig(FrozenModel):
     idle_timeout_s: float = Field(300.0, gt=0)
     """Idle time after which a remote sandbox beyond min_ready is ended, because it costs money."""
     sweep_every_s: float = Field(60.0, gt=0)
-    """Seconds between comparisons of the provider's list of sandboxes with the pool's, to end stray ones."""
+    """Seconds between comparisons of the provider's list of sandboxes with the pool's list. Sandboxes that the pool
+    doesn't know are ended."""
     breaker_failures: int = Field(5, ge=1)
     """Consecutive failed creations after which a provider is paused."""
     breaker_cooldown_s: float = Field(30.0, gt=0)
@@ -208,7 +211,8 @@ class SandboxConfig(FrozenModel):
     reaper_grace_s: float = Field(120.0, gt=0)
     """Time without a message from the run after which it counts as dead, and the reaper ends its sandboxes."""
     allow_unisolated: bool = False
-    """Run model-written code without isolation on nodes that offer none; every result is then marked."""
+    """Run model-written code without isolation on nodes that offer none. The isolation of each result is then
+    `unisolated`."""
 
     @model_validator(mode="after")
     def _distinct_providers(self) -> Self:
@@ -221,7 +225,7 @@ class SandboxConfig(FrozenModel):
 
     @property
     def without_stock(self) -> Self:
-        """Copy of the section that keeps no idle sandboxes: they cost money, and few leases don't need them."""
+        """Copy of the section that keeps no idle sandboxes, for callers with few leases: idle sandboxes cost money."""
         return self.model_copy(update={"min_ready": 0})
 
     @property

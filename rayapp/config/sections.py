@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rayapp.config.base import Dtype, FrozenModel
 from rayapp.config.engine_args import check_engine_args
@@ -31,7 +31,7 @@ class RunSection(FrozenModel):
     """Name, folder, resume and seed of the run (docs/run-folder.md)."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """Name of the run, which its folder, its Ray namespace and its sandboxes' labels also have."""
+    """Name of the run, of its folder and of its Ray namespace; also in the labels of its sandboxes."""
     output_dir: str = Field("outputs", min_length=1)
     """Folder that holds the run folder `<output_dir>/<name>`: a path, or s3://bucket/prefix, whose credentials are in
     the environment (docs/object-storage.md)."""
@@ -48,9 +48,9 @@ class RunSection(FrozenModel):
     """Seed of prompt order, sampling and hidden tests. On a CPU, a synchronous run repeats exactly with the same seed
     and configuration; on GPUs also set `deterministic`."""
     deterministic: bool = False
-    """Compute on GPUs, too, the same bits from the same seeds: vLLM's batch-invariant kernels in the servers,
-    deterministic kernels and NCCL's ring in the learners. Only for synchronous runs; slower
-    (docs/scale.md#the-same-bits-on-gpus). Synchronous runs on a CPU repeat anyway."""
+    """Repeat synchronous runs on GPUs bit by bit: with vLLM's batch-invariant kernels in the servers, and deterministic
+    kernels and NCCL's ring in the learners. Slower (docs/scale.md#the-same-bits-on-gpus). Synchronous runs on a CPU
+    repeat without it."""
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -135,16 +135,19 @@ class TrainSection(FrozenModel):
     1 every ratio is 1 and clipping has no effect on samples of older weights. On a single CPU, values above 0 are
     slower: sampling and training share its cores."""
     partial_rollouts: bool = False
-    """Partial rollouts: when groups_per_step groups are whole, stop sampling, keep the tokens of the others with their
-    policy versions, train, and go on with the new weights. Needs max_staleness above 0, which bounds the age of kept
-    tokens. The servers rest while the learners train, so it also fits shared GPUs (docs/scale.md#partial-rollouts)."""
+    """Partial rollouts: when groups_per_step groups are complete, pause the other groups, train, and continue them from
+    their tokens so far with the new weights. Needs max_staleness above 0, which bounds the age of kept tokens. Servers
+    and learners take turns, so they may share GPUs (docs/scale.md#partial-rollouts)."""
     extra_groups: int | None = Field(None, ge=1)
     """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
-    which is also the most."""
+    which is also the maximum."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0, and a summary of where
+    the step's time went, in profiles/ of the run folder (docs/view.md#where-a-step-goes). A profiled step is slower."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
-    stays within max_staleness. null: groups_per_step, with partial_rollouts that times max_staleness. 0: strictly in
-    order. Synchronous runs are always in order."""
+    stays within max_staleness. null: groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0:
+    strictly in order. Synchronous runs are always in order."""
 
     @property
     def takes_turns(self) -> bool:
@@ -206,8 +209,8 @@ class ServerSection(FrozenModel):
     dtype: Dtype = "bfloat16"
     """Number format of the servers' weights and computation."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
-    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that fits by the plan, less 3%
-    of the GPU (docs/scale.md)."""
+    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that `rayapp plan` allows,
+    minus 3% of the GPU (docs/scale.md)."""
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
     """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
     start. Unused on GPU."""
@@ -239,15 +242,15 @@ class ServerSection(FrozenModel):
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
     quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"
-    """Rounding of the servers' linear layers after each sync, by vLLM's names, while the learner keeps its own weights.
-    With fp8_per_block every 128 x 128 block has a scale, as in DeepSeek's models. Needs GPUs and
+    """Format to which servers round their linear layers after each sync, by vLLM's names; the learner's weights are not
+    rounded. With fp8_per_block every 128 x 128 block has a scale, as in DeepSeek's models. Needs GPUs and
     algorithm.rollout_correction.level: token (docs/scale.md#fp8)."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of the KV cache. auto: as server.dtype. fp8: half the bytes, so twice the tokens; needs GPUs and
     algorithm.rollout_correction.level: token."""
     engine_args: Mapping[str, Any] = {}
     """Further arguments of the installed vLLM's AsyncEngineArgs by their own names, e.g. {attention_backend:
-    FLASH_ATTN}. Arguments that have a key here, or contradict what the run relies on, are refused with the reason
+    FLASH_ATTN}. Arguments that have a key of rayapp, or contradict what the run relies on, are refused with the reason
     (docs/scale.md#arguments-of-vllm)."""
 
     @property
@@ -306,20 +309,20 @@ class CheckpointSection(FrozenModel):
 
 
 class BudgetSection(FrozenModel):
-    """Prices of a run, and the most it may cost (docs/operate.md#budget). Without prices nothing is counted."""
+    """Prices of a run, and its maximum cost (docs/operate.md#budget). Without prices nothing is counted."""
 
     gpu_hour: float = Field(0.0, ge=0)
     """Price of one GPU of the run for an hour."""
     node_hour: float = Field(0.0, ge=0)
-    """Price of one node of the Ray cluster for an hour, beside its GPUs. Every node that is alive counts."""
+    """Price of one node of the Ray cluster for an hour, in addition to its GPUs. Every node that is alive counts."""
     sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
     """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
     teacher_million_tokens: float = Field(0.0, ge=0)
     """Price of a million tokens that the teacher behind distillation.base_url reads: all tokens of the step's
     trajectories."""
     cap: float = Field(0.0, ge=0)
-    """The most that the run may cost, judges included; resumes go on counting. At 80% the run warns; at the cap it
-    saves and ends with exit code 3. 0: no limit."""
+    """Maximum cost of the run, with judges; a resumed run continues to count. At 80% the run warns; at the cap it saves
+    and ends with exit code 3. 0: no limit."""
     currency: str = "USD"
     """Name of the unit of all prices, for messages. Judges' prices (judges[].input_price) are in the same unit."""
 
@@ -336,7 +339,7 @@ class EvalSection(FrozenModel):
     """Tasks or data files to evaluate, e.g. the training tasks in other words; never trained on. Empty: evaluate the
     training tasks, but no rows of data files."""
     max_problems: int = Field(0, ge=0)
-    """Maximum number of tasks or rows to evaluate, from the first; 0: all."""
+    """Maximum number of tasks or rows to evaluate; the first ones are taken. 0: all."""
     every_steps: int = Field(0, ge=0)
     """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
     affect training. 0: never evaluate."""
@@ -395,10 +398,10 @@ class RecoverySection(FrozenModel):
     healthy process on a busy machine. While a process starts, server.start_timeout_s applies instead."""
     stall_replace_s: float = Field(180.0, gt=0)
     """Time after which a server is replaced if it has requests but samples no token. Keep it below
-    server.request_timeout_s, after which requests fail. Requests that start together wait for each other for half of
-    this time."""
+    server.request_timeout_s, after which requests fail. Requests of groups that start together wait for each other for
+    at most half of this time."""
     stall_report_s: float = Field(600.0, gt=0)
-    """Time without a finished group or phase of a step after which all waits are reported."""
+    """Time without a finished group or phase of a step after which the log names what each process waits for."""
     stall_stop_s: float = Field(3600.0, gt=0)
     """Time without a finished group or phase of a step after which the run writes the stacks of all processes, saves
     all complete work, and stops. Keep it longer than the slowest healthy step."""
@@ -415,8 +418,9 @@ class TrackingSection(FrozenModel):
     mlflow_uri: str = ""
     """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker. A trace has turns,
-    generations, tool calls and sandbox runs with their texts. A trace takes about 15 ms, in parallel with training."""
+    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker. A trace has the turns,
+    generations, tool calls and sandbox runs with their texts; writing one takes about 15 ms, in parallel with
+    training."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """Mode of W&B. offline: files in the run folder, for `wandb sync`. online: W&B's server, with
     WANDB_API_KEY."""

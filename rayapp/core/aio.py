@@ -1,12 +1,12 @@
-"""Run coroutines: with signals that let cleanup run first, with work that a cancellation must not interrupt, and
-several at once.
+"""Run coroutines: react to signals, finish work despite a cancellation, and run several at once.
 
-run_until_done           the driver's `asyncio.run`: Ctrl-C and SIGTERM cancel it, and its cleanup runs
+run_until_done           like `asyncio.run`; Ctrl-C and SIGTERM cancel the coroutine, and its cleanup runs
 when_stopped             register a callback that runs at once when a signal comes
-finish_then_cancel       work that must not be left half done; a second cancellation ends it
+finish_then_cancel       work that must not be left half done; only a second cancellation ends it
 finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
-end_process_after        the last resort, if cleanup hangs together the same work for many items; the first failure
-cancels the others side_by_side             the results of several coroutines; the first failure cancels the others
+end_process_after        the last resort if cleanup hangs: end the process after a number of seconds
+together                 the same work for many items; the first failure cancels the rest
+side_by_side             the results of several coroutines; the first failure cancels the rest
 as_they_end              results in batches: all that finished since the last batch
 """
 
@@ -35,8 +35,8 @@ STDERR = 2
 
 
 def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, with SIGTERM handled like Ctrl-C. Signals reach only the main thread; work
-    in another thread is stopped by its `Stopper`.
+    """Run a coroutine as `asyncio.run` does, with SIGTERM handled like Ctrl-C. Signals reach only the main thread;
+    `own_thread.Stopper` stops work in another thread.
 
     Raises:
         KeyboardInterrupt: on either signal, after the coroutine's cleanup has run.
@@ -103,11 +103,12 @@ def _tell(told: Sequence[OnStop]) -> None:
 
 @contextmanager
 def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) -> Iterator[None]:
-    """Call `told` on Ctrl-C, before the handler of asyncio's runner cancels the main task."""
+    """Call the functions `told` on Ctrl-C during the block, before asyncio's own handler cancels the main task."""
     handler = signal.getsignal(signal.SIGINT)
 
     def on_sigint(number: int, frame: FrameType | None) -> None:
-        # Call later, in the loop: in the signal handler, printing could interrupt another print.
+        # Call the functions later, in the loop: they may print, and a print inside the signal handler could interrupt
+        # another.
         loop.call_soon_threadsafe(_tell, told)
         assert callable(handler)
         handler(number, frame)
@@ -133,21 +134,21 @@ async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError as cancelled:
         try:
             await task
-        except Exception as error:  # boundary: whatever it is, the caller has been told to stop
+        except Exception as error:  # boundary: the cancellation must be raised, whatever error the work raises
             log.warning("the work that had to finish before stopping failed: %s: %s", type(error).__name__, error)
             raise cancelled from error
         raise
 
 
 def is_stopping() -> bool:
-    """Return True if the current task was cancelled; a task group hides this if it also fails with an error."""
+    """Return True if the current task was cancelled, even if an error was raised in place of CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run cleanup to its end however often it is cancelled, and then raise the cancellation. The cleanup must have its
-    own deadlines.
+    """Run cleanup to its end however often it is cancelled, and then raise the cancellation. Give the cleanup deadlines
+    of its own.
 
     With `asyncio.shield` alone, a second signal would let the caller continue, close the connection to Ray and end the
     actors before they return their resources.
@@ -168,7 +169,7 @@ def end_process_after(seconds: float) -> None:
     """End this process with exit code 1 after this many seconds, even if it hangs.
 
     The stacks of its threads go to stderr. This works even if the event loop is blocked, cleanup waits forever, or a
-    thread that hangs on a disk keeps the interpreter from exiting. There is one timer per process: each call resets it.
+    thread that hangs on a disk keeps the interpreter from exiting. A process has one such timer: each call restarts it.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
@@ -179,7 +180,7 @@ def let_process_live() -> None:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return the error, with SystemExit and the like, which would end an event loop, turned into a RuntimeError."""
+    """Return the error. An error that would end an event loop, e.g. SystemExit, is turned into a RuntimeError."""
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -187,8 +188,9 @@ async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseExcept
     """Await code of a user or a plug-in, which may raise anything.
 
     Args:
-        begin: starts the code; errors that it raises are handled too.
-        named: maps the raised error (also SystemExit, or a cancellation by the code itself) to the error to raise here.
+        begin: function that starts the code; errors of this function are handled like those of the code.
+        named: maps a raised error (also SystemExit, or a cancellation by the code itself) to the error that `guarded`
+            raises.
     """
     try:
         return await begin()
@@ -198,7 +200,7 @@ async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseExcept
         raise named(error) from error
     except (GeneratorExit, KeyboardInterrupt):
         raise
-    except BaseException as error:  # boundary: foreign code raises what it likes
+    except BaseException as error:  # boundary: foreign code may raise anything
         if (raised := named(error)) is error:
             raise
         raise raised from error
@@ -207,7 +209,8 @@ async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseExcept
 async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *, at_once: int | None = None) -> None:
     """Do `work` for every item. The first failure cancels the rest and is raised when they have ended.
 
-    Args: at_once: maximum number of items in work at the same time; None: no limit.
+    Args:
+        at_once: maximum number of items in work at the same time; None: no limit.
     """
     slots = asyncio.Semaphore(at_once) if at_once else None
 
@@ -219,7 +222,9 @@ async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines in order. The first error cancels the others and is raised as itself."""
+    """Return the results of all coroutines in order. The first error cancels the other coroutines and is raised,
+    without an exception group around it.
+    """
     with one_error():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(each) for each in work]
@@ -227,10 +232,10 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class News(Generic[N]):
-    """Items that coroutines report before they end; see `as_they_end`.
+    """Queue of items that coroutines report before they end; `as_they_end` reads it.
 
     Args:
-        every_s: least time between two batches of items.
+        every_s: minimum time between two batches of items.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -239,18 +244,18 @@ class News(Generic[N]):
         self._is_there = asyncio.Event()
 
     def told(self, position: int, item: N) -> None:
-        """Add an item of the coroutine at this position."""
+        """Add an item that the coroutine at this position reports."""
         self._items.append((position, item))
         self._is_there.set()
 
     def taken(self) -> list[tuple[int, N]]:
-        """Return the items since the last call."""
+        """Return the items added since the last call."""
         items, self._items = self._items, []
         self._is_there.clear()
         return items
 
     async def wait(self, *, is_first: bool) -> None:
-        """Wait for items; those after the first come at most every `every_s`."""
+        """Wait until there are items. Unless `is_first`, wait at least `every_s`."""
         if not is_first:
             await asyncio.sleep(self._every_s)
         await self._is_there.wait()
@@ -261,10 +266,10 @@ async def as_they_end(
 ) -> AsyncIterator[list[tuple[int, T | N | Exception]]]:
     """Yield results in batches: all that finished since the last batch, as (position, result or error).
 
-    Args:
-        news: items of these coroutines by position, which are yielded too, before the results.
-
     Closing the iterator cancels the remaining coroutines. Foreign errors become RayappErrors, which can be pickled.
+
+    Args:
+        news: items that these coroutines report, by position. A batch begins with the new items.
     """
     tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
     left = set(tasks)

@@ -4,30 +4,30 @@
     ├── UserError                       the user can fix it: exit code 2
     │   ├── ConfigError                 a key, a value, or two values that contradict each other
     │   ├── InputError                  a model, dataset, task or file that can't be used
-    │   └── RunFolderError              the run folder is taken, torn, or belongs to another config
+    │   └── RunFolderError              the run folder is in use, damaged, or belongs to another config
     ├── SandboxError                    the *sandbox* failed; says nothing about the code that ran in it
-    │   ├── SandboxUnavailableError     none could be created or leased in time
+    │   ├── SandboxUnavailableError     no sandbox could be created or leased in time
     │   │   ├── SandboxQuotaError       the provider's quota is reached
     │   │   └── SandboxRateLimitError   the provider asks to wait (`retry_after_s`)
-    │   ├── SandboxGoneError            it died or was deleted while we used it
-    │   ├── SandboxDeadlineError        the provider did not answer within our own deadline
-    │   ├── SandboxProtocolError        the provider answered something that makes no sense
+    │   ├── SandboxGoneError            the sandbox died or was deleted while it was in use
+    │   ├── SandboxDeadlineError        the provider did not answer within rayapp's own deadline
+    │   ├── SandboxProtocolError        the provider's answer can't be understood
     │   ├── SandboxConfigError          key, template or endpoint is wrong: retrying can't help
     │   │   ├── ImageError              an image is missing, damaged, too large, or for another platform
     │   │   └── IsolationUnavailableError   this node can't isolate model-written code
     ├── EngineError                     a vLLM server can't generate
-    │   ├── EngineDeadError             its process is gone
-    │   └── StaleVersionError           it holds another policy version than the caller requires
-    ├── WeightSyncError                 new weights did not reach a server whole
-    ├── ToolUnavailableError            a tool's service can't be reached: the trajectory fails, not the policy
-    ├── KindError                       counted by a short word: a reward function that fails, a text too costly to read
+    │   ├── EngineDeadError             the server's process is gone
+    │   └── StaleVersionError           the server holds another policy version than the caller requires
+    ├── WeightSyncError                 a server did not receive all new weights
+    ├── ToolUnavailableError            a tool's service can't be reached: the trajectory is left out
+    ├── KindError                       an error that metrics count by its kind, e.g. of a failed reward function
     ├── LearnerError                    the learners can't train on what they were given
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
-    │   ├── ProcessUnavailableError     it is being started again
-    │   └── LearnersLostError           a learner is gone, and with it the step of all of them
+    │   ├── ProcessUnavailableError     Ray is starting the actor again
+    │   └── LearnersLostError           a learner is gone, so the step of all learners is lost
     ├── StalledError                    nothing finished for too long, though every process answers
     ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
-    ├── GroupFailedError                one group of trajectories can't be made: the step goes on without it
+    ├── GroupFailedError                one group of trajectories can't be made: the step continues without the group
     ├── ObjectsLostError                groups or weights were in the memory of a node that is gone
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
@@ -36,18 +36,19 @@
     │   ├── StorageUnreachableError     no answer after every retry, or the server fails
     │   ├── StorageNotFoundError        there is no such object or file
     │   ├── StorageExistsError          a conditional create lost: another writer was first
-    │   ├── StorageTakenError           another process has taken the folder over: this one must not write there
+    │   ├── StorageTakenError           another process has taken the folder over: the caller must not write there
     │   ├── StorageCorruptError         the bytes read are not the bytes written
     │   ├── StorageFullError            the disk or the quota is full
-    │   ├── StorageIncompleteError      a run ended before all its files were uploaded: the message says how to go on
+    │   ├── StorageIncompleteError      a run ended before all its files were uploaded
     │   └── StorageConfigError          retrying can't help (also a UserError)
     │       ├── StorageBucketError      the bucket doesn't exist
     │       ├── StoragePermissionError  these credentials may not do this
-    │       └── StorageCredentialsError none found, wrong, or expired
-    └── TrainingAbortedError            too many failed rollouts: the run stops rather than train on noise
+    │       └── StorageCredentialsError the credentials are missing, wrong, or expired
+    ├── BudgetSpentError                the run has cost as much as `budget.cap` allows
+    └── TrainingAbortedError            too many rollouts failed
 
 Code that fails or is stopped *inside* a sandbox is not an error but data: see `ExecResult.outcome`.
-Errors cross Ray, so they must pickle: no subclass takes more than its message, except where `__reduce__` says how.
+Ray pickles errors that cross processes: a subclass takes only a message, or defines `__reduce__`.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ from contextlib import contextmanager
 
 
 def one_line(text: object, max_chars: int = 300) -> str:
-    """Return a text or an error's message on one line, cut to this length, to be quoted in a message."""
+    """Return a text or an error's message on one line, cut to `max_chars`, so that a message can quote it."""
     return " ".join(str(text).split())[:max_chars]
 
 
 class RayappError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of the errors that rayapp itself raises."""
 
 
 class UserError(RayappError):
-    """Something the user can correct. The CLI prints the message without a traceback and exits with 2."""
+    """An error that the user can correct. The CLI prints the message without a traceback and exits with 2."""
 
 
 class KindError(RayappError):
@@ -89,7 +90,7 @@ class InputError(UserError, ValueError):
 
 
 class RunFolderError(UserError):
-    """The run folder is in use, torn, or was made by another configuration."""
+    """The run folder is in use, damaged, or was made by another configuration."""
 
 
 class SandboxError(RayappError):
@@ -101,16 +102,16 @@ class SandboxUnavailableError(SandboxError):
 
 
 class SandboxQuotaError(SandboxUnavailableError):
-    """The provider refuses more sandboxes: the pool continues with fewer."""
+    """The provider refuses more sandboxes. The pool continues with those that it has."""
 
 
 class SandboxRateLimitError(SandboxUnavailableError):
-    """The provider's rate limit is reached."""
+    """The provider's rate limit is reached: the caller must wait."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """Seconds to wait, as the provider asked; None if it gave none."""
+        """Seconds that the provider asked to wait; None if the provider named no time."""
 
     def __reduce__(self) -> tuple[type[SandboxRateLimitError], tuple[str, float | None]]:
         return type(self), (str(self), self.retry_after_s)
@@ -121,7 +122,9 @@ class SandboxGoneError(SandboxError):
 
 
 class SandboxDeadlineError(SandboxError, TimeoutError):
-    """The provider did not answer within our deadline; the sandbox's state is unknown, so it is discarded."""
+    """The provider did not answer within rayapp's deadline. The sandbox's state is unknown, so the sandbox is
+    discarded.
+    """
 
 
 class SandboxProtocolError(SandboxError):
@@ -137,7 +140,7 @@ class ImageError(SandboxConfigError):
 
 
 class IsolationUnavailableError(SandboxConfigError):
-    """This node offers no isolation that model-written code may run under."""
+    """This node offers no isolation that is strong enough for model-written code."""
 
 
 class EngineError(RayappError):
@@ -157,7 +160,7 @@ class GroupFailedError(RayappError):
 
 
 class WeightSyncError(RayappError):
-    """A server did not receive all new weights; it must not serve."""
+    """A vLLM server did not receive all new weights, so it must not serve requests."""
 
 
 class ToolUnavailableError(RayappError):
@@ -177,7 +180,7 @@ class ProcessUnavailableError(ProcessDiedError):
 
 
 class LearnersLostError(ProcessDiedError):
-    """A learner is gone or hangs. The state of the others is useless without it: all are restarted."""
+    """A learner is gone or hangs. All learners are restarted, because each holds only a shard of the training state."""
 
 
 class ObjectsLostError(RayappError):
@@ -189,7 +192,7 @@ class StalledError(RayappError):
 
 
 class RestartsUsedUpError(RayappError):
-    """A process died more often than it may be restarted."""
+    """A process died more often than `recovery.max_restarts` allows."""
 
 
 class DeadlineError(RayappError, TimeoutError):
@@ -205,7 +208,7 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class StorageError(RayappError):
-    """Object storage or a disk can't do what was asked. Nothing local is deleted because of it."""
+    """Object storage or a disk can't do what was asked. No local file is then deleted."""
 
 
 class StorageUnreachableError(StorageError):
@@ -253,15 +256,15 @@ class StorageCredentialsError(StorageConfigError):
 
 
 class StopTraining(Exception):  # noqa: N818 - no error: as StopIteration
-    """Raised by a program's `on_step` to end the run: the step is saved and the model exported."""
+    """Exception that a user's `on_step` raises to end the run: the step is saved and the model exported."""
 
 
 class TrainingAbortedError(RayappError):
-    """The run stops because too many rollouts failed; the message says what failed and how often."""
+    """The run stops because too many rollouts failed. The message names the failures and how often each occurred."""
 
 
 class BudgetSpentError(RayappError):
-    """The run has cost as much as `budget.cap` allows. Its steps are saved; exit code 3."""
+    """The run has cost as much as `budget.cap` allows. Its steps are saved, and the CLI exits with 3."""
 
 
 @contextmanager
@@ -292,6 +295,4 @@ WRONG_TOKEN = (
 
 
 class UnusableWorkError(Exception):
-    """The workspace of an agent can't be submitted. The message is for the agent, so that it can correct the
-    workspace.
-    """
+    """An agent's workspace can't be submitted as its answer. The agent reads the message and can correct it."""

@@ -3,7 +3,7 @@
 aside, write_text, put_in_place          write completely or not at all; errors are OSErrors
 explain_full_disk, explain_unwritable    turn an OSError in a run folder into one message with the way out
 storage_errors, stored                   turn an OSError into a StorageError
-locked                                   one process at a time
+locked                                   hold a lock that only one process can have
 json_lines                               read JSON lines that users write
 Location                                 `s3://bucket/prefix`, `file:///folder` or a plain path, parsed and checked
 """
@@ -41,10 +41,10 @@ _ASIDE = ".tmp-"
 
 @contextmanager
 def explain_full_disk(path: Path, safe: Callable[[], str] = str) -> Iterator[None]:
-    """Turn the error of a full disk into one message.
+    """Turn the OSError of a full disk in the block into a StorageFullError whose message says what to do.
 
     Args:
-        safe: called if the disk is full; returns a sentence that says where the next start continues.
+        safe: called if the disk is full; returns a sentence that says at which step the next start continues.
     Raises:
         StorageFullError: the disk or the quota is full.
     """
@@ -61,7 +61,7 @@ def explain_full_disk(path: Path, safe: Callable[[], str] = str) -> Iterator[Non
 
 @contextmanager
 def explain_unwritable(path: Path) -> Iterator[None]:
-    """Turn the error of a folder that this user may not write to into one message.
+    """Turn the OSError of a folder that this user may not write to into a RunFolderError whose message says what to do.
 
     Raises:
         RunFolderError: the folder belongs to another user, or its disk is mounted read-only.
@@ -99,18 +99,18 @@ def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
         fsync(temporary)
         # A link fails atomically if the name is taken; a rename would replace the file.
         (os.link if if_absent else os.replace)(temporary, path)
-        fsync(path.parent)  # otherwise a crash of the machine can undo the rename
+        fsync(path.parent)  # otherwise the rename could be lost if the machine crashes
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def readable_as_its_folder(file: Path) -> None:
-    """Give a file its folder's permissions, because safetensors makes files that only their owner can read."""
+    """Give a file its folder's permissions, because safetensors writes files that only their owner can read."""
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def is_aside(name: str) -> bool:
-    """Return True for names of temporary files, which may be incomplete."""
+    """Return True if this is the name of a temporary file, which may be incomplete."""
     return name.startswith(_ASIDE)
 
 
@@ -126,7 +126,7 @@ def put_in_place(pending: Path, target: Path) -> None:
 def remove_pending(folder: Path) -> None:
     """Delete the temporary files that killed writers left in a folder. No other process may be writing there.
 
-    Checkpoints in progress are named `.pending-*`; files of older versions also `.metrics.jsonl.pending`.
+    Incomplete checkpoints are named `.pending-*`. Older versions of rayapp also left `.metrics.jsonl.pending`.
     """
     for path in (*folder.glob(f"{_ASIDE}*"), *folder.glob(".pending-*"), *folder.glob(".*.pending*")):
         if path.is_dir():
@@ -153,7 +153,7 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def stored(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
-    """Yield a temporary file as `aside` does, after making the folders above `path`.
+    """Make the folders above `path`, then yield a temporary file that becomes `path`, as `aside` does.
 
     Raises:
         StorageExistsError: `if_absent` is set, and `path` exists at the end of the block.
@@ -189,7 +189,7 @@ def _translate(error: OSError, path: Path) -> StorageError:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file for the length of the block. The lock ends with the process.
+    """Hold a lock file for the length of the block. The lock also ends when the process ends.
 
     Raises:
         RunFolderError: another process holds the lock.
@@ -214,7 +214,8 @@ def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of each line; empty lines are skipped.
 
     Args:
-        lines: a file, or `text.split("\\n")`; not `splitlines`, which also breaks at U+2028 within a text.
+        lines: a file, or `text.split("\\n")`; never
+            `splitlines`, which also breaks a line at U+2028 inside a JSON string.
         file: name of the file, for messages.
     Raises:
         InputError: a line is not JSON.
@@ -229,20 +230,22 @@ def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-# Bucket names that S3, OSS and MinIO all accept; a dot is legal, but breaks TLS with virtual-hosted names.
+# Bucket names that S3, OSS and MinIO all accept. A dot is legal but refused here: with virtual-hosted names it breaks
+# TLS.
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Location of a folder or object, remote or local.
+    """Location of a folder or object on a disk or in object storage.
 
-    Example: `Location.parse("s3://models/run1")` is `Location(bucket="models", key="run1")`; local: no bucket.
+    Example: `Location.parse("s3://models/run1")` is `Location(bucket="models", key="run1")`. On a disk, `bucket` is
+    empty.
     """
 
     key: str
-    """Key inside the bucket without a slash at either end, or a local path."""
+    """Key inside the bucket, without a slash at either end; without a bucket, a path on the disk."""
     bucket: str = ""
 
     @property
@@ -254,7 +257,7 @@ class Location:
         """Parse a URI or path.
 
         Raises:
-            StorageConfigError: the scheme is unknown, or the bucket is missing or its name invalid.
+            StorageConfigError: the scheme is unknown, the bucket is missing, or its name is invalid.
         """
         scheme = _SCHEME.match(uri)
         if scheme is None or scheme.group(1).lower() == "file":
@@ -270,12 +273,12 @@ class Location:
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StorageConfigError(
-                f"{uri!r}: {bucket!r} is not a bucket name: 3 to 63 lower-case letters, digits and hyphens"
+                f"{uri!r}: {bucket!r} is not a bucket name: use 3 to 63 lower-case letters, digits and hyphens"
             )
         return cls(bucket=bucket, key=key.strip("/"))
 
     def join(self, key: str) -> Location:
-        """Return the location of `key` below this folder."""
+        """Return the location of the object or file `key` inside this folder."""
         if self.is_remote:
             return Location(bucket=self.bucket, key=f"{self.key}/{key}".strip("/"))
         return Location(key=str(Path(self.key) / key))
@@ -285,10 +288,10 @@ class Location:
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it names an object below a folder: relative, no `..`, no empty part.
+    """Return `key` if it names an object inside a folder: relative, without `..` or an empty part.
 
     Raises:
-        StorageConfigError: it would leave the folder, or mean different objects on disk and on S3.
+        StorageConfigError: the key would leave the folder, or would name different objects on disk and on S3.
     """
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):

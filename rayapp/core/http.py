@@ -1,11 +1,15 @@
-"""Keys, pauses between tries and rate limits for clients of services. A key comes from the environment, never from a
-config."""
+"""Keys, pauses between tries and rate limits for clients of services.
+
+Keys are read from environment variables, never from config files.
+"""
 
 from __future__ import annotations
 
+import hmac
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
 
@@ -13,8 +17,38 @@ MAX_WAIT_S = 600.0
 """Longest pause that a service may request, so that a wrong header doesn't stop a run for days."""
 
 
+KEY_VARIABLE = "RAYAPP_MODEL_SERVER_KEY"
+
+
+class KeyGuard:
+    """ASGI middleware of the run's model servers: refuses every request without the key in `KEY_VARIABLE`, except GET
+    /health.
+
+    vLLM's own check (VLLM_API_KEY) leaves the paths open that are not below /v1, such as /classify and /tokenize, and
+    doesn't know the header of Anthropic's clients.
+    """
+
+    def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
+        self._app = app
+        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        if not self._key:
+            raise ConfigError(f"{KEY_VARIABLE} is not set: a model server needs a key")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        is_health = scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health")
+        headers = dict(scope.get("headers", ()))
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if scope["type"] == "lifespan" or is_health or hmac.compare_digest(given, self._key):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+
 def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> str:
-    """Return the key in an environment variable; empty if no variable is named.
+    """Return the API key in an environment variable; empty if `variable` is empty.
 
     Args:
         who: name of the client for the message, e.g. `provider e2b`.
@@ -25,29 +59,30 @@ def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> s
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not key:
         raise error(
-            f"{who} needs a key: set {variable} in the environment (for a Ray job: in the env_vars of its "
-            "runtime_env), or name another variable in api_key_env"
+            f"{who} has no key: the environment variable {variable} is not set. Set it (for a Ray job: in the env_vars "
+            "of its runtime_env), or name another variable in api_key_env"
         )
     return key
 
 
 def retry_after_s(text: str | None) -> float | None:
-    """Return the seconds in a Retry-After header; None if the header is unusable.
+    """Return the seconds in a Retry-After header, at most `MAX_WAIT_S`; None if the header is missing or not a number.
 
-    The header's other form, a date, is ignored: this machine's clock may be off.
+    A date in the header gives None: this machine's clock may be wrong.
     """
     try:
         seconds = float(text or "")
     except ValueError:
         return None
-    # Comparisons with NaN are false, so NaN gives None as well.
+    # NaN gives None, because every comparison with NaN is false.
     return min(seconds, MAX_WAIT_S) if seconds >= 0 else None
 
 
 def pauses_s(first_s: float, longest_s: float) -> Iterator[float]:
     """Yield the seconds to wait before each further try, without end: `first_s`, doubled every time up to `longest_s`.
 
-    Each pause is shortened by up to half, at random, so that clients that failed together don't return together.
+    Each pause is shortened by up to half, at random, so that clients that failed at the same time don't all try again
+    at the same time.
     """
     while True:
         yield first_s * random.uniform(0.5, 1.0)
@@ -70,13 +105,13 @@ class TokenBucket:
         self._blocked_until = 0.0
 
     def block_for(self, seconds: float) -> None:
-        """Issue no token for this long, e.g. because the provider asked to wait. Never shortens an earlier block."""
+        """Issue no token for this long, e.g. because a provider asked to wait. Earlier blocks are never shortened."""
         self._blocked_until = max(self._blocked_until, self._clock() + seconds)
 
     def wait_s(self) -> float:
-        """Return the seconds until `take` succeeds; 0 if it would now."""
+        """Return the seconds until `take` succeeds; 0 if it would succeed now."""
         now = self._clock()
-        # If the clock jumps back, keep the tokens.
+        # If the clock jumps back, the tokens are kept.
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._updated_at) * self._rate_per_s)
         self._updated_at = now
         missing_s = max(0.0, 1.0 - self._tokens) / self._rate_per_s
@@ -84,7 +119,7 @@ class TokenBucket:
 
     def take(self) -> bool:
         """Take a token and return True; False if there is none."""
-        # Tolerate rounding errors: otherwise a billionth of a token could be missing forever.
+        # Tolerate rounding errors: otherwise `take` could fail forever, for want of a billionth of a token.
         if self.wait_s() > 1e-9:
             return False
         self._tokens -= 1.0

@@ -35,7 +35,7 @@ def visible(text: str, *, keeps_colours: bool = False) -> str:
     r"""Return `text` with control characters as Python's escapes; newlines and tabs stay. Idempotent.
 
     Args:
-        keeps_colours: keep complete colour sequences, for a job's log, which Ray colours.
+        keeps_colours: keep complete colour sequences; used for the log of a Ray job, which Ray colours.
 
     Example: an escape character becomes `\x1b`, the mark U+202E becomes `\u202e`.
     """
@@ -79,13 +79,15 @@ def show_traceback(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 FIELDS = ("run", "step", "group")
-"""Ids on each JSON line, if known. A group's `step` is the step that it was started for."""
+"""Ids that each JSON line has, if they are known. For a group, `step` is the step for which the group was started."""
 _ids: ContextVar[Mapping[str, int]] = ContextVar("what log lines are about", default={})  # noqa: B039 - never written to
 
 
 @contextmanager
 def about(**ids: int) -> Iterator[None]:
-    """Add these ids (of `FIELDS`) to lines logged within the block, by this thread or task and by tasks made there."""
+    """Add these ids (of `FIELDS`) to the lines that this thread or task, and tasks that it starts, log within the
+    block.
+    """
     token = _ids.set({**_ids.get(), **ids})
     try:
         yield
@@ -94,7 +96,7 @@ def about(**ids: int) -> Iterator[None]:
 
 
 class Labels(logging.Filter):
-    """Handler filter that adds run, step and group to each record, except fields that the caller gave as `extra`.
+    """Handler filter that adds run, step and group to each record, except fields that the log call gave as `extra`.
 
     It is a filter, not a record factory, because `logging` raises KeyError for an `extra` that a factory has already
     set.
@@ -111,7 +113,7 @@ class Labels(logging.Filter):
 
 
 class _Faults(logging.FileHandler):
-    """Writes errors with their tracebacks to a file, which is created with the first error."""
+    """Log handler that writes errors with their tracebacks to a file. The file is created with the first error."""
 
     def __init__(self, file: Path, note: Callable[[str], None]) -> None:
         super().__init__(file, delay=True)
@@ -132,11 +134,11 @@ class _Faults(logging.FileHandler):
 
 @contextmanager
 def tracebacks_in(file: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, write errors of abandoned calls to a file: after the loss of a process their tracebacks fill
-    pages.
+    """Write errors of abandoned calls to a file during the block, because their tracebacks fill pages after a process
+    died.
 
     Args:
-        note: called once, with a message that names the file.
+        note: called at the first error, with a message that names the file.
     """
     faults = _Faults(file, note)
     loggers = [logging.getLogger(name) for name in ("asyncio", "ray._private.worker")]
@@ -169,8 +171,8 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs(run_name: str, log_format: str) -> None:
-    """Set up the driver's logs before anything is logged. `text` keeps the handler of the command line. Idempotent."""
-    # Otherwise transformers prints advice between a run's lines; errors are raised anyway.
+    """Set up the driver's logs before anything is logged. With `log_format="text"` the CLI's handler stays."""
+    # Otherwise transformers prints advice between a run's lines. Its errors are raised in any case.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if log_format == "text":
@@ -186,15 +188,18 @@ def start_logs(run_name: str, log_format: str) -> None:
 
 
 def hand_over() -> None:
-    """Stop writing lines in the driver once Ray writes them; otherwise each would appear twice. Idempotent."""
+    """Remove the driver's own log handler when Ray begins to write the lines: otherwise each would appear twice.
+    Idempotent.
+    """
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h.formatter, JsonLines)]:
         root.removeHandler(handler)
 
 
 def label_logs(run_name: str) -> None:
-    """Add the ids to all lines of this process's root logger, and make them visible. Called in every process.
-    Idempotent."""
+    """Add the ids to all lines of this process's root logger, and escape control characters. Called in every process.
+    Idempotent.
+    """
     make_logs_visible()
     for handler in logging.getLogger().handlers:
         for old in [f for f in handler.filters if isinstance(f, Labels)]:

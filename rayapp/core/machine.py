@@ -1,7 +1,7 @@
 """Machine resources of a process: memory, cores, network interface.
 
-glibc can keep freed memory or return it to the system; with other C libraries those functions do nothing. A learner on
-CPU keeps freed memory for the next step; the driver returns it after each step.
+glibc can keep freed memory or return it to the system. A learner on CPU keeps freed memory for the next step; the
+driver returns it after each step. With other C libraries both functions do nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 def keep_freed_memory() -> None:
     """Make glibc reuse freed memory instead of returning it to the system.
 
-    A step frees and allocates gigabytes of activations. Each page that is returned must be zeroed and mapped again,
-    which took a tenth of the step's CPU time (measured: 1.2 s of 11 s, 783000 page faults, against 0.03 s and 7000).
-    In return memory is fragmented: the process may hold up to twice the memory in use.
+    A training step frees and allocates gigabytes of activations. A page that was returned must be zeroed and mapped
+    again, which took a tenth of a step's CPU time: 1.2 s of 11 s, with 783000 page faults; with this function 0.03 s,
+    with 7000. The cost is fragmented memory: the process may hold up to twice the memory in use.
     """
     set_option = _function("mallopt")
     if set_option is not None:
@@ -39,8 +39,8 @@ def keep_freed_memory() -> None:
 def trim_heap() -> None:
     """Return freed memory to the system.
 
-    glibc keeps freed memory in a pool per thread. Ray's threads allocate every reply, so that without this the driver
-    would grow by the bytes of a step's groups in every step, for hundreds of steps.
+    glibc keeps freed memory in a pool per thread. Ray's threads allocate every reply. Without this call the driver
+    would therefore grow in every step by the bytes of the step's groups.
     """
     trim = _function("malloc_trim")
     if trim is not None:
@@ -54,8 +54,9 @@ def _function(name: str) -> Callable[..., int] | None:
 
 
 def available_memory() -> int:
-    """Return the bytes that a new process can allocate: free memory of the machine, or of this container's cgroup (v2,
-    v1) if that is less."""
+    """Return the bytes that a new process can allocate: the smaller of the machine's free memory and that of this
+    container's cgroup (v2 or v1).
+    """
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     root, old = Path("/sys/fs/cgroup"), "memory/memory"
@@ -66,26 +67,27 @@ def available_memory() -> int:
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use: its affinity, or its container's quota (cgroup v2, v1), rounded down.
+    """Return the number of cores that this process may use: the smaller of its affinity and its container's CPU quota.
 
-    With more threads than the quota, the kernel pauses them in each period, also those that others wait for.
+    The quota (cgroup v2 or v1) is rounded down. If a process has more threads than its quota, the kernel pauses all of
+    its threads in each period, and threads that wait for each other lose time.
     """
     quotas = [_quota(folder) for folder in _own_cgroups()]
     return max(1, int(min(len(os.sched_getaffinity(0)), *quotas, math.inf)))
 
 
 def _own_cgroups() -> Iterator[Path]:
-    """Yield the folder of each cgroup that limits this process's CPU time; it may not exist here."""
+    """Yield the folder of each cgroup that limits this process's CPU time. A folder may not exist in this container."""
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
             own = CGROUPS / controllers / path.lstrip("/")
-            # In a container the path may be the host's; then the root folder is the container's own cgroup.
+            # In a container the path may be the host's. The root folder is then the container's own cgroup.
             yield from (own, *(parent for parent in own.parents if parent.is_relative_to(CGROUPS / controllers)))
 
 
 def _quota(cgroup: Path) -> float:
-    """Return the cores that a cgroup may use; infinite without a quota."""
+    """Return the number of cores that a cgroup may use; infinity if it has no quota."""
     new, old = cgroup / "cpu.max", cgroup / "cpu.cfs_quota_us"
     if new.exists():
         quota, period = new.read_text().split()
@@ -104,10 +106,10 @@ def share_of_cores(num_processes: int, *, is_synchronous: bool, model: str = "")
 
     Args:
         num_processes: number of processes of this kind.
-        model: folder of the model. Its weights bound the threads: one per `_WEIGHTS_PER_THREAD` bytes, at least
-            `_FEW_THREADS`. Threads with less work would wait for each other longer than they compute. Both numbers are
-            chosen, not measured, because a measurement needs more than 2 cores. On 2 busy cores, with 0.7 MiB of
-            weights, 2 threads had 0.7 (16 tokens) and 0.3 (a training step of 512) times the speed of 1 thread.
+        model: folder of the model. The result is at most max(_FEW_THREADS, bytes of its weights / _WEIGHTS_PER_THREAD):
+            threads with less work would wait for each other longer than they compute. Both numbers are chosen, not
+            measured, because a measurement needs more than 2 cores. On 2 busy cores, with 0.7 MiB of weights, 2 threads
+            were 0.7 times as fast as 1 thread for 16 tokens, and 0.3 times for a training step of 512 tokens.
     """
     cores = num_cores()
     if not is_synchronous:
@@ -131,7 +133,7 @@ def use_interface_towards(address: str) -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # UDP: sends nothing
+        probe.connect((address, 9))  # connecting a UDP socket sends nothing
         own = probe.getsockname()[0]
         names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == own]
     if names:

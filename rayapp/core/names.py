@@ -1,22 +1,22 @@
 """Find objects by the names that a configuration gives them: objects of the calling program, plug-ins, Python files.
 
-Objects of a program (tasks and reward functions that are not in files) are in a registry of the process. They travel to
-rollout workers by cloudpickle, which also pickles classes of a notebook or of `__main__`.
+Tasks and reward functions of a program that are not in files are kept in this module's registry, one for each process.
+cloudpickle sends them to rollout workers, even if their classes are defined in a notebook or in `__main__`.
 
     rayapp.train(tasks=[task], reward=fn)     config.tasks = ("python:add",)   config.reward.custom = "python:fn"
              |                                            | looked up here when a task or a reward is loaded
              '-- with giving({...}) --> this registry ----'--> sent to each rollout worker, which adds them
 
-Plug-ins are entry points of other installed packages; all kinds share one mechanism.
+Plug-ins are entry points of other installed packages. All kinds of plug-ins are found and loaded in the same way.
 
     pyproject.toml of a package:   [project.entry-points."rayapp.tasks"]
                                    reverse = "my_package.tasks:REVERSE"
     here:                          load_plugin("tasks", "reverse") -> the object
 
 Names are read from the packages' metadata; a package is imported only when its plug-in is loaded. A broken package is
-an error only for runs that use its plug-in. Shipped names come first.
+an error only for runs that use its plug-in. A name that rayapp ships is preferred to a plug-in's.
 
-Also here: suggestions for mistyped names, and faster imports of large libraries, which cost each process seconds.
+This module also suggests names for mistyped ones, and speeds up the import of large libraries, which takes seconds.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _OBJECTS: dict[str, object] = {}
 
 
 def is_given(name: str) -> bool:
-    """Return True for a name of this registry."""
+    """Return True if the name is one of the registry's: `python:NAME`."""
     return name.startswith(PREFIX)
 
 
 def given(name: str) -> object:
-    """Return the object of this name.
+    """Return the registry's object of this name.
 
     Raises:
-        InputError: this process doesn't have it.
+        InputError: this process has no object of this name.
     """
     try:
         return _OBJECTS[name]
@@ -61,12 +61,12 @@ def given(name: str) -> object:
 
 
 def all_given() -> dict[str, object]:
-    """Return all objects of this process, to send to another one."""
+    """Return all objects of this process's registry, so that they can be sent to another process."""
     return dict(_OBJECTS)
 
 
 def add_given(objects: Mapping[str, object]) -> None:
-    """Add objects that another process sent."""
+    """Add objects that another process sent to this process's registry."""
     _OBJECTS.update(objects)
 
 
@@ -83,7 +83,9 @@ def giving(objects: Mapping[str, object]) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: `; did you mean x?`, or a full stop if none is near."""
+    """Return the end of a sentence about an unknown name: `; did you mean x?`, or a full stop if no known name is
+    similar.
+    """
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else "."
 
@@ -99,7 +101,7 @@ class Plugin:
     kind: Kind
     name: str
     place: str
-    """`module:attribute`."""
+    """Place of the plug-in's object, as `module:attribute`."""
     package: str
     """Name and version of the package."""
 
@@ -107,11 +109,11 @@ class Plugin:
         """Import and return the object.
 
         Raises:
-            ConfigError: its package can't be imported, or has no such attribute.
+            ConfigError: the module can't be imported, or does not have the attribute.
         """
         try:
             return importlib.metadata.EntryPoint(self.name, self.place, f"rayapp.{self.kind}").load()
-        except (Exception, SystemExit) as error:  # boundary: a foreign module raises what it likes
+        except (Exception, SystemExit) as error:  # boundary: a foreign module may raise anything
             raise ConfigError(
                 f"plug-in {self.name} of {self.package} is broken: {self.place} can't be loaded: "
                 f"{type(error).__name__}: {error}"
@@ -119,7 +121,7 @@ class Plugin:
 
 
 def plugins(kind: Kind | None = None) -> list[Plugin]:
-    """Return all plug-ins, or those of one kind, sorted by kind and name."""
+    """Return the plug-ins of one kind, or of all kinds, sorted by kind and name."""
     return [found for found in _all_plugins() if kind is None or found.kind == kind]
 
 
@@ -132,7 +134,7 @@ def load_plugin(kind: Kind, name: str) -> Any:
     """Load the plug-in of this kind and name and return its object.
 
     Raises:
-        ConfigError: no package offers it, several do, or it can't be loaded.
+        ConfigError: no package or more than one package offers the plug-in, or the plug-in can't be loaded.
     """
     found = [each for each in plugins(kind) if each.name == name]
     if not found:
@@ -149,11 +151,11 @@ def plugin_names(kind: Kind) -> tuple[str, ...]:
 
 
 def check_name(kind: Kind, name: str, shipped: Iterable[str]) -> None:
-    """Check a name. Raises ValueError: it is neither shipped nor a plug-in's."""
+    """Check a name of a configuration. Raises ValueError: neither rayapp nor a plug-in has this name."""
     known = (*shipped, *plugin_names(kind)) if name not in shipped else (name,)
     if name not in known:
         raise ValueError(
-            f"{name!r} is unknown{did_you_mean(name, known)} It is one of {', '.join(known)}, or a plug-in's "
+            f"{name!r} is unknown{did_you_mean(name, known)} Use one of {', '.join(known)}, or the name of a plug-in "
             "(rayapp plugins)"
         )
 
@@ -173,10 +175,11 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 
 
 UNUSED = ("is_sklearn_available", "is_scipy_available")
-"""Checks that transformers makes before it imports scikit-learn (with SciPy and pandas, for assisted generation) and
-SciPy (for object detection): features that rayapp doesn't use."""
+"""Functions with which transformers checks whether it can import scikit-learn (with SciPy and pandas, for assisted
+generation) and SciPy (for object detection). rayapp uses neither feature."""
 UNUSED_BY_VLLM = ("scipy.signal", "pandas")
-"""Modules that vLLM imports if they are installed, for audio and for tables of AMD's kernels."""
+"""Modules that vLLM imports if they are installed, for features that rayapp doesn't use: audio and tables of AMD's
+kernels."""
 
 
 def module_of(file: str | Path, name: str) -> ModuleType:
@@ -191,10 +194,10 @@ def module_of(file: str | Path, name: str) -> ModuleType:
 
 @contextmanager
 def large_imports(*absent: str) -> Iterator[None]:
-    """Context manager that speeds up the first import of transformers' models (8 s to 5 s) or of vLLM (10 s to 6 s).
+    """Speed up the block's first import of transformers' models (5 s instead of 8 s) or of vLLM (6 s instead of 10 s).
 
-    The garbage collector pauses, which would scan the thousands of imported modules again and again. Libraries that are
-    imported only for unused features appear as not installed.
+    The garbage collector is paused, because it would scan the thousands of imported modules again and again. Libraries
+    that are imported only for unused features appear as not installed.
 
     Args:
         absent: further modules that appear as not installed, for all threads, unless they were imported before.

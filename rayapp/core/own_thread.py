@@ -1,9 +1,10 @@
-"""Run blocking work in its own thread: for calls from a notebook, where an event loop runs, or to await it.
+"""Run blocking work in its own thread, so that a notebook, where an event loop runs, can call it, or a coroutine await
+it.
 
     caller's thread: work_apart(work) ------ waits; Ctrl-C -> Stopper.stop() ------> result, or the work's error
     own thread:      work() -> run_until_done(...) -> its own event loop <- cancelled by the Stopper
 
-The caller always waits until the work has ended, also when the work is stopped, so that nothing keeps running.
+The caller always waits until the work has ended, also if the work was stopped, so that no work is left running.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Stopper:
-    """Stops work in another thread like Ctrl-C does in the main one. Safe to call from any thread."""
+    """Stops work in another thread as Ctrl-C does in the main thread. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +32,7 @@ class Stopper:
         self._is_asked = False
 
     def stop(self) -> None:
-        """Stop the work now, or as soon as it can be stopped."""
+        """Stop the work now; if it can't be stopped yet, stop it as soon as `stopping` is entered."""
         with self._lock:
             self._is_asked = True
             if self._stop is not None:
@@ -39,7 +40,9 @@ class Stopper:
 
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Let `Stopper.stop` call `stop` during the block; call it at once if a stop was requested before."""
+        """Make `Stopper.stop` call the function `stop` during the block. Call `stop` at once if a stop was requested
+        before.
+        """
         with self._lock:
             self._stop = stop
             if self._is_asked:
@@ -55,7 +58,7 @@ _stopper: ContextVar[Stopper | None] = ContextVar("a function that stops the wor
 
 
 def stopper_of_this_work() -> Stopper | None:
-    """Return the stopper of the work in this context; None if it has none."""
+    """Return the stopper of the work that runs in this context; None if the work has no stopper."""
     return _stopper.get()
 
 
@@ -65,12 +68,11 @@ def in_thread(
     *,
     name: str = "user-code",
 ) -> Future[T]:
-    """Start work that may never end in a daemon thread, where it blocks neither other work nor the process's exit.
+    """Start work in a daemon thread. Work that never ends blocks neither other work there nor the process's exit.
 
     Args:
-        told: converts the work's error to the future's error: in asyncio SystemExit would end the process, and
-        StopIteration is
-            refused.
+        told: maps an error of the work to the future's error. Map SystemExit, which would end an asyncio process, and
+            StopIteration, which asyncio's futures refuse.
     """
     future = Future[T]()
 
@@ -80,7 +82,7 @@ def in_thread(
             result = work()
         except BaseException as raised:
             error = told(raised)
-        # The caller may have cancelled the future at its deadline.
+        # The caller may have cancelled the future at a deadline.
         if future.set_running_or_notify_cancel():
             future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
 
@@ -89,11 +91,13 @@ def in_thread(
 
 
 class _WorkStoppedError(Exception):
-    """Raised in place of KeyboardInterrupt, which would stop the waiting event loop."""
+    """Error of stopped work, set in place of KeyboardInterrupt, which would stop the event loop that waits for the
+    work.
+    """
 
 
 def works_in_loop() -> bool:
-    """Return True if an event loop runs in this thread, so that blocking work can't start another."""
+    """Return True if an event loop runs in this thread, so that blocking work can't start a second loop here."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -102,7 +106,7 @@ def works_in_loop() -> bool:
 
 
 def work_apart(work: Callable[[], T]) -> T:
-    """Run the work in this thread if no event loop runs here, otherwise in its own thread; return when it has ended.
+    """Run the work and return its result: in this thread, or in a thread of its own if an event loop runs in this one.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C or SIGTERM, after the work was stopped and has ended.
@@ -114,7 +118,7 @@ def work_apart(work: Callable[[], T]) -> T:
     with _sigterm_as_ctrl_c():
         while True:
             try:
-                may_begin.set()  # only here: a Ctrl-C outside this block would not stop the work
+                may_begin.set()  # only inside this `try`: elsewhere a Ctrl-C would not stop the work
                 return _awake_result(result)
             except KeyboardInterrupt:
                 stopper.stop()
@@ -125,7 +129,7 @@ def work_apart(work: Callable[[], T]) -> T:
 def _awake_result(future: Future[T]) -> T:
     """Wait for the future's result; Ctrl-C interrupts the wait.
 
-    The wait wakes up every second: Python's locks miss a Ctrl-C that comes in the instant before the thread sleeps.
+    The wait wakes up every second, because Python's locks miss a Ctrl-C that comes just before the thread sleeps.
     """
     while not future.done():
         wait([future], timeout=1.0)
@@ -134,7 +138,9 @@ def _awake_result(future: Future[T]) -> T:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Handle SIGTERM, with which a notebook's server ends its kernel, like Ctrl-C. Existing handlers are kept."""
+    """Handle SIGTERM like Ctrl-C during the block, unless the program has set a handler. Notebook servers end kernels
+    with SIGTERM.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_ours:
@@ -177,7 +183,7 @@ async def _ended(waiting: asyncio.Future[T], stopper: Stopper) -> None:
         try:
             await asyncio.wait([waiting])
         except asyncio.CancelledError:
-            stopper.stop()  # a second cancellation doesn't wait for the current step
+            stopper.stop()  # a second cancellation stops the work without waiting for its current step
     waiting.exception()  # mark the error as retrieved, so that asyncio doesn't log it
 
 
@@ -192,7 +198,7 @@ def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> t
             result.set_result(work())
         except KeyboardInterrupt:
             result.set_exception(_WorkStoppedError())
-        except BaseException as error:  # boundary: the caller gets it
+        except BaseException as error:  # boundary: the caller gets the error
             result.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(run,), name="rayapp", daemon=True).start()
@@ -200,7 +206,7 @@ def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> t
 
 
 class LoopThread:
-    """An event loop in its own thread, for async objects that blocking code uses. It runs from construction on."""
+    """An event loop in its own thread, for async objects that blocking code uses. It runs from the constructor on."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -208,7 +214,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and return its result. Ctrl-C cancels the coroutine."""
+        """Run a coroutine in the loop and return its result. On Ctrl-C the coroutine is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return _awake_result(future)

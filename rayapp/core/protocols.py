@@ -1,4 +1,4 @@
-"""Protocols between the parts of rayapp. Each has at least two implementations, counting fakes."""
+"""Protocols between the parts of rayapp. Each has at least two implementations, fakes included."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Sandbox(Protocol):
         SandboxGoneError: the sandbox is dead; never use it again.
         SandboxDeadlineError: no answer in time; the sandbox's state is unknown, so kill it.
         SandboxProtocolError: the provider's answer can't be understood.
-    Failures of the code itself (raise, exit, loop, flood) are never raised but returned.
+    Failures of the code that runs in the sandbox (an exception, an exit, an endless loop, too much output) are
+    returned, never raised.
     """
 
     @property
@@ -39,19 +40,18 @@ class Sandbox(Protocol):
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run Python source. `stateful` keeps names from one call to the next until the sandbox is released."""
+        """Run Python source. With `stateful`, later stateful calls see the code's variables."""
         ...
 
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
-        """Define `code`, then call `function(*args)` for each args of `inputs`, in one fresh interpreter.
-
-        Expected values are never passed in: the caller compares `CallResult.value` outside the sandbox.
+        """Run `code`, which defines `function`, then call the function with each tuple of arguments in `inputs`, all in
+        one fresh interpreter. Expected values stay outside the sandbox: the caller compares each `CallResult.value`.
 
         Args:
             inputs: plain data only (None, bool, int, float, str, list, tuple, dict, set, bytes).
-            timeout_s: time limit of the definition and all calls together.
+            timeout_s: time limit of running `code` and all calls together.
         """
         ...
 
@@ -62,7 +62,7 @@ class Sandbox(Protocol):
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None: ...
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
-        """Return the contents of a file, cut at max_bytes inside the sandbox.
+        """Return at most the first `max_bytes` bytes of a file; the rest never leaves the sandbox.
 
         Raises:
             FileNotFoundError: there is no such file in the sandbox.
@@ -70,11 +70,11 @@ class Sandbox(Protocol):
         ...
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
-        """Return True if the sandbox answers now. Distinguishes failed code from a sandbox that is gone."""
+        """Return True if the sandbox answers now. Callers use it to tell failed code from a sandbox that is gone."""
         ...
 
     async def extend(self, ttl_s: float, *, timeout_s: float = 5.0) -> None:
-        """Have the provider end the sandbox ttl_s from now, unless it is extended again."""
+        """Make the provider end the sandbox `ttl_s` seconds from now, unless a later call extends its life again."""
         ...
 
     async def kill(self, *, timeout_s: float = 10.0) -> None:
@@ -83,18 +83,19 @@ class Sandbox(Protocol):
 
 
 class SandboxProvider(Protocol):
-    """Makes sandboxes of one kind."""
+    """Factory of sandboxes of one kind, e.g. local ones or those of a cloud service."""
 
     @property
     def name(self) -> str: ...
 
     async def create(self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float) -> Sandbox:
-        """Create a sandbox and return it when it is ready. The provider itself ends it after ttl_s.
+        """Create a sandbox and return it when it is ready. The provider itself ends the sandbox after `ttl_s` seconds.
 
         Raises:
-            SandboxUnavailableError: or one of its subclasses; retrying later may help.
+            SandboxUnavailableError or a subclass: retrying later may help.
             SandboxConfigError: retrying can't help.
-            SandboxDeadlineError: not ready within timeout_s; this object kills a sandbox that is ready later.
+            SandboxDeadlineError: the sandbox was not ready within `timeout_s`. If it becomes ready later, this object
+                kills it.
         """
         ...
 
@@ -120,17 +121,17 @@ class SandboxLease(Protocol):
 
 
 class SandboxSource(Protocol):
-    """The source of a task's sandboxes: the pool actor through its client, or a provider directly (`rayapp score`)."""
+    """Source of sandboxes for tasks: the client of the pool actor, or a provider itself (in `rayapp score`)."""
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease: ...
 
 
 OnTokens = Callable[[Sequence[int]], None]
-"""Function that is called with the ids sampled since its last call."""
+"""Callback that receives the token ids sampled since its last call."""
 
 
 class RolloutEngine(Protocol):
-    """Samples completions: token ids in, token ids and log-probs out."""
+    """Engine that samples completions. Prompts are token ids; completions are token ids with log-probs."""
 
     async def generate(
         self,
@@ -142,9 +143,10 @@ class RolloutEngine(Protocol):
         """Sample one completion.
 
         Args:
-            on_tokens: called with new tokens while the completion is sampled; it may miss the last ones.
+            on_tokens: called with new tokens while the completion is sampled. The last tokens may be missing from these
+                calls.
         Raises:
-            EngineError: the request can't be served; EngineDeadError if no request can.
+            EngineError: this request can't be served. EngineDeadError: no request can be served.
         """
         ...
 
@@ -168,7 +170,7 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """A task: renders a prompt and scores completions. Picklable data; heavy objects are made in `score`."""
+    """A task: renders a prompt and scores completions. A task must be picklable, so make heavy objects in `score`."""
 
     @property
     def name(self) -> str: ...
@@ -178,9 +180,8 @@ class Task(Protocol):
         ...
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Score a completion. `seed` draws the hidden tests and is equal for all trajectories of a group.
-
-        If it raises, its trajectory has no reward, as with `Reward.invalid`.
+        """Score a completion. `seed` chooses the hidden tests and is equal for all trajectories of a group. If this
+        method raises an error, the trajectory has no reward, as with `Reward.invalid`.
         """
         ...
 
@@ -195,7 +196,7 @@ class AgentTask(Task, Protocol):
 
 
 class Tracker(Protocol):
-    """Receives one record of scalars per step, in order, only from the driver."""
+    """Receiver of metrics, e.g. MLflow. The driver calls it with one record of scalars per step, in order."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -1,4 +1,5 @@
-"""Run a program under a supervisor, which kills everything the program started when it or the caller ends.
+"""Run a program under a supervisor. When the program or the caller ends, the supervisor kills all processes that the
+program started.
 
     our process --pipe to standard input--> supervisor -> program -> processes of any session and group
 
@@ -6,11 +7,11 @@ The pipe closes when our process ends, even by SIGKILL. The supervisor is a scri
 starts in milliseconds: `python -I -S supervisor.py [--listens] COMMAND…` (see `programs.supervised`). With --listens,
 the program reads the pipe.
 
-The watcher of a remote sandbox gets this file's text and ends its candidate by the same functions. So it is for Python
-3.9 and newer.
+The text of this file is also sent to remote sandboxes, where `watcher.py` ends the candidate code with its functions.
+So this file must run on Python 3.9.
 """
 
-# No pathlib: importing it would take longer than all the rest.
+# Don't import pathlib: its import would take longer than the rest of this script.
 # ruff: noqa: PTH123, PTH208
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _ROUND_S = 0.002
 def main(command: list[str], *, listens: bool) -> NoReturn:
     adopt_orphans()
     for number in _HANDLED:
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, because the program would inherit it
+        signal.signal(number, lambda *_: None)  # not SIG_IGN: the program would inherit it
     pid = os.fork()
     if pid == 0:
         _become(command, listens=listens)
@@ -63,20 +64,21 @@ def _become(command: list[str], *, listens: bool) -> NoReturn:
 
 
 def _wait(pid: int) -> None:
-    """Wait until the program ends, or the caller's end of the pipe closes."""
+    """Wait until the program ends or the caller closes its end of the pipe."""
     poll = select.poll()
-    poll.register(0, 0)  # poll only for a hang-up: the program may read the data
+    poll.register(0, 0)  # poll for a hang-up alone, because the program may read the data
     poll.register(os.pidfd_open(pid), select.POLLIN)
     poll.poll()
 
 
 def end_tree(program: int, *, most_rounds: int = sys.maxsize) -> int:
-    """Kill and reap children until there are none: the children of each killed process become ours.
+    """Kill and reap this process's children until there are none. The children of a killed process become children of
+    this one.
 
     Args:
-        most_rounds: maximum number of rounds; processes that can't be killed by then are left.
+        most_rounds: maximum number of rounds. Processes that are still alive after the last round are left.
     Returns:
-        The exit status of `program`, which may have ended before; -9 if it could not be reaped.
+        The exit status of `program`, even if it ended before this call; -9 if it could not be reaped.
     """
     status = -int(signal.SIGKILL)
     for _ in range(most_rounds):

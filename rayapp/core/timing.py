@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rayapp.core.errors import StalledError
 from rayapp.core.types import GroupSummary
 
 
 class InHand:
-    """Work in progress of a process, which raises StalledError if none of it makes progress although the process
+    """Record of a process's work in progress. Its checks raise StalledError if the work stalls although the process
     answers calls.
 
     Args:
@@ -25,13 +25,15 @@ class InHand:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun: dict[int, float] = {}
-        """Number of the work -> its start time, oldest first."""
+        """Id of each piece of work in progress -> its start time, oldest first."""
         self._num_begun = 0
         self._moved_at = clock()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count one piece of work as in progress during the block. Leaving the block without an error is progress."""
+        """Count one piece of work as in progress during the block. A block that ends without an error counts as
+        progress.
+        """
         self._num_begun = key = self._num_begun + 1
         self._begun[key] = self._clock()
         try:
@@ -45,10 +47,10 @@ class InHand:
         self._moved_at = self._clock()
 
     def check_moves(self, limit_s: float, *, who: str, work: str) -> None:
-        """Check that the work has made progress within limit_s.
+        """Check that some work made progress within the last `limit_s` seconds.
 
         Raises:
-            StalledError: there is work, and none of it has made progress for limit_s.
+            StalledError: there is work, and none of it made progress for `limit_s` seconds.
         """
         if not self._begun:
             return
@@ -60,15 +62,15 @@ class InHand:
             )
 
     def check_ends(self, limit_s: float, *, who: str, work: str) -> None:
-        """Check that no piece of work is older than limit_s.
+        """Check that no piece of work started more than `limit_s` seconds ago.
 
         Raises:
-            StalledError: a piece of work is older.
+            StalledError: a piece of work has not ended within `limit_s` seconds.
         """
         if self._begun and (age_s := self._clock() - self._oldest) >= limit_s:
             raise StalledError(
                 f"{who} answers, but one of the {len(self._begun)} {work} in progress has not ended after "
-                f"{age_s:.0f} s, although it should end them after rollout.group_deadline_s."
+                f"{age_s:.0f} s. It should have ended after rollout.group_deadline_s."
             )
 
     @property
@@ -77,19 +79,25 @@ class InHand:
 
 
 class Stopwatch:
-    """Adds up seconds by name in intervals that don't overlap, from its construction on.
+    """Stopwatch that adds up seconds by name, in intervals that don't overlap. It runs from its construction on.
 
     Args:
         on_change: called with the name of each interval when it starts.
-        synchronize: called before an interval ends. GPU kernels run on after the call that launched them: without
-            synchronization their time would count for the next name.
+        synchronize: called before an interval ends. A GPU kernel continues after the call that launched it: without
+            synchronization its time would count for the next name.
+        region: returns a context manager around each interval, which names it in a profiler's trace.
     """
 
     def __init__(
-        self, *, on_change: Callable[[str], None] = lambda name: None, synchronize: Callable[[], None] = lambda: None
+        self,
+        *,
+        on_change: Callable[[str], None] = lambda name: None,
+        synchronize: Callable[[], None] = lambda: None,
+        region: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._on_change = on_change
         self._synchronize = synchronize
+        self._region = region
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
@@ -99,13 +107,16 @@ class Stopwatch:
         self._on_change(name)
         started = time.perf_counter()
         try:
-            yield
-            self._synchronize()
+            with self._region(name):
+                yield
+                self._synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self, names: tuple[str, ...] = ()) -> tuple[dict[str, float], float]:
-        """Return seconds by name, and their total. Names in `names` that never started have 0; `other` is the rest."""
+        """Return seconds by name, and their total. Names in `names` without an interval have 0; `other` is the time in
+        no interval.
+        """
         total_s = time.perf_counter() - self._started
         seconds = dict.fromkeys(names, 0.0) | self._seconds
         return seconds | {"other": total_s - sum(seconds.values())}, total_s
@@ -117,8 +128,8 @@ class Phases(Stopwatch):
     def metrics(self, summaries: Sequence[GroupSummary]) -> dict[str, float]:
         """Return `timing_s/*` of the phases (`timing_s/other`: time in no phase), and tokens per second of the step.
 
-        `timing_s/generate` and `timing_s/score` split the wait for rollouts at the moment when the last completion was
-        sampled: scoring overlaps generation, so only its tail adds to the wait.
+        The wait for rollouts is split at the moment when the last completion was sampled: the part before is
+        `timing_s/generate`, the part after is `timing_s/score`, because scoring overlaps generation until then.
         """
         seconds, step_s = self.seconds()
         num_response = sum(int(summary.num_response_tokens.sum()) for summary in summaries)

@@ -1,10 +1,11 @@
-"""Trajectories with forks (trees of tokens), and group summaries: the numbers that the driver keeps. Pure.
+"""Pure functions on trajectories with forks (trees of tokens), and on group summaries (the numbers that the driver
+keeps).
 
     token_ids  p q r a b c d e   forks (start 5, after 2)      p q r a b
     index      0 1 2 3 4 5 6 7                                 p q r c d e
 
-Between forks, each token follows its neighbour. A *branch* is a full sequence from a first token to a last. Groups
-themselves stay in the object store.
+Between forks, each token follows the token before it. A *branch* is a full sequence from a first token to a last one.
+Groups themselves stay in Ray's object store.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Int64Array = NDArray[np.int64]
 
 
 def path_to(index: int, forks: Sequence[Fork]) -> Int64Array:
-    """Return the indices of the context of the token at `index`, in order, followed by `index`; empty for -1."""
+    """Return the indices of the tokens before the token at `index` in its branch, in order, followed by `index`; empty
+    for -1.
+    """
     starts = [0, *(fork.start for fork in forks)]
     parts = list[Int64Array]()
     while index >= 0:
@@ -47,15 +50,16 @@ def branches(num_tokens: int, forks: Sequence[Fork]) -> list[Int64Array]:
 
 
 def before(index: int, forks: Sequence[Fork]) -> Int64Array:
-    """Return the indices of the context of the token at `index`, in order."""
+    """Return the indices of the tokens before the token at `index` in its branch, in order."""
     return path_to(index, forks)[:-1]
 
 
 def join_allowed(parts: Sequence[tuple[AllowedTokens | None, int]]) -> AllowedTokens | None:
-    """Return the masks of consecutive tokens together, each distinct mask once; None if there are no masks.
+    """Return the masks of consecutive runs of tokens as one `AllowedTokens`, each distinct mask once; None without any
+    mask.
 
     Args:
-        parts: the masks of some tokens, None if all tokens were allowed there, and the number of these tokens.
+        parts: for each run, its masks (None: every token of the vocabulary was allowed) and its number of tokens.
     """
     known = [part.masks for part, _ in parts if part is not None]
     if not known:
@@ -81,14 +85,14 @@ _MAX_FLOAT32 = 3.4028234e38
 
 
 def storable(value: Any) -> float:
-    """Return a number as a float, after checking that it is finite also in the 32 bits of summaries and learners.
+    """Return a number as a float, after checking that it is finite as a 32-bit float, which summaries and learners use.
 
     Raises:
         ValueError: the value is NaN, infinite or too large.
         TypeError, OverflowError: the value is not a number, or an int with hundreds of digits.
     """
     if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
-        raise ValueError(f"{value!r:.80} is not a finite number of 32 bits")
+        raise ValueError(f"{value!r:.80} is not finite as a 32-bit float")
     return float(value)
 
 

@@ -1,5 +1,5 @@
-"""Data types that the parts of a run exchange: frozen and slotted, with numpy arrays, and no methods except derived
-values.
+"""Data types that the parts of a run exchange: frozen and slotted dataclasses of numpy arrays, with no methods except
+for derived values.
 
 Numpy arrays are zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group. A *trajectory* is one
 full sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the policy saw them. Token in,
@@ -20,32 +20,32 @@ Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.unsignedinteger[Any]]
-"""Expert indices, in the narrowest type that holds them."""
+"""Indices of experts (MoE), in the narrowest integer type that holds them."""
 FinishReason = Literal["stop", "length"]
-"""End of a completion: a stop token or text, or the limit of tokens. If the engine aborts a completion, an
-`EngineError` is raised."""
+"""Reason why a completion ended: a stop token or stop text, or the limit of tokens. If the engine aborts a completion,
+an `EngineError` is raised."""
 
 
 class RequestId(NamedTuple):
-    """Name of one request to an engine. Ids sort by purpose, then the oldest group first.
+    """Id of one request to an engine. Ids sort by purpose, then the oldest group first.
 
-    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
+    `str()` gives the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
     """
 
     purpose: Literal["group", "eval", "serve"]
-    """Use of the completion; only `group` is trained on. Evaluation and training share neither a server's queue nor its
-    prefix cache."""
+    """Use of the completion; only `group` is trained on. Evaluation and training use separate queues and prefix caches
+    in each server."""
     group: int
     trajectory: int = -1
-    """-1: the request belongs to no trajectory, as in `serve`."""
+    """Index of the trajectory in its group; -1 if the request belongs to no trajectory, as for `serve`."""
     side: int = -1
-    """Number of a call that an external agent makes beside its recorded conversations; -1: recorded."""
+    """Number of an external agent's call that is not recorded in its trajectory; -1 for recorded calls."""
     turn: int = -1
-    """-1: the only turn of its trajectory."""
+    """Turn of the trajectory; -1 if the trajectory has only one turn."""
 
     @property
     def is_first_turn(self) -> bool:
-        """True for requests that start together with others, as a cohort."""
+        """True for the first request of a trajectory. The first requests of a cohort start together."""
         return self.turn <= 0
 
     def __str__(self) -> str:
@@ -73,17 +73,22 @@ class SamplingParams:
     """Seed of the sampling. For requests that an engine admits as one cohort, the same seeds, weights and prompts give
     the same tokens."""
     num_routed: int = 0
-    """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
+    """Number of leading prompt tokens whose experts are known already and not returned; only for
+    `learner.router_replay`."""
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
-    """Form of the completion, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any."""
+    """Form that the completion must have, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty:
+    any."""
     wants_allowed: bool = False
-    """With `structured_outputs`: return the tokens that the form allowed, which training needs."""
+    """True to return which tokens of the vocabulary `structured_outputs` allowed at each position. Training needs
+    them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
     is_streamed: bool = False
     """Report tokens while the completion is sampled."""
     num_top_log_probs: int = 0
     """Number of likeliest tokens to return at each sampled token; see `Completion.top_log_probs`."""
+    adapter: str = ""
+    """Name of an adapter of `rayapp serve` that samples in the policy's place; empty: the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +101,15 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedTokens:
-    """Tokens that the form of a structured output allowed in the place of each of T tokens."""
+    """Tokens of the vocabulary that the form of a structured output allowed at each of T positions."""
 
     masks: Int32Array
-    """(K, W) distinct masks of the vocabulary: token t is allowed if bit t % 32 of word t // 32 is set."""
+    """(K, W) distinct masks of the vocabulary: token id t is allowed if bit t % 32 of word t // 32 is set."""
     mask_of: Int32Array
-    """(T,) index of each token's mask; -1: every token was allowed."""
+    """(T,) index of each position's mask; -1: every token was allowed."""
 
     def of(self, tokens: Any) -> AllowedTokens:
-        """Return the masks of some of the tokens, chosen by a numpy index."""
+        """Return the masks of the positions that a numpy index selects."""
         return AllowedTokens(masks=self.masks, mask_of=self.mask_of[tokens])
 
 
@@ -113,39 +118,41 @@ class Completion:
     """The tokens that the engine sampled for one prompt."""
 
     token_ids: Int32Array
-    """(T,) sampled tokens, including the stop token or the tokens of the stop string: all are trained on."""
+    """(T,) sampled tokens, including the stop token or the tokens of the stop string. Training uses all of them."""
     log_probs: FloatArray
-    """(T,) log-probability of each token under the distribution it was sampled from."""
+    """(T,) log-probability of each token under the distribution from which it was sampled."""
     text: str
     """Decoded text, without the stop string."""
     finish_reason: FinishReason
     policy_version: int
     """Policy version that sampled the first token: the oldest one."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """Versions that sampled the completion, in order, if new weights arrived midway; empty: only `policy_version`."""
+    """Policy versions that sampled the completion, in order, if new weights arrived during it; empty: only
+    `policy_version`."""
     routed_experts: ExpertArray | None = None
-    """(N, layers, k) with `learner.router_replay`: experts of the prompt's tokens after the first
-    `SamplingParams.num_routed`, and of all sampled tokens but the last, which no forward pass has read."""
+    """(N, layers, k) with `learner.router_replay`: the experts of N tokens. These are the prompt's tokens after the
+    first `SamplingParams.num_routed`, and all sampled tokens but the last, which no forward pass has read."""
     top_ids: Int32Array | None = None
-    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None if not
-    requested.
-    """
+    """(T, k) the k likeliest tokens at each sampled position, if `SamplingParams.num_top_log_probs` requests them; else
+    None."""
     top_log_probs: FloatArray | None = None
-    """(T, k) their log-probs, largest first."""
+    """(T, k) log-probs of the tokens in `top_ids`, largest first."""
     allowed: AllowedTokens | None = None
-    """With `SamplingParams.wants_allowed`: tokens that the form allowed in the place of each sampled token."""
+    """Tokens of the vocabulary that the form allowed at each sampled position, if `SamplingParams.wants_allowed`."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
 
 class RolloutStatus(StrEnum):
-    """End of a trajectory. With ERROR_* a part of the run failed; all other trajectories may be trained on."""
+    """End of a trajectory. ERROR_* means that a part of the run failed; trajectories with any other status may be
+    trained on.
+    """
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """Reached max_completion_tokens."""
+    """The trajectory reached the limit of sampled tokens."""
     MAX_TURNS = "max_turns"
-    """Called tools in its last turn too, so it has no final answer."""
+    """The last turn that is allowed ended with tool calls, so there is no final answer."""
     ERROR_ENGINE = "error_engine"
     ERROR_SANDBOX = "error_sandbox"
     ERROR_TASK = "error_task"
@@ -160,25 +167,26 @@ class RolloutStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A verdict on one completion.
+    """The verdict on one completion.
 
     Example: `Reward(value=0.6, terms={"pass_rate": 0.6, "solved": 0.0}, status="scored")`; or, if the sandbox died
-    twice, `Reward.invalid("sandbox_gone", "…")`: no value, excluded from the group's baseline and the loss.
+    twice, `Reward.invalid("sandbox_gone", "…")`: the trajectory is then left out of the group's baseline and the loss.
     """
 
     value: float
-    """The scalar that training uses; meaningless (0.0) if `valid` is False."""
+    """The reward that training uses. If `valid` is False, the value is 0.0 and means nothing."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Named parts, each recorded. Every task scored by tests has `pass_rate` and `solved` (0 or 1)."""
+    """Named parts of the verdict, which are recorded. Every task that tests score has `pass_rate` and `solved` (0 or
+    1)."""
     status: str = "scored"
-    """Basis of the verdict: scored, banned, syntax_error, error, timeout, no_code…; counted in the metrics."""
+    """Short reason of the verdict, which metrics count: scored, banned, syntax_error, error, timeout, no_code, …."""
     valid: bool = True
-    """False if infrastructure failed, which says nothing about the policy."""
+    """False if infrastructure failed: the verdict then says nothing about the policy."""
     failure_kind: str = ""
     """Reason why the verdict is not valid, e.g. sandbox_gone; empty if it is valid."""
     detail: str = ""
-    """Explanation in one line: the exception that the code raised, or the first failed test with its expected value.
-    Recorded and shown in `rayapp view`, but never shown to the policy."""
+    """Explanation in one line: the exception that the code raised, or the first failed test with its expected value. It
+    is recorded and shown in `rayapp view`, but the policy never reads it."""
     time_score_s: float = 0.0
 
     @classmethod
@@ -194,31 +202,32 @@ class Prompt:
     """One rendered prompt, ready for the engine."""
 
     task: str
-    """Name of the task, which scores the completion."""
+    """Name of the task that scores the completion."""
     text: str
-    """Text that the policy reads, including template and prefill."""
+    """Text that the policy reads, including the chat template and the prefill."""
     token_ids: Int32Array
-    """(T,)"""
+    """(T,) the tokens of `text`."""
     prefill: str = ""
-    """Beginning of the answer at the end of `text`; code is read from prefill + completion."""
+    """Beginning of the answer, which ends `text`. The answer's code is read from prefill + completion."""
     stop: tuple[str, ...] = ()
     source: str = ""
     """Name of the run's source that the prompt comes from; empty in a run without `sources`."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Messages before the template was applied; empty if unknown. For judges, not for the policy."""
+    """Messages before the chat template was applied; empty if unknown. Judges read them."""
     ground_truth: Any = None
-    """Ground truth of a data row, for judges and rescoring; None for tasks, and if it is too long to keep."""
+    """Ground truth of a data row, for judges and rescoring. None for tasks, and for a ground truth that is too long to
+    keep."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """`extra_info` of a data row, for judges and rescoring; empty for tasks, and if it is too long to keep."""
+    """`extra_info` of a data row, for judges and rescoring. Empty for tasks, and for data that are too long to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecRecord:
-    """One execution in a sandbox for a tool call, as seen by the tool: times include the network."""
+    """One execution in a sandbox for a tool call. The tool measures the times, so they include the network's."""
 
     sandbox_id: str
     provider: str
-    """Provider of the sandbox; `mcp` if an MCP server holds it."""
+    """Provider of the sandbox; `mcp` if the sandbox belongs to an MCP server."""
     outcome: str
     """ok, code_failed or code_stopped."""
     started_at_s: float
@@ -228,22 +237,23 @@ class ExecRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
-    """One tool call, run or refused."""
+    """One tool call: its text, result and times."""
 
     name: str
-    """Tool name as the policy wrote it; empty if it could not be parsed."""
+    """Tool name as the policy wrote it; empty if the call could not be parsed."""
     arguments: str
     """JSON text as the policy wrote it."""
     output: str
     """Result that the policy read."""
     failure: str = ""
-    """malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or the tool's own kind; empty: none."""
+    """Kind of failure: malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or a kind of the tool's
+    own. Empty if the call succeeded."""
     reward: float | None = None
     started_at_s: float = 0.0
     """Unix time."""
     duration_s: float = 0.0
     waited_s: float = 0.0
-    """Part of duration_s before the tool could start (rate limit, free sandbox)."""
+    """Part of `duration_s` for which the tool waited for its rate limit or a free sandbox."""
     execs: tuple[ExecRecord, ...] = ()
     """Sandbox executions of this call."""
 
@@ -264,11 +274,11 @@ class TurnRecord:
     generate_s: float
     calls: tuple[CallRecord, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
-    """Versions that sampled the turn, as in `Completion`."""
+    """Policy versions that sampled the turn, in order, if new weights arrived during it; else empty."""
 
     @classmethod
     def of(cls, completion: Completion, *, end: int, text: str, started_at_s: float) -> TurnRecord:
-        """Make the turn whose sampled tokens end before index `end`."""
+        """Make the record of a completion whose tokens end before index `end` of `Trajectory.token_ids`."""
         return cls(
             start=end - completion.token_ids.size,
             end=end,
@@ -294,7 +304,7 @@ class Fork:
     start: int
     """Index of the token in `Trajectory.token_ids`."""
     after: int
-    """Index of the token that it continues from; -1: it begins a new conversation."""
+    """Index of the token from which the token at `start` continues; -1 if that token begins a new conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,9 +322,9 @@ class Trajectory:
     rollout_log_probs: FloatArray
     """(T,) the engine's log-probs where `response_mask` is True, 0 elsewhere."""
     completion_text: str
-    """The answer that was handed in, else the text of the last turn."""
+    """The answer that the agent submitted; without one, the text of the last turn."""
     reward: Reward = UNSCORED
-    """The verdict; for a play that failed, an invalid verdict with the reason."""
+    """The verdict; for a trajectory that failed, an invalid verdict with the reason."""
     status: RolloutStatus
     min_policy_version: int
     max_policy_version: int
@@ -324,20 +334,21 @@ class Trajectory:
     """Turns with their tool calls. Empty for a trajectory that failed before the policy's first turn."""
     forks: tuple[Fork, ...] = ()
     """Forks sorted by `start`; empty for a single conversation. An agent that edits its history, retries or has
-    sub-agents makes a tree: every token is in `token_ids` once, in the order of the turns, and `core.trajectories`
-    gives the context of each."""
+    sub-agents makes a tree of tokens. `token_ids` has each of them once, in the order of the turns, and
+    `core.trajectories` computes the context of each."""
     agent_output: str = ""
-    """Output of an external agent's program, cut, and notes on its calls; empty for other agents."""
+    """Output of an external agent's program, cut to a limit, and notes on its calls; empty for other agents."""
     agent_counts: Mapping[str, float] = field(default_factory=dict)
     """Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}. Reported as terms `agent/*`."""
     routed_experts: ExpertArray | None = None
-    """(T, layers, k) with `learner.router_replay`: experts that the engine chose when it first computed each token; 0
-    for a token after which no token was sampled, because no forward pass has read it."""
+    """(T, layers, k) with `learner.router_replay`: the experts that the engine chose when it first computed each token.
+    A token after which no token was sampled has 0, because no forward pass has read it."""
     allowed: AllowedTokens | None = None
-    """Tokens that the policy could sample in the place of each token, if calls asked for a form
-    (`agent.external.structured: guide`). `rollout_log_probs` are those of the distribution over these tokens."""
+    """Tokens that the policy could sample at each position, if calls asked for a form (`agent.external.structured:
+    guide`). `rollout_log_probs` are then log-probs of the distribution over these tokens."""
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Reward of each tool or environment for the whole play. Part of the verdict; not recorded separately."""
+    """Reward of each tool or environment for the whole trajectory. The verdict includes these rewards; only the verdict
+    is recorded."""
 
     @classmethod
     def of_tokens(
@@ -349,10 +360,10 @@ class Trajectory:
         log_probs: FloatArray | None = None,
         completion_text: str = "",
     ) -> Trajectory:
-        """Make a completed trajectory from tokens alone: a demonstration, or one for a measurement or a comparison.
+        """Make a completed trajectory from tokens alone, e.g. of a demonstration, or for a measurement.
 
         Args:
-            log_probs: (T,) the engine's log-probs; None: unknown, stored as 0.
+            log_probs: (T,) the engine's log-probs; None if they are unknown: they are then stored as 0.
         """
         return cls(
             token_ids=token_ids,
@@ -384,7 +395,7 @@ class Trajectory:
 
     @property
     def is_trainable(self) -> bool:
-        """False for an invalid verdict or a failed rollout, which carry no signal about the policy."""
+        """True if the trajectory may be trained on: its rollout did not fail, and its verdict is valid."""
         return self.reward.valid and not self.status.is_error and self.num_response_tokens > 0
 
 
@@ -393,27 +404,28 @@ class Group:
     """G trajectories of one prompt: the unit of admission, of advantage, and of staleness."""
 
     group_id: int
-    """Position in the run's prompt order: 0, 1, 2, … It never repeats, and a resumed run reuses it."""
+    """Number of the group in the run's order of prompts: 0, 1, 2, …. A resumed run gives each group the same number
+    again."""
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """Scalars of a group for the driver. The group itself stays in the object store."""
+    """Numbers of a group that the driver needs. The group itself stays in Ray's object store."""
 
     group_id: int
     task: str
     rewards: FloatArray
-    """(G,) 0 where not valid."""
+    """(G,) the reward of each trajectory; 0 where `valid` is False."""
     valid: BoolArray
-    """(G,) trainable trajectories."""
+    """(G,) True for each trajectory that may be trained on."""
     num_tokens: Int32Array
     """(G,) tokens of prompt and completion together."""
     num_response_tokens: Int32Array
     """(G,) sampled tokens."""
     num_prompt_tokens: int
-    """Tokens of the prompt that all trajectories begin with; 0 if each has its own."""
+    """Length of the prompt with which all trajectories begin; 0 if each trajectory has a prompt of its own."""
     statuses: tuple[str, ...]
     """(G,) RolloutStatus values."""
     reward_statuses: tuple[str, ...]
@@ -427,25 +439,25 @@ class GroupSummary:
     """Seconds from admission to the last completion."""
     time_total_s: float
     source: str = ""
-    """Name of the run's source, as in `Prompt`."""
+    """Name of the run's source that the prompt comes from; empty in a run without `sources`."""
     mean_prompt_tokens: float = 0.0
-    """Mean over trajectories with sampled tokens; the prompt's length if there are none."""
+    """Mean prompt length of the trajectories with sampled tokens; without such a trajectory, the prompt's length."""
     tokens_by_version: tuple[Mapping[int, int], ...] = ()
-    """(G,) policy version -> number of tokens that it sampled."""
+    """(G,) for each trajectory: policy version -> number of tokens that the version sampled."""
 
 
 class ExecOutcome(StrEnum):
-    """End of code that ran in a sandbox. If the sandbox itself fails, a SandboxError is raised instead."""
+    """The way in which code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
 
     OK = "ok"
     CODE_FAILED = "code_failed"
     """The code raised, exited with a non-zero status, or crashed."""
     CODE_STOPPED = "code_stopped"
-    """The sandbox ended the code: see `ExecResult.stopped_for`."""
+    """The sandbox stopped the code; `ExecResult.stopped_for` has the cause."""
 
 
 class StopCause(StrEnum):
-    """Why the sandbox ended running code."""
+    """Cause for which the sandbox stopped running code."""
 
     TIMEOUT = "timeout"
     OUTPUT = "output"
@@ -454,7 +466,7 @@ class StopCause(StrEnum):
     CPU = "cpu"
     PROCESSES = "processes"
     KILLED = "killed"
-    """The lease was released or the sandbox killed."""
+    """The lease was released, or the sandbox was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,7 +475,7 @@ class ExecResult:
 
     outcome: ExecOutcome
     exit_code: int
-    """Process exit status; negative is the signal that ended it."""
+    """Exit status of the process; -N if signal N ended the process."""
     stdout: str
     """Standard output, at most max_output_bytes: longer output is cut at the end, and `truncated` is set. Undecodable
     bytes are replaced."""
@@ -473,9 +485,9 @@ class ExecResult:
     stopped_for: StopCause | None = None
     """Set if and only if outcome is CODE_STOPPED."""
     error: str = ""
-    """`ValueError: …` if Python code raised: last line of its traceback."""
+    """Last line of the traceback if Python code raised an exception, e.g. `ValueError: …`."""
     isolation: str = ""
-    """Isolation level of the sandbox: ns+proc, ns, ll, unisolated, or the provider's name."""
+    """Isolation level of the sandbox: ns+proc, ns, ll or unisolated; for a remote sandbox, the provider's name."""
 
     @property
     def ok(self) -> bool:
@@ -484,11 +496,13 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """Result of one call of the candidate's function. `value` is rebuilt plain data, never the candidate's object."""
+    """Result of one call of the candidate's function. `value` is plain data rebuilt from the result, never the
+    candidate's object.
+    """
 
     ok: bool
     value: object = None
-    """None, bool, int, float, str, list, tuple, dict, set or bytes of exactly these types."""
+    """Plain data: None, bool, int, float, str, list, tuple, dict, set or bytes, never of a subclass."""
     error: str = ""
     """Reason why there is no value: an exception, an unsupported return type, or a value that is too large."""
 
@@ -498,14 +512,14 @@ class CallReport:
     """Result of defining code and calling one function of it on several inputs (`Sandbox.call_function`)."""
 
     exec: ExecResult
-    """The execution as a whole. Not `ok` if the definition raised or the execution was stopped."""
+    """The execution as a whole. It is not `ok` if the code raised an exception outside the calls, or was stopped."""
     calls: tuple[CallResult, ...]
-    """Always one per input, in order; calls without a result are `ok=False`."""
+    """One result per input, in order; a call without a result has `ok=False`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicVerdict:
-    """Result of the tests that an agent may run on its work so far. Not part of the reward."""
+    """Result of the public tests, which an agent may run on its work at any time. It is not part of the reward."""
 
     pass_rate: float
     text: str
@@ -514,7 +528,7 @@ class PublicVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """Kind of sandbox that a task needs. Equal specs share a pool."""
+    """Kind of sandbox that a task needs. Tasks with equal specs share sandboxes."""
 
     template: str = ""
     """Provider's template, snapshot or image; empty: the provider's default."""
@@ -526,17 +540,17 @@ class SandboxSpec:
     disk_mib: int = 16
     max_processes: int = 16
     loopback: bool = False
-    """Programs in the sandbox may connect to one port of their loopback, on which the sandbox's holder listens."""
+    """True if programs in the sandbox may connect to one port of its loopback interface, on which rayapp listens."""
     workdir: str = ""
     """Working folder in an image; empty: the image's own."""
     own_files: bool = False
-    """Code may write files and start programs, and the sandbox has its own root folder, in which /app and /tests can be
+    """True if code may write files and start programs, in a root folder of its own in which /app and /tests can be
     made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStart:
-    """Everything that an agent sees at the start of a task; it contains no hidden tests or expected values."""
+    """Everything that an agent sees at the start of a task. Hidden tests and expected values are not part of it."""
 
     messages: tuple[Mapping[str, str], ...]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -544,12 +558,13 @@ class AgentStart:
     packages: tuple[str, ...] = ()
     """Python packages preloaded in the workspace's sandbox."""
     tools: tuple[str, ...] = ()
-    """Tools that the task brings, besides those of the run's tool file: shipped names or classes (docs/tools.md)."""
+    """Tools of the task, in addition to those of the run's tool file: names of shipped tools, or classes
+    (docs/tools.md)."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Tool -> `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
     spec: SandboxSpec | None = None
-    """Sandbox of the workspace; `packages` and the tools' needs are added."""
+    """Sandbox that the workspace needs; None for the default. `packages` and the needs of tools are added to it."""
     images: Mapping[str, str] = field(default_factory=dict)
-    """Image or template that the workspace or the verdict needs -> reason, as text for users."""
+    """Image or template that the workspace or the verdict needs -> the reason, as a text for users."""
     setup: tuple[str, ...] = ()
     """Command to run in the workspace after its files are written. The agent starts even if the command fails."""

@@ -1,6 +1,6 @@
-"""Explain errors in a user's file by its keys, values and ranges instead of pydantic's report.
+"""Explain pydantic's errors about a user's file: which key, which value, and which values are allowed.
 
-Used to load configs and tasks. The rules are in the schema alone; this module reads the schema to explain them.
+Configs and tasks are loaded with it. The schema alone has the rules; this module reads the schema to explain them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 _INDEX = re.compile(r"\[\d+\]")
 _SHOWN = 80
-"""Characters of a wrong value that a message shows."""
+"""Maximum number of characters of a wrong value that a message shows."""
 
 
 EMPTY: Mapping[str, str] = types.MappingProxyType({})
@@ -29,7 +29,7 @@ def explain(error: ValidationError, schema: type[BaseModel], aliases: Mapping[st
     """Return an explanation with one line for each mistake.
 
     Args:
-        aliases: name of a key in other programs -> key in this schema.
+        aliases: name of a key in other programs (verl, TRL) -> key in this schema.
     """
     lines = (_explain_one(details, schema, aliases) for details in error.errors(include_url=False))
     return "\n".join(dict.fromkeys(lines))
@@ -39,7 +39,7 @@ def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = Fa
     """Yield every dotted key of a schema, including sections.
 
     Args:
-        in_lists: also yield keys of sections in lists, as if there were no list.
+        in_lists: also yield the keys of sections that are items of lists, without an index.
     """
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
@@ -49,8 +49,8 @@ def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = Fa
 
 
 def nearest_key(path: str, schema: type[BaseModel], aliases: Mapping[str, str] = EMPTY) -> str | None:
-    """Return the valid key that a mistyped one most likely means: a similar key, or the same name in one or two other
-    sections; None if there is none.
+    """Return the valid key that a mistyped key most likely means; None if no key is likely. Candidates are similar
+    keys, and a key of the same name that only one or two other sections have.
 
     Example: `sources[0].agent.max_turns` -> `sources.agent.max_assistant_turns`.
     """
@@ -93,8 +93,9 @@ def _explain_one(details: ErrorDetails, schema: type[BaseModel], aliases: Mappin
 
 
 def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
-    """Turn pydantic's location into a key: `("sandbox", "local", "num")` -> `sandbox.num`, as `local` is the member of
-    a union."""
+    """Turn pydantic's location of an error into a key. Names of a union's members are left out: `("sandbox", "local",
+    "num")` -> `sandbox.num`.
+    """
     keys = set(valid_keys(schema, in_lists=True))
     parts: list[str] = []
     for number, part in enumerate(loc):
@@ -111,8 +112,9 @@ def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
 
 
 def _is_choice(path: str, schema: type[BaseModel]) -> bool:
-    """Return True if a key takes values of several types, e.g. an integer or auto: pydantic then adds the type to the
-    location."""
+    """Return True if a key takes values of several types, e.g. an integer or `auto`. Pydantic adds the type to the
+    location of such a key's error.
+    """
     field = _field(path, schema)
     return field is not None and typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
 
@@ -135,7 +137,7 @@ def _models_in(annotation: object, *, in_lists: bool = False) -> Iterator[type[B
 
 
 def _rule(field: FieldInfo | None) -> str:
-    """Return a rule such as `must be an integer, at least 2`; empty if the annotation has no helpful one."""
+    """Return a rule such as `must be an integer, at least 2`; empty if no helpful rule follows from the annotation."""
     if field is None:
         return ""
     sections = list(_models_in(field.annotation))
@@ -165,7 +167,7 @@ _FORMS: Mapping[str, str] = {
     r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$": "1 to 63 letters, digits, '_' and '-', the first a letter or digit",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "a Python name",
 }
-"""Pattern of a key -> the same in words."""
+"""Regular expression of a key -> the same rule in words."""
 
 
 def _values(annotation: object, rules: Sequence[object] = ()) -> str:

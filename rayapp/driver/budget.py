@@ -48,7 +48,7 @@ class Costs:
 
     @classmethod
     def open(cls, prices: BudgetSection, num_gpus: int, folder: Path, warmup: float = 0.0) -> Costs:
-        """Return the costs in the folder's `costs.json`; in a new run those of the warm-up.
+        """Return the costs in the folder's `costs.json`; in a new run, the costs of the warm-up.
         Raises:
             RunFolderError: the file can't be read, so the sums are unknown.
         """
@@ -73,7 +73,7 @@ class Costs:
             if lived_s is None:  # the pool did not answer; its next answer includes these seconds
                 continue
             self._lived_s[provider] = lived_s
-            # A restarted pool counts from 0.
+            # A restarted pool counts from 0 again.
             self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
 
     def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -162,7 +162,7 @@ async def counting(
     *,
     tick_s: float = TICK_S,
 ) -> AsyncIterator[None]:
-    """Count the costs of the block, and cancel it when the cap is reached; see `within_budget`."""
+    """Count the costs of the block, and cancel the block when the cap is reached; see `within_budget`."""
     costs.check()
     with one_error():
         async with asyncio.TaskGroup() as tasks:
@@ -187,7 +187,7 @@ async def _tick(
         try:
             pool = await pool_metrics()
         except RayappError as error:  # the pool is restarting: a later tick counts its seconds
-            log.info("the cost of sandboxes can't be counted now, but later: %s", error)
+            log.info("the pool does not answer now, so the cost of sandboxes is counted later: %s", error)
             pool = {}
         now = time.monotonic()
         nodes = await asyncio.to_thread(num_nodes)
@@ -198,6 +198,6 @@ async def _tick(
         if prices.cap and not has_warned and costs.total >= WARNS_AT * prices.cap:
             has_warned = True
             note(
-                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap); when it reaches "
-                "the cap, it saves and ends"
+                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap); when the cost "
+                "reaches the cap, the run saves and ends"
             )

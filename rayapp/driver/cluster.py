@@ -1,4 +1,4 @@
-"""Starts all actors of a run together and ends them together. The only module that imports `actors`.
+"""Starts all actors of a run together and ends them together. No other module imports `actors`.
 
 `open_cluster` is a context manager: however its block ends, no actor, engine process or sandbox is left. The driver
 uses a `Cluster` and never sees a Ray handle.
@@ -7,11 +7,13 @@ uses a `Cluster` and never sees a Ray handle.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
@@ -87,7 +89,9 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Handles of a run's actors, all ready. Only the handles of learners change when processes are replaced."""
+    """Handles of a run's actors, which are all ready. When processes are replaced, only the handles of learners
+    change.
+    """
 
     config: Config
     pool: SandboxPoolHandle
@@ -118,7 +122,7 @@ class Cluster:
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Send the learners' weights, as this policy version, to every server. Returns `weight_sync/*` metrics.
 
-        A server that failed to load them is replaced, and has loaded them when this returns.
+        A server that fails to load them is replaced, and the new server loads them before this method returns.
         """
         metrics, failed = await self.weights.sync(
             version, learners=self.learners, servers=self.servers, settled=self.supervisor.settled
@@ -128,12 +132,12 @@ class Cluster:
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
-        """Replace the failed servers, each once even if several calls report its failure. All servers are up
-        afterwards.
+        """Replace the failed servers, and wait until all servers are up. A server is replaced once, even if several
+        calls report its failure.
         """
         # Condemn only servers that are alive but hold half-loaded weights: pings find dead servers. Replace all of them
-        # at once, because a server takes minutes to start on a GPU. Pass the incarnations from the time of the
-        # failures: the supervisor may have replaced a server since then.
+        # at once, because a server takes minutes to start on a GPU. Pass the incarnation, so that a server that was
+        # already replaced is not replaced again.
         await asyncio.gather(
             *(
                 self.supervisor.condemn(name, self.supervisor.incarnation(name), str(error))
@@ -144,12 +148,13 @@ class Cluster:
         await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
-        """Before a training step, put servers to sleep that share the learners' GPUs, or whose requests are kept. The
-        next sync wakes them."""
+        """Put the servers to sleep before a training step, if they share the learners' GPUs or keep their requests. The
+        next sync wakes them.
+        """
         if self.config.cluster.placement == "split" and not self.config.train.partial_rollouts:
             return
         while failed := await self._put_to_sleep():
-            await self._replace(failed)  # the replacement is awake
+            await self._replace(failed)  # then put the new servers to sleep
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
         """Put the servers to sleep. Returns the servers that stayed awake, by name, with their errors."""
@@ -200,8 +205,9 @@ class Cluster:
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Put groups from a checkpoint back into the object store. The seconds that they took are not stored in a
-        checkpoint."""
+        """Put groups from a checkpoint back into the object store. A checkpoint does not store how many seconds the
+        groups took.
+        """
         import ray
 
         return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
@@ -246,8 +252,8 @@ async def open_cluster(
     """Start a run's actors.
 
     Args:
-        images: images of the training prompts, by source, to place groups by; without them groups go to the workers in
-            turn.
+        images: images of the training prompts, by source: a group goes to a worker that has its image. Without them,
+            groups go to the workers in turn.
         with_learners: False for evaluation, which only generates and scores.
         report: gets a line each for Ray's dashboard, the start of actors, and each actor that is ready.
         stand_ins: replacements of real actors, for tests and benchmarks of everything else.
@@ -303,15 +309,15 @@ async def _start(
     images: Sequence[PromptImages],
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    pool = started.add(spawn_pool(config))  # first: it fails if another run of this name is in progress
+    pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
     placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
-        # Start nothing else meanwhile: an engine measures and takes the free GPU memory. Once asleep, it leaves the GPU
-        # to its learner.
+        # Start nothing else meanwhile: an engine measures and takes the free GPU memory. A sleeping engine leaves the
+        # GPU to the learner.
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
@@ -333,7 +339,7 @@ async def _start(
     shared = {server.name for server in servers} if placement.shares_gpus else set()
 
     async def may_start(name: str) -> None:
-        # A server takes the free GPU memory, and can't start while a learner on the GPU uses most of it.
+        # A server takes the free memory of its GPU, and can't start while a learner uses most of that memory.
         if name in shared:
             await cluster.learners.rest()
 
@@ -363,7 +369,8 @@ async def _start_models(
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
     """Start the model servers. Returns them, and the config with their addresses for the processes that call them."""
-    handles = spawn_model_servers(config, started, placement, asked)
+    key = secrets.token_urlsafe(24)
+    handles = spawn_model_servers(config, started, placement, asked, key)
     members: dict[str, ModelServerMember] = {}
 
     async def up(name: str) -> None:
@@ -372,7 +379,7 @@ async def _start_models(
     if handles:
         report(f"starting: {', '.join(handle.name for handle in handles.values())}")
         await all_ready({handles[name].name: up(name) for name in handles}, report)
-    return list(members.values()), with_addresses(config, {name: member.url for name, member in members.items()})
+    return list(members.values()), with_addresses(config, {name: member.url for name, member in members.items()}, key)
 
 
 async def _start_learners_again(
@@ -409,21 +416,27 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
 
 @asynccontextmanager
 async def open_servers(
-    config: Config, *, report: Report = lambda text: None, stand_ins: StandIns = NO_STAND_INS
+    config: Config,
+    *,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+    report: Report = lambda text: None,
+    stand_ins: StandIns = NO_STAND_INS,
 ) -> AsyncIterator[AnyServer]:
     """Start only the servers, with the model's own weights, and yield them as one engine. A lost server is replaced;
     all end with the block.
 
     Args:
-        report, stand_ins: see `open_cluster`.
+        adapters: adapters that requests may name: name -> folder in peft's form.
+        report: gets a line for the start of the actors, and for each actor that is ready.
+        stand_ins: replacements of real actors.
     Raises:
-        ConfigError: see `open_cluster`.
+        ConfigError: Ray can't be reached, or has fewer GPUs than the servers need.
     """
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    config = config.model_copy(update={"model_servers": ()})  # judges and teachers, which are not called here
+    config = config.model_copy(update={"model_servers": ()})  # judges and teachers: nothing calls them
     async with _session(config, report, stand_ins) as (_, started):
         placement, _ = await _reserve(config, started, with_learners=False)
-        servers = spawn_servers(config, started, placement, must_sync=False)
+        servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]

@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 
 Record = Callable[[Sequence[Group]], None]
-"""Function that stores sampled groups, called for one part after another. Blocks."""
+"""Function that stores sampled groups. It is called several times, each time with other groups, and blocks."""
 
 
 def run_evaluation(config: Config, out: Path | None = None) -> dict[str, float]:
     """Run `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
 
     Args:
-        out: folder to store the samples in, for `rayapp view`; None stores nothing.
+        out: folder in which the samples are stored, for `rayapp view`; None: nothing is stored.
     Returns:
-        Metrics as of a training step, over all samples.
+        Metrics of all samples, with the names that a training step uses for its samples.
     Raises:
         InputError: `out` holds a run that was trained.
     """
@@ -74,16 +74,16 @@ async def evaluate(
     """Evaluate every task and every row of the evaluation files on the servers' current weights, policy `version`.
 
     Args:
-        watchdog: gets progress at every prompt's end; None outside of a run.
-        record: stores the completions.
+        watchdog: records progress at the end of every prompt; None outside of a run.
+        record: function that stores the completions; None: nothing is stored.
     """
     num_prompts = await cluster.rollout_workers[0].num_eval_prompts()
     summaries: list[GroupSummary] = []
     for wave in _waves(cluster.config, num_prompts):
-        # In a synchronous run a wave starts together, so that the same weights give the same numbers.
+        # In a synchronous run the prompts of a wave start together, so that the same weights give the same metrics.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
-        # If a prompt fails, wait for all others: none may still use the servers when the run continues.
+        # If a prompt fails, wait for all other prompts: none may still use the servers when the run continues.
         found = await side_by_side(map(partial(_evaluate_prompt, cluster, version, watchdog), wave, cohorts))
         made = [group for group in found if group is not None]
         summaries += [group.summary for group in made]
@@ -95,7 +95,9 @@ async def evaluate(
 
 
 def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the prompts that start together, source by source, as sources differ in their number of samples."""
+    """Yield the indices of prompts that start together. They belong to one source, because sources differ in their
+    number of samples.
+    """
     first = 0
     for source, number in zip(sources_of(config), num_prompts, strict=True):
         for wave in evaluation_waves(source.config, number):
@@ -106,7 +108,7 @@ def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ..
 async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: Record) -> None:
     try:
         groups = await cluster.fetch_groups(found)
-    except LearnersLostError as error:  # with their node. The metrics exist; training does not need these texts
+    except LearnersLostError as error:  # only the texts are lost; the metrics exist
         log.warning("the completions of %d evaluated prompts can't be stored: %s", len(found), error)
         return
     await asyncio.to_thread(record, groups)
@@ -115,7 +117,9 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
 ) -> StoredGroup[Any] | None:
-    """Return the samples of one prompt; None if the prompt fails within a run, whose step must continue."""
+    """Return the samples of one prompt. Return None if the prompt fails during a run, because the step must
+    continue.
+    """
     try:
         summary, ref = await generate(
             cluster,
@@ -136,8 +140,8 @@ async def _evaluate_prompt(
 async def validate(run: Training, step: int, phases: Phases) -> dict[str, float]:
     """Evaluate on every `eval.every_steps`-th step and the last, and return `eval/*`; empty on other steps.
 
-    Called between the weight sync and the release of the step's slots: in a synchronous run nothing else is on the
-    servers then, so training samples the same tokens with and without evaluation.
+    Called between the weight sync and the release of the step's slots: in a synchronous run the servers then have no
+    other requests, so training samples the same tokens with and without evaluation.
     """
     config = run.cluster.config
     every_steps = config.eval.every_steps
@@ -156,10 +160,10 @@ async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
 
 @contextmanager
 def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Callable[[Mapping[str, float]], None]]]:
-    """Open a folder like a run's, with one evaluation as its step 0.
+    """Context manager for a folder with the layout of a run folder, which holds one evaluation as step 0.
 
     Returns:
-        A function that stores completions, and one that stores metrics.
+        A function that stores completions, and a function that stores metrics.
     Raises:
         InputError: the folder holds a run that was trained.
     """

@@ -44,8 +44,9 @@ from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ISSUES = 10
-"""Maximum number of times that a group is issued: if processes are lost with the same group again and again, the group
-may be the cause."""
+"""Maximum number of times that a group is issued. If processes are lost with the same group again and again, the group
+may be the cause.
+"""
 LOST_GROUP = (
     ProcessDiedError,
     EngineDeadError,
@@ -69,7 +70,7 @@ async def generate(
     """Return the rollout worker's result for a group; issue it again when a lost process has been replaced.
 
     Args:
-        call: calls the worker with the request, which names its server.
+        call: calls the worker with the request, which names the server to use.
         what: name of the group, for messages.
         watchdog: records the wait and, at its end, progress; None outside of a run.
         reissue: gets the reason of a loss, and returns the policy version that must sample the group now.
@@ -85,7 +86,7 @@ async def generate(
                 with watchdog.waiting(what, worker.name) if watchdog else nullcontext():
                     return await call(worker, placed)
         except LOST_GROUP as error:
-            # Drop the cohort: its other groups may be done, or be in flight on another server.
+            # Issue the group without its cohort: the cohort's other groups may be done, or in flight on another server.
             request = replace(request, policy_version=reissue(error), cohort=None)
             await cluster.supervisor.settled()
             cluster.check_weights()
@@ -111,9 +112,10 @@ async def feeding(run: Training) -> AsyncIterator[None]:
 
 
 async def feed(run: Training) -> None:
-    """Start groups as the store admits them. Consumes slots, produces finished groups."""
+    """Start groups as the store admits them. Each group runs in a task of its own, which puts it into the store."""
     at_once = max_groups_at_once(run.cluster.config)
-    # Only this task acquires, so groups that start together can wait until there is room for all of them.
+    # Only this task acquires slots. So it can hold some slots and wait for the rest, until all groups that start
+    # together have one.
     slots = asyncio.Semaphore(at_once)
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -132,14 +134,14 @@ async def feed(run: Training) -> None:
 async def _prefetch(run: Training, ids: Sequence[int]) -> None:
     """Let the rollout workers pull the images of these groups, and of as many groups as a step has after them."""
     if run.curriculum is not None:
-        return  # it chooses the next prompts when their groups start
+        return  # the curriculum chooses a prompt only when its group starts
     last = run.cluster.config.train.num_steps * run.cluster.config.train.groups_per_step
     coming = range(ids[0], min(ids[-1] + 1 + run.cluster.config.train.groups_per_step, last))
     for index, images in run.cluster.images.ahead(coming).items():
         try:
             await run.cluster.rollout_workers[index].prefetch(images)
         except RayappError as error:  # a worker that is being replaced pulls its images when it needs them
-            log.info("images of the next groups were not pulled ahead: %s", error)
+            log.info("images of the next groups were not pulled in advance: %s", error)
 
 
 def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:

@@ -63,9 +63,10 @@ from rayapp.runs.tracking.trackers import RunTracker
 from rayapp.runs.trajectories import read_groups
 
 NUM_WARM = 2
-"""First steps that are not counted: their servers start together and empty."""
+"""Number of first steps that are not counted: in them all servers start at the same time, with empty caches."""
 SEGMENT_TOKENS = 256
-"""Decoding steps after which a server's seconds per step are computed again, as its sequences have grown."""
+"""Decoding steps after which a server's seconds per decoding step are computed again, because its sequences have grown.
+"""
 MAX_TRACE_GROUPS = 4096
 
 
@@ -114,14 +115,14 @@ class Seconds:
     """Seconds that each stand-in's work takes, and the limits of a server."""
 
     decode: Callable[[int, float], float]
-    """Seconds of a decoding step, by number of sequences and their tokens in the KV cache."""
+    """Function (number of sequences, their tokens in the KV cache) -> seconds of a decoding step."""
     prefill: Callable[[float], float]
-    """Seconds of computing this many prompt tokens."""
+    """Function (number of prompt tokens) -> seconds to compute them."""
     train: Callable[[StepLoad], float]
-    """Seconds of a step of the learners, without the weight sync."""
+    """Function (tokens of a step) -> seconds of the learners' step, without the weight sync."""
     sync: float
     turn: float
-    """Seconds of putting servers to sleep, and of waking them."""
+    """Seconds to put servers to sleep; waking them takes as long."""
     max_num_seqs: int
     kv_tokens: int
 
@@ -148,13 +149,13 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One completion, and what follows it before the next one."""
+    """One completion, and the pause and tool results that follow it."""
 
     num_tokens: int
     pause_s: float = 0.0
-    """Seconds of the turn's tools; after the last turn, of the verdict."""
+    """Seconds of the turn's tools; after the last turn, seconds of the verdict."""
     num_read: int = 0
-    """Tokens that the policy then reads: tool results."""
+    """Tokens of the tool results, which the policy reads after the pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,9 @@ class Plays(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
-    """One turn of log-normal length. Half of the variance is between prompts, half between their completions."""
+    """One turn of log-normal length. Half of the variance is between prompts, half between the completions of a
+    prompt.
+    """
 
     num_prompt: int
     median: float
@@ -190,7 +193,7 @@ class LogNormal:
     seed: int = 0
 
     def group(self, group_id: int, size: int) -> Sequence[Play]:
-        """See `Plays`."""
+        """Return the lengths of a group's trajectories."""
         rng = np.random.default_rng((self.seed, group_id))
         z = np.sqrt(0.5) * (rng.standard_normal() + rng.standard_normal(size))
         lengths = np.clip(self.median * np.exp(self.sigma * z), 1, self.longest).astype(int)
@@ -205,10 +208,11 @@ def plays_of(config: Config, lengths: str, tool_s: float) -> Plays:
     """Return the lengths that `--lengths` names: a run folder, or MEDIAN or MEDIAN,SIGMA of a log-normal.
 
     Args:
-        lengths: empty: a quarter of the longest completion, and 0.8.
+        lengths: value of `--lengths`; empty: a log-normal whose median is a quarter of the longest completion, with
+            sigma 0.8.
         tool_s: mean seconds of tools and verdict after a log-normal completion.
     Raises:
-        InputError: neither.
+        InputError: `lengths` is neither a run folder nor numbers.
     """
     if Path(lengths).is_dir() and lengths:
         return Trace(Path(lengths))
@@ -219,15 +223,17 @@ def plays_of(config: Config, lengths: str, tool_s: float) -> Plays:
             raise ValueError(lengths)
     except ValueError:
         raise InputError(
-            f"--lengths {lengths!r} is neither a run folder nor a median of completion tokens: give --lengths "
-            "outputs/my-run, or --lengths MEDIAN or MEDIAN,SIGMA, such as 1200,0.8 (sigma is of the logarithm)"
+            f"--lengths {lengths!r} is neither a run folder nor a median of completion tokens: use --lengths "
+            "outputs/my-run, --lengths MEDIAN or --lengths MEDIAN,SIGMA, such as 1200,0.8 (SIGMA is the standard "
+            "deviation of the logarithm)"
         ) from None
     prompt = max(1, config.rollout.max_prompt_tokens // 2)
     return LogNormal(num_prompt=prompt, median=median, sigma=sigma, longest=longest, pause_mean_s=tool_s)
 
 
 class Trace:
-    """Lengths of a recorded run: each group is a recorded group, in their order; the first follows the last.
+    """Lengths of a recorded run. Groups take the lengths of the recorded groups, in order; after the last comes the
+    first again.
 
     Args:
         folder: run folder, with `trajectories/`.
@@ -247,7 +253,7 @@ class Trace:
             )
 
     def group(self, group_id: int, size: int) -> Sequence[Play]:
-        """See `Plays`. For another group size, trajectories of the recorded group are drawn with replacement."""
+        """Return the lengths of a group's trajectories; for another group size, draw recorded ones with replacement."""
         plays = self._groups[group_id % len(self._groups)]
         if len(plays) == size:
             return plays
@@ -277,16 +283,18 @@ def _play(trajectory: Trajectory) -> Play:
 @dataclass(order=True, slots=True)
 class _Sequence:
     end: float
-    """Value of the server's step counter at which its last token is sampled."""
+    """Value of the server's step counter at which the sequence's last token is sampled."""
     number: int
     num_reserved: int = field(compare=False)
     base: float = field(compare=False)
-    """Its tokens in the cache, less the step counter when it began."""
+    """Number of prompt tokens less the step counter at the start, so that `base` plus the counter is the sequence's
+    tokens in the cache.
+    """
     answer: asyncio.Future[None] = field(compare=False)
 
 
 class TimedServer:
-    """Stands for `VllmServerHandle`, and for the engine behind it."""
+    """Stand-in for a `VllmServerHandle` and the engine behind it."""
 
     def __init__(self, index: int, seconds: Seconds, keeps: bool) -> None:
         self.name = f"vllm-server-{index}"
@@ -308,7 +316,7 @@ class TimedServer:
     async def generate(
         self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: object = None
     ) -> Completion:
-        """Return `max_tokens` tokens when this server would have sampled them."""
+        """Return `max_tokens` tokens at the time when this server would have sampled them."""
         answer: asyncio.Future[None] = self._loop.create_future()
         self._advance()
         self._waiting.append((next(self._numbers), len(prompt_ids), sampling.max_tokens, answer))
@@ -353,7 +361,7 @@ class TimedServer:
         self._go_on()
 
     def _advance(self) -> None:
-        """Take the time since the last call into account."""
+        """Advance the prefill and the step counter by the time since the last call."""
         now = self._loop.time()
         passed, self._at_s = now - self._at_s, now
         if self._is_paused or not self._running:
@@ -368,7 +376,7 @@ class TimedServer:
         return self._seconds.decode(num, self._base + num * self._counter)
 
     def _go_on(self) -> None:
-        """Answer sequences that have ended, admit others, and set the timer to the next end."""
+        """Finish the requests whose sequences have ended, admit waiting requests, and set the timer to the next end."""
         if self._is_paused:
             return
         while self._running and self._running[0].end <= self._counter + 1e-6:
@@ -407,14 +415,14 @@ class TimedServer:
 
 @dataclass(slots=True)
 class TimedLearners:
-    """Stands for `LearnerGroup`: takes the seconds of a step with the groups' tokens."""
+    """Stand-in for `LearnerGroup`: a step takes the seconds that the plan gives for its tokens."""
 
     config: Config
     seconds: Seconds
     busy_s: float = 0.0
     version: int = 0
     num_tokens: int = 0
-    """Sampled tokens that were trained."""
+    """Sampled tokens that were trained on."""
     ages: Counter[int] = field(default_factory=Counter)
     """Number of groups by staleness."""
     num_late: int = 0
@@ -433,7 +441,7 @@ class TimedLearners:
         return self.version == version
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
-        """Write nothing that matters: the loop saves when the simulation ends."""
+        """Write an empty file, because the loop saves a checkpoint when the simulation ends."""
         await asyncio.to_thread(write_text, folder.parent / "simulated", "")
 
     async def checkpoint_done(self) -> bool:
@@ -459,7 +467,7 @@ def load_of(summaries: Sequence[GroupSummary], *, shares_prefixes: bool) -> Step
 
 @dataclass(frozen=True, slots=True)
 class TimedSync:
-    """Stands for `WeightSync`: servers pause for the seconds of a sync, and go on with the new version."""
+    """Stand-in for `WeightSync`: servers pause for the seconds of a sync, and continue with the new version."""
 
     seconds: Seconds
     are_lost: bool = False
@@ -476,7 +484,7 @@ class TimedSync:
 
 
 class _NoLosses:
-    """Stands for `Supervisor`: no process is ever lost."""
+    """Stand-in for `Supervisor`: no process is ever lost."""
 
     async def settled(self) -> None:
         return
@@ -513,13 +521,13 @@ class SimulatedAgent:
 
 
 async def _half_solved(problem: Problem, played: Trajectory, sandboxes: object, seed: int) -> Reward:
-    """Reward by chance, so that groups have signal whatever the run's rules are."""
+    """Return a random reward, so that groups have a signal whatever the run's rules are."""
     return Reward(value=float(np.random.default_rng((seed, played.token_ids.size)).random() < 0.5))
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorker:
-    """Stands for `RolloutWorkerHandle`: runs groups with the real `run_group`."""
+    """Stand-in for `RolloutWorkerHandle` that runs groups with the real `run_group`."""
 
     config: Config
     servers: Sequence[TimedServer]
@@ -553,16 +561,18 @@ class SimulatedCluster(Cluster):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Speed of a simulated run, over its steps after the first ones."""
+    """Speed of a simulated run, without its first NUM_WARM steps."""
 
     step_s: float
     tokens_per_s: float
-    """Sampled tokens that were trained, per second."""
+    """Sampled tokens that were trained on, per second."""
     servers_idle: float
-    """Share of the time in which a server samples nothing, in the mean."""
+    """Share of the time in which a server samples nothing, averaged over servers."""
     learners_idle: float
     staleness: Mapping[int, float]
-    """Share of the trained groups by staleness: the trained version less the one that sampled their first token."""
+    """Share of the trained groups by staleness: policy version that is trained minus the version that sampled the
+    group's first token.
+    """
     num_late: int
     """Trajectories dropped because they took longer than rollout.group_deadline_s."""
 
@@ -573,7 +583,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class _Count:
-    """Sums up to a moment of the simulation."""
+    """Sums from the start of the simulation to one of its moments."""
 
     at_s: float
     servers_s: float
@@ -581,13 +591,13 @@ class _Count:
 
 
 def forecast(config: Config, seconds: Seconds, plays: Plays, *, num_steps: int = 12) -> Forecast:
-    """Simulate `num_steps` steps after `NUM_WARM` others.
+    """Simulate `NUM_WARM` steps that are not counted, then `num_steps` steps that are.
 
     Raises:
         RayappError: the run itself would end, e.g. because too many trajectories miss their deadline.
     """
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        ahead = config.train.max_staleness + 1  # near its end a run admits fewer groups
+        ahead = config.train.max_staleness + 1  # because a run admits fewer groups near its end
         simulated = with_values(
             config,
             run={"output_dir": folder, "name": "simulated"},

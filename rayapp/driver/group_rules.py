@@ -2,8 +2,8 @@
 
 The store checks every finished group with `DynamicSampling.refuses`; a refused group is dropped in its ledger, and its
 slot goes to the next prompt. Only the first `algorithm.dynamic_sampling.max_dropped_per_step` groups of a step can be
-refused: later ones are trained on, with zero advantages. Whether a group is refused depends on its place in the order
-of prompts and not on when it finished, so that synchronous runs repeat.
+refused: later ones are trained on, with zero advantages. The rule uses the group's place in the order of prompts, not
+the time when it finished, so that synchronous runs repeat.
 
 `FailureBudget` limits how many rollouts may fail before the run stops. Neither class does I/O.
 """
@@ -94,9 +94,7 @@ def _term(summary: GroupSummary, metric: str) -> FloatArray:
 
 WINDOW_STEPS = 10
 MOST_LOST_GROUPS = 10
-"""Maximum number of groups that may fail as a whole between two steps. If a step has more groups, their number is the
-maximum.
-"""
+"""Number of groups that may fail as a whole between two steps; the limit is max(this number, train.groups_per_step)."""
 GROUP_FAILED = "group_failed"
 
 
@@ -125,7 +123,7 @@ class FailureBudget:
         """Number of trajectories of each group that failed as a whole since the last step."""
 
     def record(self, summaries: Iterable[GroupSummary]) -> None:
-        """Count one step. In a run with several groups a step, failures of a single group never end it.
+        """Count one step. If the last ten steps have several groups, failures of a single group never end the run.
 
         Raises:
             TrainingAbortedError: the share of failures is above the limit.
@@ -148,7 +146,7 @@ class FailureBudget:
                 f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons "
                 f"other than the policy ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. "
                 "Nothing was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column "
-                "reward_detail); the run continues from its last checkpoint."
+                "reward_detail), then start the run again: it continues from its last checkpoint."
             )
 
     def lost_group(self, config: Config, reason: str) -> None:
@@ -166,7 +164,7 @@ class FailureBudget:
 
     @property
     def ratio(self) -> float:
-        """Share of failed trajectories in the window."""
+        """Share of failed trajectories over the last ten steps."""
         total = sum(step.num_trajectories for step in self._window)
         return sum(step.kinds.total() for step in self._window) / total if total else 0.0
 

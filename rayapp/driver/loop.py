@@ -30,7 +30,7 @@ from rayapp.driver.budget import within_budget
 from rayapp.driver.cluster import Cluster, one_connection, open_cluster
 from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
-from rayapp.driver.run import Store, Training, open_run
+from rayapp.driver.run import Store, Training, open_run, profiling_server, write_profiles
 from rayapp.driver.saving import is_due, saving, saving_when_stopped, saying_what_is_saved
 from rayapp.driver.sft import warm_up
 from rayapp.driver.store import StoredGroup
@@ -84,7 +84,7 @@ async def _train_step(
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
     if run.curriculum is not None:
-        run.curriculum.end_step()  # before slots are freed, because the draws of the next groups use these results
+        run.curriculum.end_step()  # before slots are freed: a curriculum draws the next groups by these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -99,11 +99,12 @@ async def _train_step(
         saved = await save_if_due(run, step, score)
     metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
     run.tracker.log(step, metrics)
+    await write_profiles(run, step, metrics)
     return metrics
 
 
 async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
-    """Take an optimizer step and send its weights to the servers. Returns the metrics of both."""
+    """Train one step and send the new weights to the servers. Returns the metrics of training and of sending."""
     cluster = run.cluster
     with phases("train"):
         await cluster.lend_gpus()
@@ -127,7 +128,9 @@ def _state_metrics(run: Training) -> dict[str, float]:
 
 
 async def save_if_due(run: Training, step: int, score: float | None) -> dict[str, float]:
-    """Check the save in progress, and begin this step's if it is due. Returns metrics of a save that ended."""
+    """Check the save in progress, and begin to save this step if a checkpoint is due. Returns the metrics of a save
+    that ended.
+    """
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
@@ -136,10 +139,10 @@ async def save_if_due(run: Training, step: int, score: float | None) -> dict[str
 
 
 async def begin_checkpoint(run: Training, version: int, *, score: float | None = None) -> None:
-    """Begin to save the store's version with its finished groups, which a resumed run need not generate again.
+    """Begin to save a policy version, with the store's finished groups, which a resumed run need not generate again.
 
-    A synchronous run keeps no groups, as it repeats them. The state is taken at one moment, before the first await:
-    groups that finish later are generated again.
+    A synchronous run keeps no groups, because it generates them again. The state is read at one moment, before the
+    first await; groups that finish later are generated again after a resume.
     """
     store, next_group_id = run.store, run.store.next_untrained_id
     waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
@@ -152,7 +155,7 @@ async def begin_checkpoint(run: Training, version: int, *, score: float | None =
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:
-    """Return the number of groups by state, and how long the oldest ready one has waited.
+    """Return the number of groups by state, and the seconds that the oldest ready group has waited.
 
     Raises:
         AssertionError: a group was lost or counted twice.
@@ -166,7 +169,9 @@ def ledger_metrics(store: Store) -> dict[str, float]:
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
-"""Callback with each step and its metrics. May raise `StopTraining`. If it raises anything, the step is saved first."""
+"""Callback that gets each step and its metrics. It ends the run by raising `StopTraining`. If it raises any error, the
+step is saved first.
+"""
 
 
 def run_training(config: Config, on_step: OnStep | None = None) -> None:
@@ -185,7 +190,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
         if folder.is_finished:
             print(
                 f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
-                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "If the learning rate is constant, raise train.num_steps to train more steps. For a new run, choose "
                 "another run.name."
             )
             return
@@ -268,7 +273,9 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. Then, and on other errors, the step is saved."""
+    """Call `on_step`; return True if it raises StopTraining. If it raises any error, StopTraining included, the step is
+    saved.
+    """
     try:
         told = on_step(step, metrics)
         if told is not None:
@@ -294,7 +301,7 @@ async def _take_and_train(run: Training, step: int) -> dict[str, float]:
     phases = step_phases(run)
     with about(step=step):
         with phases("rollout"):
-            async with unstalled(run.watchdog, f"groups of step {step}"):
+            async with unstalled(run.watchdog, f"groups of step {step}"), profiling_server(run, step):
                 groups = await run.store.take(run.cluster.config.train.groups_per_step)
         # A stop waits for a step that has begun to train, because half a step can't be saved.
         return await finish_then_cancel(train_step(run, step, groups, phases))

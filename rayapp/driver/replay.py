@@ -1,8 +1,8 @@
 """`rayapp train CONFIG --replay RUN`: trains on a run's recorded trajectories, without servers or sandboxes.
 
-For debugging and measuring the learner. Starting from CONFIG's model, it trains on each recorded step in order, writes
-the metrics, and compares them with the recorded ones. With its own config a synchronous run on CPU is repeated to the
-last bit. Writes neither checkpoints nor a model.
+A replay is for debugging and measuring the learner. Starting from CONFIG's model, it trains on each recorded step in
+order, writes the metrics, and compares them with the recorded metrics. With its own config a synchronous run on CPU is
+repeated to the last bit. A replay writes neither checkpoints nor a model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_replay(config: Config, recorded: Path) -> None:
     Args:
         recorded: folder of a run that kept its trajectories.
     Raises:
-        UserError: nothing was recorded there, or this run's folder holds another run.
+        UserError: no trajectories were recorded, or this run's folder holds another run.
     """
     start_logs(config.run.name, config.tracking.log_format)
     config = apart_from(after_warmup(config), recorded)
@@ -60,7 +60,7 @@ def run_replay(config: Config, recorded: Path) -> None:
 
 
 def apart_from(config: Config, recorded: Path) -> Config:
-    """Return the config, with another run name if it would overwrite the replayed run."""
+    """Return the config, with another run.name if it would overwrite the recorded run."""
     if config.run_folder.resolve() != recorded.resolve():
         return config
     return with_values(config, run={"name": f"{config.run.name}-replay"})
@@ -76,8 +76,8 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
     files = sorted(folder.glob("step=*.parquet"))[:num_steps]
     if not files:
         raise InputError(
-            f"{folder} holds no trajectories. --replay takes the folder of a run, e.g. outputs/coding_cpu, that was "
-            "trained with tracking.trajectories: true."
+            f"{folder} holds no trajectories. Give --replay the folder of a run that was trained with "
+            "tracking.trajectories: true, e.g. outputs/coding_cpu."
         )
     steps = [int(file.stem.removeprefix("step=")) for file in files]
     if steps != list(range(1, len(files) + 1)):
@@ -89,13 +89,13 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
 
 
 def recorded_metrics(recorded: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics by step; empty if the run recorded none."""
+    """Return the recorded metrics by step; empty if the run recorded no metrics."""
     return {int(record["step"]): record for record in read_metrics(recorded / "metrics.jsonl")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Metric whose value differs from the recorded one."""
+    """Metric whose value differs from its recorded value."""
 
     step: int
     name: str
@@ -106,7 +106,7 @@ class Difference:
 def differences(
     step: int, recorded: Mapping[str, float], replayed: Mapping[str, float]
 ) -> tuple[int, list[Difference]]:
-    """Return how many metrics were compared, and those that differ in any bit."""
+    """Return the number of compared metrics, and the metrics that differ in any bit."""
     names = [name for name in sorted(recorded) if name.startswith(REPEATED) and name in replayed]
     found = [
         Difference(step=step, name=name, recorded=recorded[name], replayed=replayed[name])
@@ -145,6 +145,6 @@ def report_lines(num_compared: int, found: Sequence[Difference]) -> Iterator[str
     elif not found:
         yield f"replayed: all {num_compared} metrics equal the recorded ones to the last bit"
     else:
-        yield f"replayed: {len(found)} of {num_compared} metrics differ from the recorded ones, first:"
+        yield f"replayed: {len(found)} of {num_compared} metrics differ from the recorded ones. The first are:"
         for d in found[:5]:
             yield f"  step {d.step} {d.name}: {d.recorded!r} recorded, {d.replayed!r} now"

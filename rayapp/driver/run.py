@@ -11,11 +11,19 @@ from __future__ import annotations
 import asyncio
 import difflib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 from rayapp.config.config import Config
-from rayapp.core.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from rayapp.core.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    ConfigError,
+    LearnersLostError,
+    RayappError,
+    StorageFullError,
+)
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
@@ -24,6 +32,8 @@ from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
 from rayapp.rollout.curriculum import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
+from rayapp.runs.mirror.layout import PROFILES
+from rayapp.runs.profiles import Profile, profile_lines, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
 TASK, EVAL = "task/", "eval/"
@@ -50,7 +60,9 @@ class BestMetric:
         return value if value is not None and math.isfinite(value) else None
 
     def _check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError unless a step with groups of another task may have the metric."""
+        """Raise ConfigError if no step can have the metric. A metric of a task without groups in this step may exist in
+        other steps.
+        """
         per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
         if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
             return
@@ -93,7 +105,9 @@ class Training:
     watchdog: Watchdog
     best: BestMetric
     curriculum: Curriculum | None
-    """None if prompts come in order."""
+    """Chooses the prompts of groups; None if prompts come in order."""
+    profiles: list[Profile] = field(default_factory=list)
+    """Profiles of the present step; empty if it is not in `train.profile_steps`."""
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
@@ -159,7 +173,7 @@ async def restore(
     Returns:
         The checkpoint's version, next group id and kept groups; (0, 0, no groups) without a checkpoint.
     Raises:
-        CheckpointError: the checkpoint is of another model, or holds another step than its name says.
+        CheckpointError: the checkpoint is of another model, or its step is not the step in its name.
         RunFolderError: there are checkpoints, but none of them can be used.
     """
     while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:
@@ -170,8 +184,8 @@ async def restore(
             continue
         if version != checkpoint.version:
             raise CheckpointError(
-                f"{checkpoint.path} holds the weights of step {version} instead of its own step: delete this "
-                "checkpoint, or its run."
+                f"{checkpoint.path} holds the weights of step {version}, which is not the step in its name: delete "
+                "this checkpoint, or the whole run."
             )
         kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
         folder.truncate_after(version)
@@ -196,3 +210,42 @@ def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watch
         report=tracker.note,
         dump_stacks=dump,
     )
+
+
+@asynccontextmanager
+async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
+    """Profile server 0 during the block if the step is in `train.profile_steps`. A profile that fails is only noted."""
+    run.profiles.clear()
+    if step not in run.cluster.config.train.profile_steps:
+        yield
+        return
+    server = run.cluster.servers[0]
+    with _noting_failure(run, step):
+        await server.begin_profile()
+    yield
+    with _noting_failure(run, step):
+        run.profiles.append(await server.end_profile())
+
+
+async def write_profiles(run: Training, step: int, metrics: Mapping[str, float]) -> None:
+    """Write the profiles of a step that is in `train.profile_steps`, and print where the step's time went."""
+    if step not in run.cluster.config.train.profile_steps:
+        return
+    with _noting_failure(run, step):
+        if (of_learner := await run.cluster.learners.profile(step)) is not None:
+            run.profiles.append(of_learner)
+        with run.folder.explain_full_disk(run.folder.path / PROFILES):
+            written = await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles, metrics)
+        for line in profile_lines(written, f"{run.folder.uri}/{PROFILES}"):
+            run.tracker.note(line)
+    run.profiles.clear()
+
+
+@contextmanager
+def _noting_failure(run: Training, step: int) -> Iterator[None]:
+    try:
+        yield
+    except (RayappError, ValueError) as error:
+        if isinstance(error, LearnersLostError | StorageFullError):
+            raise
+        run.tracker.note(f"step {step} has no complete profile: {error}")

@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: begins them after a step, and commits them while later steps are trained.
+"""Begins checkpoints after a step, and commits them while later steps are trained. This is the driver's part of saving.
 
 The learners copy their state to host memory and write it in threads; a task of the driver polls them until they are
 done and then commits the folder. At most one checkpoint is written at a time.
@@ -120,17 +120,21 @@ class CheckpointSaver:
 
     @asynccontextmanager
     async def _explained(self) -> AsyncIterator[None]:
-        """Delete the files of a failed checkpoint immediately: if the disk is full, the next step would fail too."""
+        """Context manager that deletes the files of a checkpoint that fails in the block: on a full disk, the next step
+        would fail too.
+        """
         try:
             yield
-        except Exception as error:  # not on cancellation: a thread may be committing the checkpoint
+        except Exception as error:  # not if cancelled: a thread may be committing the checkpoint
             await asyncio.to_thread(self._folder.checkpoints.clear_pending)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"{error} {self._folder.checkpoints.what_is_safe()}") from error
             raise
 
     async def finish(self) -> None:
-        """Wait until no checkpoint is being written. Raises as `begin` does."""
+        """Wait until no checkpoint is being written. Raises CheckpointError or StorageFullError: it can't be
+        written.
+        """
         if self._writing is None:
             return
         # If the caller is cancelled, the save continues: `finish` is called again, or `close` abandons it.
@@ -139,7 +143,7 @@ class CheckpointSaver:
         await writing
 
     async def check(self) -> dict[str, float]:
-        """Raise the error of a save that failed; return metrics of one that ended. Called after each step."""
+        """Raise the error of a save that failed; return the metrics of a save that ended. Called after each step."""
         if self._writing is None or not self._writing.done():
             return {}
         await self.finish()
@@ -172,8 +176,8 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """When a user stops the run in the block, print a note immediately; at the end, print the saved steps and how to
-    continue.
+    """Context manager for a run. If a user stops the run in the block, print a note at once; at the end, print the
+    saved steps and how to continue.
     """
     when_stopped(
         lambda: note("stopping: a step that has begun is finished and saved first; press Ctrl-C again to stop at once")
@@ -199,7 +203,7 @@ async def saving_when_stopped(
     TrainingAbortedError only the save in progress is finished.
 
     Args:
-        begin: begins to save the store's version.
+        begin: begins to save the current policy version.
     Raises:
         CheckpointError: a user stopped the run, and it can't be saved. In other cases this is only logged.
     """
@@ -243,7 +247,8 @@ async def _finish(saver: CheckpointSaver) -> None:
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Limit the block to SAVE_S, and end the process by force later if it hangs on a disk.
+    """Context manager that limits the block to SAVE_S seconds. If the process hangs on a disk after that, it is ended
+    by force.
 
     Raises:
         CheckpointError: the block took too long, or the learners were lost.

@@ -63,7 +63,7 @@ def warm_up(config: Config) -> tuple[Config, float]:
     """Train on the demonstrations from the start or from the last checkpoint, unless that is done already.
 
     Returns:
-        The config of the training that follows, with the trained model; and what the supervised steps cost.
+        The config of the training that follows, with the trained model; and the cost of the supervised steps.
     Raises:
         InputError: a row can't be used.
         RunFolderError: the folder belongs to another run.
@@ -81,8 +81,9 @@ def warm_up(config: Config) -> tuple[Config, float]:
 
 
 def sft_config(config: Config) -> Config:
-    """Return the config of the supervised run. Keys that only GRPO reads have their defaults, so that changing them
-    does not affect this run."""
+    """Return the config of the supervised run. Keys that only GRPO reads get their defaults, so that changing them does
+    not affect the supervised run.
+    """
     limits = {key: getattr(config.rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
     learner = config.learner.model_copy(update={"optimizer": config.warmup.optimizer})
     return Config(
@@ -132,7 +133,7 @@ def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Demonstrations to train on, and metrics from before the first step."""
+    """Demonstrations to train on, and metrics of the model before the first step."""
 
     learned: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
@@ -168,7 +169,7 @@ class _Learning:
             with phases("eval"):
                 metrics |= await self.validation()
         every = self.config.checkpoint.every_steps
-        # No checkpoint at the end, because the run is then complete and the model is in final/.
+        # Save no checkpoint at the end, because the run is then complete and the model is in final/.
         if every and step % every == 0 and step < last:
             with phases("checkpoint"):
                 await self.begin_checkpoint(step)
@@ -198,7 +199,7 @@ async def _run(config: Config, section: Config, folder: RunFolder) -> None:
 
 
 async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> dict[str, float]:
-    """Return `eval/*` of the model before the warm-up if the config asks for it, else nothing."""
+    """Return `eval/*` of the model before the warm-up if the config asks for it; empty otherwise."""
     if not config.eval.before_training:
         return {}
     tracker.phase("eval")

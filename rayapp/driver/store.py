@@ -4,8 +4,8 @@
                           |                     |
                           '------- drop --------'            (dropped, with a reason, or refused when finished)
 
-The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups, or fewer (`max_in_flight`). Only
-`release` frees slots, and the driver calls it after the new weights have reached every server: if a slot were free
+The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups, or `max_in_flight` if that is set.
+Only `release` frees slots, and the driver calls it after the new weights have reached every server: if a slot were free
 earlier, a prompt would start on weights that are about to be replaced. So a group is never older than `max_staleness`
 optimizer steps, and with `max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored
 references are opaque.
@@ -40,7 +40,7 @@ class StoredGroup(Generic[RefT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCounts:
-    """Number of groups in each state. Every group is in exactly one."""
+    """Number of groups in each state. Every group is in exactly one state."""
 
     admitted: int
     ready: int
@@ -48,24 +48,27 @@ class GroupCounts:
     trained: int
     dropped: int
     issued: int
-    """Number of ids handed out so far: the sum of the five counts above."""
+    """Number of ids handed out so far: the sum of the five other counts."""
 
     def balances(self) -> bool:
         return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
 
 
 class TrajectoryStore(Generic[RefT]):
-    """Store of groups between rollouts and training, see the module's diagram.
+    """Store of groups between rollouts and training.
 
     Args:
-        groups_per_step: groups that one optimizer step trains on.
-        max_staleness: optimizer steps a group may be behind the weights that train on it.
-        max_in_flight: untrained groups at once; None: `(max_staleness + 1) * groups_per_step`, the most.
+        groups_per_step: groups that one step trains on.
+        max_staleness: maximum staleness of a group: policy version that is trained minus the version that sampled the
+            group.
+        max_in_flight: largest number of untrained groups at once; None: `(max_staleness + 1) * groups_per_step`, which
+            is also the upper limit.
         version: policy version that the servers hold now.
         num_groups: groups that this run still trains on; no more are admitted, except in place of dropped ones.
         next_group_id: first id to hand out; on resume, the checkpoint's `next_untrained_id`.
-        straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
-            0 keeps the order of ids. A step always waits for a group that would otherwise become too stale.
+        straggler_window: number of groups that may be trained before a group that was admitted earlier and is still
+            being generated. 0 keeps the order of ids. A step always waits for a group that would otherwise become too
+            stale.
         waiting: finished groups that a checkpoint kept.
         done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
         refuses: returns whether to drop a finished group, given its summary and its place in the step.
@@ -97,14 +100,15 @@ class TrajectoryStore(Generic[RefT]):
         self._num_issued = len(waiting)
         self._admitted: set[int] = set()
         self._admitted_for: dict[int, int] = _oldest_versions(waiting)
-        """Version for which each group that is in generation or ready was admitted: the oldest version that can have
-        sampled it."""
+        """For each group that is in generation or ready: the version for which it was admitted, the oldest that can
+        have sampled it.
+        """
         self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
         self._done_ahead = set(done_ahead)
         self._never_again = frozenset((*self._ready, *done_ahead))
         """Ids of groups that a checkpoint kept, or counted as done; they are not issued again."""
         self._overtaken: Counter[int] = Counter()
-        """Number of groups with higher ids that were taken since each group in generation was admitted."""
+        """For each group in generation: the number of groups with higher ids that were taken since it was admitted."""
         self._training: set[int] = set()
         self._num_trained = 0
         self._dropped_since_release: set[int] = set()
@@ -171,10 +175,10 @@ class TrajectoryStore(Generic[RefT]):
             self._changed.notify_all()
 
     def reissue(self, group_id: int, reason: str) -> int:
-        """Mark an admitted group that was lost with its process, and must be generated again from the start.
+        """Mark an admitted group as lost with its process: it must be generated again from the start.
 
         Returns:
-            The policy version that generates it now: the servers may have newer weights since it was admitted.
+            The policy version that generates it now, which may be newer than the version for which it was admitted.
         """
         if group_id not in self._admitted:
             raise AssertionError(f"group {group_id} issued again for {reason}, but it is not being generated")
@@ -220,8 +224,9 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Return the ids of the next step's groups; None while the step has to wait. Called after each group that
-        finishes."""
+        """Return the ids of the next step's groups; None while the step must wait. Called after each group that
+        finishes.
+        """
         if len(self._ready) < num_groups:
             return None
         ids = sorted(self._ready)[:num_groups]
@@ -237,8 +242,8 @@ class TrajectoryStore(Generic[RefT]):
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
-        """Return True if all other groups can still be trained before they are too stale, at `groups_per_step` per
-        step.
+        """Return True if all groups but `ids` can still be trained before they are too stale, with `groups_per_step`
+        groups per step.
         """
         taken = set(ids)
         rest = sorted(
@@ -246,7 +251,7 @@ class TrajectoryStore(Generic[RefT]):
             for group_id in (*self._admitted, *self._ready)
             if group_id not in taken
         )
-        # The n-th of the rest is trained 1 + n // groups_per_step steps after this one.
+        # The n-th of the remaining groups is trained 1 + n // groups_per_step steps after this step.
         return all(last >= self._version + 1 + place // self._groups_per_step for place, last in enumerate(rest))
 
     def _check_staleness(self, summary: GroupSummary) -> None:
@@ -273,16 +278,18 @@ class TrajectoryStore(Generic[RefT]):
     def next_untrained_id(self) -> int:
         """Return the first id that a resumed run hands out: groups in flight now are generated again.
 
-        In a synchronous run, groups dropped since the last release are generated again, too: their replacements must
-            start together with the same groups as before.
+        In a synchronous run this includes groups dropped since the last release: their replacements must start together
+        with the same groups as before.
         """
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
-        # Kept groups can be ahead of ids that have not been handed out again yet.
+        # The ids of kept groups may be above ids that have not been handed out again yet.
         return min((*in_flight, self._upcoming_id()))
 
     @property
     def done_ahead(self) -> tuple[int, ...]:
-        """Return the ids above `next_untrained_id` that are trained or dropped, not to be handed out again."""
+        """Return the ids above `next_untrained_id` that are trained or dropped, so that a resumed run does not hand
+        them out again.
+        """
         first = self.next_untrained_id
         return tuple(sorted(group_id for group_id in self._done_ahead if group_id > first))
 

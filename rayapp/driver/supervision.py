@@ -1,9 +1,9 @@
 """Supervises the processes of a run: restarts processes that are gone or hang, and restores their state before they are
 used.
 
-One `Supervisor` per run, in the driver. Its members are processes behind a protocol that is independent of Ray:
-`actors.starting` has the real ones, tests have scripted ones. Learners are not members: when a learner dies, the step
-of all learners is lost, and the driver starts all of them again from the last checkpoint.
+One `Supervisor` per run, in the driver. Its members are processes behind the protocol `Watched`, which is independent
+of Ray: `actors.starting` has the real members, tests have scripted ones. Learners are not members: when a learner dies,
+the step of all learners is lost, and the driver starts all of them again from the last checkpoint.
 
     up --ping fails--> down --kill, revive (process, engine, current weights)--> up
                          '--restarts used up--> RestartsUsedUpError ends the run
@@ -36,7 +36,7 @@ BIRTH_POLL_S = 0.1
 
 
 class Watched(Protocol):
-    """A process that can be replaced while the others continue. Every method raises RayappError on failure."""
+    """Process that can be replaced while the other processes continue. Every method raises RayappError on failure."""
 
     @property
     def name(self) -> str: ...
@@ -96,7 +96,7 @@ class Supervisor:
         self._replacing: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
         self.restarts: Counter[str] = Counter()
-        """Restarts by name, over the run."""
+        """Number of restarts in the run, by the member's name."""
         self.seconds_down = 0.0
 
     @asynccontextmanager
@@ -122,7 +122,7 @@ class Supervisor:
             await self._check(name)
 
     async def settled(self) -> None:
-        """Return when every member answers, after restarting those that are gone. Call it after any failed call.
+        """Restart the members that are gone, and wait until every member answers. Call it after any failed call.
 
         Raises:
             RestartsUsedUpError: a member died too often.
@@ -141,7 +141,8 @@ class Supervisor:
         """Replace a member that answers but can't be used, unless this incarnation is gone already.
 
         Args:
-            incarnation: value of `incarnation` at the failure. If empty, the member is being replaced anyway.
+            incarnation: value of `incarnation(name)` when the failure occurred. If empty, the member is already being
+                replaced.
         """
         await self._owned(self._condemn(name, incarnation, reason), name)
 
@@ -151,15 +152,16 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Await work on a member, which continues if the caller is cancelled.
-        A half-replaced member would otherwise be lost a second time, or count as up."""
+        """Await work on a member. The work continues if the caller is cancelled: otherwise a half-replaced member would
+        be lost a second time, or count as up.
+        """
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
         await asyncio.shield(task)
 
     async def _check(self, name: str) -> None:
-        # Each member has one check at a time: a second caller waits, and finds the member replaced.
+        # A member is checked by one caller at a time: a second caller waits, and then finds the member replaced.
         async with self._locks[name]:
             reason, must_kill = await self._why_down(self._members[name])
             if reason:
@@ -187,7 +189,7 @@ class Supervisor:
 
     async def _replace(self, member: Watched, reason: str, *, must_kill: bool) -> None:
         self._report(f"lost {member.name}: {reason}")
-        log.info("lost %s: %s", member.name, reason)  # info only: the report has told the user
+        log.info("lost %s: %s", member.name, reason)  # only info: the user has seen the report
         started = time.monotonic()
         self._down.add(member.name)
         while True:
@@ -222,7 +224,7 @@ class Supervisor:
         try:
             return await member.incarnation(self._recovery.ping_timeout_s)
         except (ProcessUnavailableError, DeadlineError):
-            # Not started yet, or still importing; `revive_timeout_s` limits that.
+            # The process has not started yet, or is still importing; `revive_timeout_s` limits this wait.
             return ""
 
     def _count(self, name: str, reason: str) -> None:

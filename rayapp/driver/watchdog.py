@@ -39,11 +39,11 @@ class Watchdog:
     """Reports and ends stalls.
 
     Args:
-        report_after_s: seconds without progress until it reports the waits; it repeats the report at this interval.
-        stop_after_s: seconds without progress until it stops the run.
+        report_after_s: seconds without progress until the waits are reported; the report is repeated at this interval.
+        stop_after_s: seconds without progress until the run is stopped.
         report: gets a line for each report.
         dump_stacks: writes the stacks of every process, and returns the name of the file.
-        clock: time in seconds.
+        clock: function that returns the time in seconds.
         leave_s: seconds until the process is ended by force, after a stop or while the event loop does not run.
     """
 
@@ -122,14 +122,14 @@ class Watchdog:
         self._report(f"{what} {self.describe()} The run stops.")
         raise StalledError(
             f"{what} {self.describe()} {await self._dumped()} If a step really takes that long, raise "
-            "recovery.stall_stop_s; else start the run again: it continues from its last checkpoint."
+            "recovery.stall_stop_s; otherwise start the run again: it continues from its last checkpoint."
         )
 
     async def _dumped(self) -> str:
         try:
             async with asyncio.timeout(DUMP_S):
                 return f"The stacks of all processes are in {await self._dump_stacks()}."
-        except Exception as error:  # boundary: writing the stacks may hang for the same reason
+        except Exception as error:  # the run's fault may also break writing the stacks
             return f"The stacks could not be written ({type(error).__name__}: {error})."
 
     def describe(self) -> str:

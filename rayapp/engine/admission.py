@@ -1,13 +1,13 @@
 """Admits requests to an engine: in cohorts that start together, and within a limit of concurrent requests.
 
-`Cohorts` makes requests wait until their cohort is complete, for a limited time, because requests may be lost.
+`Cohorts` makes requests wait until their cohort is complete. The wait is limited, because requests may be lost.
 
 `ConcurrencyLimit` finds the number of concurrent requests at run time. Too few leave the device idle; too many overfill
 the KV cache, and vLLM preempts sequences, which it computes again later. The limit doubles until the first preemption,
-then grows slowly, and is lowered at preemptions. Finding it takes as long as several completions, minutes on a GPU, so
-on GPUs the limit is `server.max_num_seqs` (`limit_of`), and vLLM handles preemption alone. `Gate` admits requests
-within the limit, the oldest group first, as a step waits for it. Used by `VllmEngine`; pure asyncio, without Ray or
-vLLM.
+then grows slowly, and is lowered at preemptions. Finding the limit takes as long as several completions, which is
+minutes on a GPU. So on GPUs the limit is `server.max_num_seqs` (`limit_of`), and vLLM handles preemption alone. `Gate`
+admits requests within the limit. The oldest group comes first, because a step waits for it. `VllmEngine` uses this
+module, which is pure asyncio, without Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Request:
         self.sampling = sampling
         self.created_s = time.monotonic()
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """The engine's output queue, once the request has started; cancelled when the caller is gone."""
+        """Future of the engine's output queue: set when the request starts, cancelled when the caller is gone."""
 
 
 class Cohorts:
     """Collects requests until their cohort is complete, then starts it.
 
     Args:
-        start: starts the given requests, and settles the `queue` of each.
-        patience_s: longest wait of a request for its cohort, which then starts incomplete. When a worker dies, its
-            groups are issued again without their cohort, and the rest of the cohort must not wait for them forever.
+        start: function that starts the given requests, and sets the `queue` of each.
+        patience_s: longest wait of a request for its cohort, after which the cohort starts incomplete. When a worker
+            dies, its groups are issued again without their cohort, and the rest of the cohort must not wait for them.
     """
 
     def __init__(self, start: Callable[[list[Request]], Awaitable[None]], *, patience_s: float) -> None:
@@ -56,7 +56,7 @@ class Cohorts:
         """Start a request with its cohort, in the order of ids. Returns the engine's output queue for it.
 
         Args:
-            size: number of requests in the cohort, itself included.
+            size: number of requests in the cohort, this request included.
         """
         self._waiting.append(request)
         try:
@@ -71,7 +71,7 @@ class Cohorts:
                     )
             if request in self._waiting:
                 cohort, self._waiting = sorted(self._waiting, key=lambda request: request.request_id), []
-                # Shield it: if this request is cancelled, the others must still start.
+                # Shield the start: if this request is cancelled, the cohort's other requests must still start.
                 await asyncio.shield(self._start_all(cohort))
             return await request.queue
         except asyncio.CancelledError:
@@ -84,18 +84,20 @@ class Cohorts:
     async def _start_all(self, cohort: list[Request]) -> None:
         try:
             await self._start(cohort)
-        except Exception as error:  # boundary: every request of the cohort must get the error
+        except Exception as error:  # every request of the cohort must get the error
             for request in cohort:
                 if not request.queue.done():
                     request.queue.set_exception(error)
 
 
 HOLD_ABOVE = 0.95
-"""Share of the KV cache in use above which no request starts, because running sequences still grow."""
+"""If a larger share of the KV cache is in use, no request starts, because running sequences still grow."""
 GROW_BELOW = 0.85
 BACK_OFF = 0.7
 GROWTH_PER_ROUND = 4.0
-"""Increase of the limit after the first preemption, each time that as many requests have ended as the limit permits."""
+"""Number by which the limit grows, after the first preemption, whenever as many requests have ended as the limit
+permits.
+"""
 
 
 class ConcurrencyLimit:
@@ -121,14 +123,15 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def admits(self, in_flight: int) -> bool:
-        """Return True if one more request may start. Always True without requests in flight, so that requests can start
-        at all.
+        """Return True if one more request may start. With no request in flight it is always True, so that requests can
+        start at all.
         """
         return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
 
     def was_given(self, in_flight: int) -> None:
-        """Raise the limit to the number of requests in flight, because a cohort starts as a whole. The limit stays
-        raised until the cache overflows."""
+        """Raise the limit to the number of requests in flight, after a cohort started as a whole. The limit stays
+        raised until the cache overflows.
+        """
         self._limit = min(self._ceiling, max(self._limit, float(in_flight)))
 
     def observe(self, *, kv_used: float, num_preempted: int, in_flight: int) -> None:
@@ -140,12 +143,12 @@ class ConcurrencyLimit:
         """
         self._kv_used = kv_used
         if num_preempted and self._num_to_settle == 0 and self._backs_off:
-            # Reduce the number of requests in flight, not a limit that was never reached and so did not cause the
-            # preemption.
+            # Take the number of requests in flight if it is below the limit: a limit that was not reached did not cause
+            # the preemption.
             self._limit = max(1.0, min(self._limit, in_flight) * BACK_OFF)
             self._is_probing = False
             self.num_back_offs += 1
-            # Requests admitted earlier still overfill the cache: ignore their preemptions.
+            # The requests in flight still overfill the cache: ignore preemptions until as many requests have ended.
             self._num_to_settle = in_flight
 
     def ended(self, *, is_wanted: bool) -> None:
@@ -165,7 +168,7 @@ def limit_of(max_num_seqs: int, *, on_gpu: bool) -> ConcurrencyLimit:
 
 
 class Gate:
-    """Lets requests into the engine up to the limit; further requests wait."""
+    """Admits requests to the engine up to the limit; further requests wait."""
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit
@@ -179,7 +182,9 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, order: RequestId) -> AsyncIterator[None]:
-        """Wait for a place, and hold it while the block runs; the smallest `order` comes first."""
+        """Context manager that waits for a place below the limit, and holds it during the block; the smallest `order`
+        comes first.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._order), future))
         self._let_in()
@@ -196,7 +201,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Count a request as in flight without waiting for the limit."""
+        """Context manager that counts a request as in flight during the block, without waiting for the limit."""
         self._in_flight += 1
         self._limit.was_given(self._in_flight)
         try:
@@ -205,7 +210,7 @@ class Gate:
             self._leave()
 
     def observe(self, *, kv_used: float, num_preempted: int) -> None:
-        """See `ConcurrencyLimit.observe`."""
+        """Update the limit after each step of the engine; see `ConcurrencyLimit.observe`."""
         self._limit.observe(kv_used=kv_used, num_preempted=num_preempted, in_flight=self._in_flight)
         self._let_in()
 

@@ -1,25 +1,28 @@
 """vLLM's async engine as a `RolloutEngine`: token ids in, token ids and log-probs out, weights replaced in place.
 
-The vllm-server actor uses it, and tests and tools directly. Only this module and `vllm_*` use vLLM's names.
+The vllm-server actor uses it; tests and tools use it without the actor. Only this module and `vllm_*` import vLLM.
 
-Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. For this purpose
+Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. To make this so,
 the requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
 queued, in the order of request ids. Equal seeds alone are not enough: on CPU, and wherever kernels choose their
 blocking by batch size, the last bits of a log-prob depend on which requests share a batch, and can flip a token.
 
-vLLM has two model runners. The second, used on GPUs, draws each request's noise from the request's own seed. The first
-runner would make a torch generator per seed, which costs as much as the model's forward on a CPU, and crashes vLLM 0.30
-when a prompt is prefilled in parts (`CPU Generator does not use offset`). So in the first runner the cohort's first
-seed seeds one generator for all requests.
+vLLM has two model runners. The second runner, used on GPUs, draws each request's noise from the request's own seed. The
+first runner, used on CPUs, would make a torch generator per seed. That costs as much as the model's forward on a CPU,
+and crashes vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`). So with the first
+runner all requests share one generator, which is seeded with the first seed of the cohort.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -34,8 +37,10 @@ from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
 from rayapp.engine.vllm_arguments import (
+    NO_ADAPTERS,
     adapter_request,
     check_gpu,
+    folder_requests,
     is_adapter,
     is_on_gpu,
     set_process_environment,
@@ -51,10 +56,12 @@ from rayapp.engine.vllm_output import (
     whole_completion,
 )
 from rayapp.engine.weights.buckets import SharedWeights
+from rayapp.runs.profiles import MOST_ITERATIONS, Profile, read_trace
 from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+_TRACE_OF_FIRST_RANK = re.compile(r"rank-?0\..*trace\.json\.gz$")
 Carried = Literal["group", "memory"]
 
 
@@ -63,10 +70,10 @@ class VllmEngine:
 
     Args:
         engine: vLLM's AsyncLLM.
-        load: stat logger that vLLM calls after each step; it updates the gate.
+        load: stat logger, which vLLM calls after each step of the engine, and which updates the gate.
         gate: admits requests without a cohort.
-        in_hand: requests being served, and the time of the last progress, to detect a stalled server.
-        output: output of the engine's processes, in which errors look for their cause.
+        in_hand: counts the requests being served, and has the time of the last progress, to detect a stalled server.
+        output: output of the engine's processes, in which the cause of an error is searched.
         patience_s: longest wait of a request for its cohort.
     """
 
@@ -82,17 +89,20 @@ class VllmEngine:
         self._is_paused = False
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
-        """True if the runner draws each request's noise from the request's own seed (second runner)."""
+        """True if vLLM's model runner draws each request's noise from the request's own seed (second runner)."""
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
-        """LoRA adapter that samples all completions, as vLLM's LoRARequest; None until one is loaded."""
+        """LoRA adapter of the policy, as vLLM's LoRARequest; None until an adapter is loaded."""
+        self._named_adapters: dict[str, Any] = {}
+        """LoRARequests of the adapters that a request may name, by name."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._forms = FormReader(engine)
         self._updating: Carried | None = None
-        """Transport of the update in progress, from `begin_update` to `go_on`; stays set if the update fails midway."""
+        """Transport of the update in progress, from `begin_update` to `go_on`. It stays set if the update fails midway.
+        """
         self._num_held = 0
-        """Number of tensors of the last update that were verified to equal the learner's."""
+        """Number of tensors of the last update that were verified to equal the learner's tensors."""
         self._is_holding = False
         """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
@@ -100,13 +110,14 @@ class VllmEngine:
         engine."""
 
     @classmethod
-    async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
+    async def start(cls, config: Config, adapters: Mapping[str, str] = NO_ADAPTERS, **engine_args: Any) -> VllmEngine:
         """Load the model and be ready to generate.
 
         Args:
+            adapters: adapters that requests may name: name -> folder in peft's form.
             engine_args: vLLM's engine arguments that override those from the configuration.
         Raises:
-            EngineError: vLLM could not start; the message has the reason.
+            EngineError: vLLM could not start, or can't load an adapter; the message has the reason.
             ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
         """
         check_installed_engine_args(config.server.engine_args)
@@ -124,17 +135,31 @@ class VllmEngine:
             gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
-            args = AsyncEngineArgs(**vllm_args(config) | engine_args)
+            args = AsyncEngineArgs(**vllm_args(config, adapters) | engine_args)
             with small_processes():
                 engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
-        except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
+        except Exception as error:  # vLLM raises whatever its dependencies raise
             why = f"{type(error).__name__}: {error}{output.cause()}"
             raise EngineError(f"vLLM did not start with {config.model.path}: {why}{way_out(why)}") from error
-        return cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
+        started = cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
+        await started._load_adapters(adapters)
+        return started
+
+    async def _load_adapters(self, adapters: Mapping[str, str]) -> None:
+        for name, request in folder_requests(adapters).items() if adapters else ():
+            try:
+                await self._engine.add_lora(request)
+                await self._engine.collective_rpc("check_adapter", args=(request.lora_int_id,))
+            except Exception as error:  # vLLM may raise anything
+                raise EngineError(
+                    f"adapter {name} ({request.lora_path}) can't be loaded beside this model: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+            self._named_adapters[name] = request
 
     def load(self) -> dict[str, float]:
-        """See `EngineLoad.scalars` and `Gate.scalars`."""
+        """Return the metrics of `EngineLoad.scalars` and `Gate.scalars`."""
         return self._load.scalars() | self._gate.scalars()
 
     async def generate(
@@ -149,9 +174,10 @@ class VllmEngine:
         """Sample one completion.
 
         Args:
-            request_id: unique among those in flight.
-            on_tokens: see `RolloutEngine`.
-            cohort_size: requests that start together with this one, itself included.
+            request_id: unique among the requests in flight.
+            on_tokens: called with new tokens while the completion is sampled; None: only the whole completion is
+                returned.
+            cohort_size: number of requests that start together, this request included.
         Raises:
             EngineDeadError: the engine's process is gone.
             EngineError: the engine refuses this request, or ended it early.
@@ -175,7 +201,7 @@ class VllmEngine:
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
             raise
-        except Exception as error:  # boundary: vLLM
+        except Exception as error:  # vLLM may raise anything
             raise self._engine_error(error, request_id) from error
         finally:
             self._versions.forget(queue.request_id)
@@ -188,13 +214,17 @@ class VllmEngine:
         return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
-        """Return the number of tokens whose experts the completion must have; None if it is not trained on."""
+        """Return the number of tokens for which vLLM must return the chosen experts; None if the completion is not
+        trained on.
+        """
         if not self._returns_experts or request.request_id.purpose != "group":
             return None
         return len(request.prompt_ids) - request.sampling.num_routed + num_sampled - 1
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
-        """Queue requests in the order of their ids, while the scheduler is paused, so that it sees them all at once."""
+        """Queue requests in the order of their ids while the scheduler is paused, so that the scheduler sees them all
+        at once.
+        """
         async with self._changing:
             try:
                 if len(cohort) > 1:
@@ -204,11 +234,11 @@ class VllmEngine:
                 for request in cohort:
                     await self._begin(request)
                 await self._resume()
-            except Exception as error:  # boundary: vLLM
+            except Exception as error:  # vLLM may raise anything
                 raise self._engine_error(error, cohort[0].request_id) from error
 
     async def _begin(self, request: Request) -> None:
-        """Queue one request unless its caller is gone; abort it if the caller goes away meanwhile."""
+        """Queue one request, unless its caller is gone; abort the request if its caller goes away meanwhile."""
         if request.queue.done():
             return
         try:
@@ -226,21 +256,22 @@ class VllmEngine:
 
     async def _add(self, request: Request) -> Any:
         # The cache salt separates prefix-cache blocks of different weights: old blocks are never read again and are
-        # evicted by age, while a flush would also drop those of running requests. It also separates purposes: a cohort
-        # whose prompts an evaluation had cached would be computed in other batches.
+        # evicted by age, while a flush would also drop the blocks of running requests. The salt also separates
+        # purposes: a cohort whose prompts an evaluation had cached would be computed in other batches.
         purpose = request.request_id.purpose
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
                 f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
-                "the log-probs that training uses; only evaluation may filter"
+                "the log-probs that training uses; they are only for evaluation"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
             params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
-            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
+            adapter = self._adapter if not (name := request.sampling.adapter) else self._named_adapters[name]
+            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=adapter)
             self._versions.begin(queue.request_id)
             return queue
-        except Exception as error:  # boundary: vLLM
+        except Exception as error:  # vLLM may raise anything
             raise self._engine_error(error, request.request_id) from error
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
@@ -257,7 +288,7 @@ class VllmEngine:
         await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin_update(self, carried: Carried = "group") -> None:
-        """Freeze the requests in flight and prepare the workers for weights, until `finish_update`.
+        """Freeze the requests in flight and prepare the workers to receive weights, until `go_on`.
 
         Args: carried: transport of the weights: the group that the workers joined, or shared memory.
         Raises:
@@ -273,7 +304,7 @@ class VllmEngine:
             await self._transfer("begin", self._engine.start_weight_update())
 
     async def receive_weights(self, update: Any) -> None:
-        """Load weights, and return when the workers have.
+        """Load weights, and return when all workers have loaded them.
 
         Args:
             update: `SharedWeights`, or vLLM's description of tensors that the group sends (its `update_weights`).
@@ -291,13 +322,14 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights and set their version to `version`. Requests use them only after `go_on`.
+        """Check the weights that the engine holds, and set the policy version to `version`. Requests use the weights
+        only after `go_on`.
 
         Args:
-            checksums: name -> checksum of some tensors that the group sent. Shared weights bring their own checksums,
-                which the workers check while they load.
+            checksums: name -> checksum of some tensors that the group sent. Weights in shared memory come with their
+                own checksums, which the workers check as they load.
         Returns:
-            Number of tensors that were verified to equal the learner's.
+            Number of tensors that were verified to equal the learner's tensors.
         Raises:
             WeightSyncError: the model does not hold the weights that were sent; the engine must not generate.
         """
@@ -321,21 +353,22 @@ class VllmEngine:
     async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
         try:
             return await call
-        except Exception as error:  # boundary: vLLM
+        except Exception as error:  # vLLM may raise anything
             raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
 
     async def sleep(self, *, keeps_requests: bool = False) -> bool:
-        """Free the GPU's memory for the learners until the next weights. Returns False on CPU. Idempotent.
+        """Free the GPU's memory for the learners until the next weights arrive. Returns False on CPU. Idempotent.
 
-        Not run on a GPU yet.
+        This method has not been run on a GPU yet.
 
         Args:
-            keeps_requests: stop requests in flight between two tokens, on a CPU, too, and continue them after the next
-                weights, on a GPU with keys and values that the new weights compute again. Otherwise wait until they
-                end.
+            keeps_requests: stop requests in flight between two tokens, also on a CPU, and continue them after the next
+                weights. On a GPU the new weights compute the keys and values of these requests again. If False, wait
+                until the requests end.
         Raises:
             EngineDeadError: the engine does not answer.
-            WeightSyncError: a weight update never ended, so the weights are in use; the engine must be replaced.
+            WeightSyncError: an earlier weight update never ended, so its weights are in use; the engine must be
+                replaced.
         """
         sleeps = self._engine.model_config.enable_sleep_mode
         if not sleeps and not keeps_requests:
@@ -348,12 +381,14 @@ class VllmEngine:
             return self._is_asleep
         await self.pause()
         try:
-            # Level 2 would drop all weights, also those that no sync sends, such as routers' correction biases. With
-            # "keep" vLLM preempts the kept requests, which lose their keys and values, and queues them again.
+            # Level 2 would also drop weights that no sync sends, such as the correction biases of routers. With "keep"
+            # vLLM preempts the kept requests, which lose their keys and values, and queues them again.
             await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
             self._load.forgive(self._versions.num_open)
-        except Exception as error:  # boundary: vLLM
-            raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
+        except Exception as error:  # vLLM may raise anything
+            raise EngineDeadError(
+                f"the engine can't sleep and keeps its GPU memory: {type(error).__name__}: {error}"
+            ) from error
         self._is_asleep = True
         return True
 
@@ -370,11 +405,11 @@ class VllmEngine:
     async def _wake_kv_cache(self) -> None:
         if self._is_asleep:
             await self._wake("kv_cache")
-            # The engine is awake now, and vLLM schedules again without a further call.
+            # The engine is awake, so vLLM schedules again without a further call.
             self._is_asleep = self._is_paused = False
 
     async def pause(self) -> None:
-        """Let running requests finish, then schedule nothing until `_resume`."""
+        """Wait until running requests have ended, then schedule nothing until `_resume`."""
         if not self._is_paused:
             await self._engine.pause_generation(mode="wait", clear_cache=False)
             self._is_paused = True
@@ -420,17 +455,19 @@ class VllmEngine:
         try:
             await self._engine.check_health()
             await self._engine.collective_rpc("answer")
-        except Exception as error:  # boundary: vLLM
+        except Exception as error:  # vLLM may raise anything
             raise EngineDeadError(
                 f"the engine's process does not answer: {_said(error)}{self._output.cause()}"
             ) from error
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Return this engine's log-prob (T-1,) of each token but the first, given those before it, at temperature 1."""
+        """Return this engine's log-probs (T-1,) at temperature 1: of each token but the first, given the tokens before
+        it.
+        """
         from vllm import SamplingParams as VllmSamplingParams
 
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
-        # Use a new cache salt: tokens of cached blocks are skipped and would get no log-probs.
+        # Use a new cache salt: vLLM skips the tokens of cached blocks, which would then get no log-probs.
         salt = f"log-probs={time.monotonic_ns()}"
         prompt = {"prompt_token_ids": [int(token) for token in token_ids], "cache_salt": salt}
         await self._resume()
@@ -438,6 +475,33 @@ class VllmEngine:
         rows = [output.prompt_logprobs async for output in outputs][-1]
         chosen = [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return np.array(chosen, np.float32)
+
+    async def begin_profile(self) -> None:
+        """Profile the engine until `end_profile`, but at most MOST_ITERATIONS of its iterations."""
+        await self._engine.start_profile()
+
+    async def end_profile(self, process: str) -> Profile:
+        """Return the trace of the engine's first rank, and delete the files that vLLM wrote.
+
+        Args:
+            process: name of this process.
+        Raises:
+            EngineError: vLLM wrote no trace, or the trace is too large.
+        """
+        await self._engine.stop_profile()
+        return await asyncio.to_thread(self._take_profile, process)
+
+    def _take_profile(self, process: str) -> Profile:
+        folder = Path(self._engine.vllm_config.profiler_config.torch_profiler_dir)
+        try:
+            first = max(path for path in folder.iterdir() if _TRACE_OF_FIRST_RANK.search(path.name))
+            trace = read_trace(first)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"vLLM's profiler left no trace of {process}: {error}") from error
+        finally:
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+        return Profile(process=process, trace=trace, covers=f"at most {MOST_ITERATIONS} engine iterations")
 
     async def facts(self) -> dict[str, Any]:
         import vllm
@@ -452,11 +516,13 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine's processes. Idempotent."""
+        if folder := self._engine.vllm_config.profiler_config.torch_profiler_dir:
+            shutil.rmtree(folder, ignore_errors=True)
         try:
             self._engine.shutdown()
         except psutil.NoSuchProcess:
-            # vLLM may list the children of a process that is just ending, and leave its sockets open: garbage
-            # collection of their context would then hang.
+            # If a process is just ending, vLLM may fail to list its children and leave its sockets open. Garbage
+            # collection of the sockets' context would then hang.
             self._engine.engine_core.resources()
             self._engine.shutdown()
 

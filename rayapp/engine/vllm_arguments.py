@@ -1,16 +1,21 @@
-"""Environment variables and engine arguments of vLLM from the configuration, and LoRA adapters in its workers.
+"""Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters in vLLM's
+workers.
 
 `VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
 
-With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes,
-and takes tensors from shared memory, as vLLM's own loader reads adapters from folders only. One adapter at a time.
+With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes
+and takes tensors from shared memory, because vLLM's own loader reads adapters only from folders. The adapters of
+`rayapp serve` are folders, which vLLM loads once at the start.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rayapp.config.agreement import gpu_problems
@@ -20,18 +25,27 @@ from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
+from rayapp.runs.profiles import MOST_ITERATIONS
+from rayapp.storage.models.check import adapter_rank
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks that vLLM has buffers for; an adapter of another rank uses part of the next larger buffer."""
+"""LoRA ranks for which vLLM has buffers; an adapter of another rank uses part of the next larger buffer."""
 
 
-def adapter_args(config: Config) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; empty if the learner sends whole weights."""
-    if not config.learner.lora.sends_adapter:
+def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
+    """Return vLLM's engine arguments for LoRA; empty without adapters.
+
+    Args:
+        adapters: adapters to load at the start: name -> folder in peft's form.
+    """
+    ranks = [config.learner.lora.rank] if config.learner.lora.sends_adapter else []
+    ranks += [adapter_rank(Path(folder)) for folder in adapters.values()]
+    if not ranks:
         return {}
-    rank = next(size for size in RANKS if size >= config.learner.lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    rank = next(size for size in RANKS if size >= max(ranks))
+    return {"enable_lora": True, "max_loras": len(ranks), "max_lora_rank": rank}
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:
@@ -46,11 +60,22 @@ def adapter_request() -> Any:
     return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
 
 
+def folder_requests(adapters: Mapping[str, str]) -> dict[str, Any]:
+    """Return a LoRARequest for each adapter in a folder, by name."""
+    from vllm.lora.request import LoRARequest
+
+    return {
+        name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=folder)
+        for number, (name, folder) in enumerate(adapters.items(), start=ADAPTER_ID + 1)
+    }
+
+
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
-    """Replace the adapter by this one. Returns the number of its tensors.
+    """Replace the adapter by the given tensors. Returns the number of tensors.
 
     Args:
-        tensors: tensors by peft's names, with the scale multiplied in; copied, as their memory is freed later.
+        tensors: tensors by peft's names, with the scale multiplied in. They are copied, because their memory is freed
+            later.
     Raises:
         ValueError: the engine has no modules for some of the tensors, and would silently ignore them.
     """
@@ -78,17 +103,27 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     return len(own)
 
 
-def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
+def check_adapter(model_runner: Any, adapter_id: int) -> None:
+    """Raise ValueError if vLLM, which loaded this adapter from a folder, ignores some of its matrices."""
+    manager = model_runner.lora_manager._adapter_manager  # noqa: SLF001 - as in `load_adapter`
+    # vLLM has packed the matrices by now: they have the names of its own modules.
+    loras = manager.get_adapter(adapter_id).loras
+    check_places(loras, manager.modules, {}, way_out="It is an adapter of another model.")
+
+
+def check_places(
+    loras: Mapping[str, Any],
+    modules: Mapping[str, Any],
+    packed: Mapping[str, Sequence[str]],
+    way_out: str = "Leave them out of learner.lora.target_modules, or set learner.lora.send: merged.",
+) -> None:
     """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
     adapter.
     """
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
-        raise ValueError(
-            f"vLLM has no modules for {len(lost)} of the adapters: {', '.join(lost[:3])}. Leave them out of "
-            "learner.lora.target_modules, or set learner.lora.send: merged."
-        )
+        raise ValueError(f"vLLM has no modules for {len(lost)} of the adapters: {', '.join(lost[:3])}. {way_out}")
 
 
 WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -102,10 +137,10 @@ def set_process_environment(config: Config) -> None:
     )
     # The variable would override the argument `kv_cache_memory_bytes`.
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
-    # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
+    # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if config.run.deterministic and is_on_gpu(config):
-        # On a CPU cohorts suffice: equal batches are computed alike.
+        # On a CPU cohorts suffice: equal batches give equal results.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
     # A single rank runs inside the engine core. By default vLLM runs even a single rank in its multi-process executor,
@@ -117,14 +152,20 @@ def set_process_environment(config: Config) -> None:
 
 
 def gpu_bytes() -> int:
-    """Return the memory of this machine's first GPU; 0 on CPU. Makes no CUDA context, after which vLLM can't fork."""
+    """Return the bytes of this machine's first GPU; 0 on CPU. The call makes no CUDA context: vLLM can't fork a process
+    that has one.
+    """
     from vllm.platforms import current_platform
 
     return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
-def vllm_args(config: Config) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration."""
+def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
+
+    Args:
+        adapters: adapters to load at the start: name -> folder in peft's form.
+    """
     server, on_gpu = config.server, is_on_gpu(config)
     return {
         "model": config.model.path,
@@ -133,7 +174,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # unused on CPU
+        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # only for GPUs
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
@@ -153,8 +194,9 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
+        **_profiler_args(config),
         **_transfer_args(config),
-        **adapter_args(config),
+        **adapter_args(config, adapters),
         **server.engine_args,
     }
 
@@ -173,6 +215,23 @@ def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = No
     if architecture.model_type == "cohere2" and architecture.sliding_window:
         architecture.sliding_window -= 1
     return architecture
+
+
+def _profiler_args(config: Config) -> dict[str, Any]:
+    """Return the argument for vLLM's profiler, which writes to a new temporary folder; empty if no step is profiled."""
+    if not config.train.profile_steps:
+        return {}
+    from vllm.config import ProfilerConfig
+
+    profiler = ProfilerConfig(
+        profiler="torch",
+        torch_profiler_dir=tempfile.mkdtemp(prefix="rayapp-profile-"),
+        torch_profiler_with_stack=False,
+        torch_profiler_dump_cuda_time_total=False,
+        ignore_frontend=True,
+        max_iterations=MOST_ITERATIONS,
+    )
+    return {"profiler_config": profiler}
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:
@@ -202,7 +261,7 @@ def check_gpu(config: Config) -> None:
     """Check that this process's GPU can compute the configuration; do nothing on a CPU.
 
     Raises:
-        ConfigError: it can't.
+        ConfigError: the GPU can't compute it; the message names the settings.
     """
     import torch
 

@@ -1,7 +1,8 @@
-"""Tokens that the form of a structured output allowed, token by token.
+"""Reads, for each sampled token, the tokens that a structured output's form (a JSON schema, a regex, ...) allowed
+there.
 
 vLLM sets the logits of tokens that a form does not allow to -inf before it samples, so its log-probs are those of the
-distribution over the allowed tokens. It does not return which tokens these were. `FormReader` replays the sampled
+distribution over the allowed tokens. vLLM does not return which tokens were allowed. `FormReader` replays the sampled
 tokens through the same grammar of xgrammar, with vLLM's own code, and keeps each distinct mask once.
 """
 
@@ -18,12 +19,13 @@ from rayapp.core.types import AllowedTokens, Int32Array, RequestId, SamplingPara
 from rayapp.engine.vllm_output import vllm_sampling_params
 
 BACKEND = "xgrammar"
-"""Library that vLLM uses for forms. An engine keeps the library of its first form for all later ones, so this is not
-left to the form."""
+"""Library that vLLM uses for forms. It is fixed, because an engine keeps the library of its first form for all later
+forms.
+"""
 
 
 class FormReader:
-    """Reads the masks of an engine's completions. It costs a few megabytes from the first completion with a form on.
+    """Reads the masks of an engine's completions. It takes a few megabytes once a completion has a form.
 
     Args:
         engine: vLLM's AsyncLLM.
@@ -32,11 +34,11 @@ class FormReader:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._backend: Any = None
-        # One thread, because a grammar is compiled by several threads of its own.
+        # One thread suffices: xgrammar itself compiles a grammar in several threads.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
 
     async def allowed(self, request_id: RequestId, sampling: SamplingParams, token_ids: Int32Array) -> AllowedTokens:
-        """Return the tokens that the form allowed in the place of each sampled token.
+        """Return the tokens that the form allowed at the position of each sampled token.
 
         Raises:
             EngineError: the form did not allow one of the sampled tokens.
@@ -52,23 +54,25 @@ class FormReader:
         numbers, mask_of = dict[bytes, int](), np.full(len(token_ids), -1, np.int32)
         for place, token in enumerate(token_ids):
             if grammar.is_terminated():
-                break  # vLLM then allows all tokens
+                break  # after the form's end vLLM allows all tokens
             grammar.fill_bitmask(row, 0)
             mask_of[place] = numbers.setdefault(row.numpy().tobytes(), len(numbers))
             if not grammar.accept_tokens(request_id, [token]):
-                raise EngineError(f"{request_id}: its form does not allow token {token} at {place}, which was sampled")
+                raise EngineError(
+                    f"{request_id}: token {token} was sampled at {place}, but the request's form does not allow it"
+                )
         masks = np.frombuffer(b"".join(numbers), np.int32).reshape(len(numbers), -1)
         return AllowedTokens(masks=masks, mask_of=mask_of)
 
     def _grammar(self, sampling: SamplingParams) -> Any:
-        """Return the form's grammar before its first token, as vLLM's engine makes it."""
+        """Return the grammar of the form in its initial state, made as vLLM's engine makes it."""
         from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
         from vllm.v1.structured_output.request import get_structured_output_key
 
         params = vllm_sampling_params(sampling, with_seed=False)
         read = self._engine.input_processor
         params.update_from_generation_config(read.generation_config_fields, read.renderer.get_eos_token_id())
-        validate_xgrammar_grammar(params)  # it also writes choices as a grammar
+        validate_xgrammar_grammar(params)  # this also turns choices into a grammar
         if self._backend is None:
             self._backend = self._opened()
         key = get_structured_output_key(params.structured_outputs)

@@ -1,13 +1,14 @@
-"""Reads vLLM's output: completions, the cause of a failure from its log, and its load from its statistics.
+"""Reads what vLLM puts out: completions, the cause of a failure in the log, and the load in the statistics.
 
 At a weight sync an engine freezes its requests, loads the new weights, and continues from the tokens sampled so far.
 `TokenVersions` counts, for every request in flight, the tokens that each version has sampled.
 
 vLLM's exceptions in the server say "see root cause above": the cause was raised in another process, which logs it to
-the standard output that it shares with the server. That is one of Ray's log files, so `EngineOutput` finds the cause.
+the standard output that it shares with the server. Ray redirects that output to a file, in which `EngineOutput` finds
+the cause.
 
-`VllmEngine` gives vLLM an `EngineLoad` as a stat logger and reads its numbers. vLLM calls its methods by name, so this
-module does not import vLLM.
+`VllmEngine` gives vLLM an `EngineLoad` as a stat logger, and reads the logger's numbers. vLLM calls the logger's
+methods by name, so this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _MOST_CHARS = 500
 
 
 class EngineOutput:
-    """The output that this process and its children write from now on.
+    """Output that this process and its children write from now on.
 
     Args:
-        descriptor: file descriptor that they write to; if it is not a file, the output is unknown.
+        descriptor: file descriptor to which they write; if it is not a file, the output is unknown.
     """
 
     def __init__(self, descriptor: int = 1) -> None:
@@ -43,7 +44,7 @@ class EngineOutput:
         self._start = _size(self._path)
 
     def cause(self) -> str:
-        """Return `, because ` and the first exception that a process of the engine logged; empty without one."""
+        """Return `, because ` and the first exception that a process of the engine logged; empty if there is none."""
         found = _CAUSE.search(self._text())
         return _because(found[1]) if found else ""
 
@@ -83,7 +84,7 @@ def _size(path: Path) -> int | None:
 
 
 class EngineLoad:
-    """A stat logger for vLLM that keeps the last numbers. One per engine; the rank's number is not used.
+    """Stat logger of an engine for vLLM, which keeps the last numbers.
 
     Args:
         on_step: called after each step with the share of the KV cache in use, and the number of preempted sequences.
@@ -102,7 +103,7 @@ class EngineLoad:
         self._on_tokens = on_tokens
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> EngineLoad:
-        """Return this logger when vLLM requests a new one."""
+        """Return this logger whenever vLLM requests a new one; vLLM's number of the engine is ignored."""
         return self
 
     def record(
@@ -126,21 +127,22 @@ class EngineLoad:
         self._on_step(self._kv_used, num_preempted)
 
     def forgive(self, num_requests: int) -> None:
-        """Leave the next preemptions of so many requests out: sleep preempted them, not the lack of KV cache."""
+        """Ignore the next `num_requests` preemptions, which are due to sleep and not to a full KV cache."""
         self._forgiven = num_requests
 
     def log_engine_initialized(self) -> None:
-        """Does nothing; vLLM calls it."""
+        """Do nothing; vLLM requires the method."""
 
     def log(self) -> None:
-        """Does nothing: the numbers are read with `scalars`."""
+        """Do nothing: the numbers are read with `scalars`."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Does nothing; vLLM calls it."""
+        """Do nothing; vLLM requires the method."""
 
     def scalars(self) -> dict[str, float]:
-        """Return the requests running and waiting, and the share of the KV cache in use; and counts since the start of
-        prefix-cache tokens looked up and found, and of preempted sequences."""
+        """Return the number of running and of waiting requests, the share of the KV cache in use, and counts since the
+        start: tokens looked up and found in the prefix cache, and preempted sequences.
+        """
         return {
             "running": float(self._running),
             "waiting": float(self._waiting),
@@ -152,17 +154,19 @@ class EngineLoad:
 
 
 class TokenVersions:
-    """Versions of the tokens of each request in flight. Request ids are strings, unique among the requests in
-    flight.
+    """Counts, for each request in flight, the tokens that each policy version sampled. Request ids are strings, unique
+    among the requests in flight.
     """
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
         self._ended_by: dict[str, int] = {}
-        """Version of the last token of each request that ended and whose output was not fetched yet."""
+        """Policy version that sampled the last token, for each request that has ended and whose output is not fetched
+        yet.
+        """
 
     def begin(self, request_id: str) -> None:
-        """Begin to follow a request, whose tokens are counted at every update from now on."""
+        """Begin to count a request's tokens at every update."""
         self._spans[request_id] = []
 
     @property
@@ -170,7 +174,7 @@ class TokenVersions:
         return len(self._spans)
 
     def close_version(self, version: int, num_tokens: Callable[[str], int | None]) -> None:
-        """Count all tokens sampled since the last call for `version`. Called while the engine is frozen.
+        """Count all tokens sampled since the last call as sampled by `version`. Call it while the engine is frozen.
 
         Args:
             num_tokens: request id -> tokens sampled since its start; None if it has ended.
@@ -183,13 +187,15 @@ class TokenVersions:
                 self._add(spans, version, count)
 
     def end(self, request_id: str, version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of a request's tokens, oldest version first; `version` sampled the uncounted ones."""
+        """Return the spans of a request's tokens, oldest version first. The tokens not counted yet were sampled by
+        `version`.
+        """
         spans = self._spans.pop(request_id)
         self._add(spans, self._ended_by.pop(request_id, version), num_tokens)
         return tuple(spans)
 
     def forget(self, request_id: str) -> None:
-        """Stop following a request that failed or was cancelled. Idempotent."""
+        """Stop counting the tokens of a request that failed or was cancelled. Idempotent."""
         self._spans.pop(request_id, None)
         self._ended_by.pop(request_id, None)
 
@@ -205,7 +211,7 @@ def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
     """Return vLLM's `SamplingParams` for whole completions with the log-prob of each token.
 
     Args:
-        with_seed: give the request its own seed; see `rayapp.engine.vllm`.
+        with_seed: give the request its own seed, for runners that draw each request's noise from it.
     """
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -239,7 +245,7 @@ def whole_completion(
     """Return the `Completion` of an output that ended by the policy's stop token or by the limit of tokens.
 
     Args:
-        num_routed: number of tokens whose experts it must have; None: without experts.
+        num_routed: number of tokens for which it must have the chosen experts; None: the completion has no experts.
     Raises:
         EngineError: the engine ended it early (abort, error, repetition), so it must not be scored or trained on.
     """
@@ -270,7 +276,8 @@ def whole_completion(
 
 
 def _log_probs(flat: Any, num_tokens: int) -> tuple[FloatArray, Int32Array | None, FloatArray | None]:
-    """Return the log-prob of each sampled token, and the ids and log-probs of the likeliest tokens, None if unwanted.
+    """Return the log-prob of each sampled token, and the ids and log-probs of the likeliest tokens (None if not
+    requested).
 
     Args:
         flat: vLLM's FlatLogprobs: rows of the sampled token and the k likeliest.

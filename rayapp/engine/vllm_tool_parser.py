@@ -1,16 +1,16 @@
 """vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3), or
 automatically as the one that reads the calls of the model's template.
 
-Rollout workers call `load_parser`. Importing vLLM takes seconds and half a gigabyte, so other modules import this one
-only where they use it. If a format marks the ends of calls, each call is parsed by itself: vLLM's parsers reject a
-whole turn for one malformed call.
+Rollout workers call `load_parser`. Importing vLLM takes seconds and half a gigabyte, so other modules import this
+module only where they use it. If a format marks the ends of calls, each call is parsed by itself: vLLM's parsers reject
+a whole turn for one malformed call.
 
 `HarmonyParser` reads the calls of gpt-oss, because vLLM's parser `openai` is a stub:
 
     <|channel|>analysis<|message|>I'll look.<|end|><|start|>assistant<|channel|>commentary to=functions.look
     <|constrain|>json<|message|>{"word": "a"}<|call|>
 
-A message is a call if its head names a recipient. Calls that are quoted in thoughts (another message) don't count.
+A message is a call if its head names a recipient. Calls that are only quoted in a message of thoughts don't count.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MESSAGE = re.compile(
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
 _BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
-"""Head of a message that is not for the user: a call, or thoughts."""
+"""Pattern of the head of a message that is not for the user: a call, or thoughts."""
 
 
 class HarmonyParser:
-    """See `rayapp.tools.base.ToolCallParser`."""
+    """Parser of the tool calls of gpt-oss (a `rayapp.tools.base.ToolCallParser`)."""
 
     name = "openai"
     start = ""
@@ -64,7 +64,7 @@ _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _PARSE_TIMEOUT_S = 1.0
-"""Maximum processor time for parsing the calls of one turn; a limit of wall-clock time would depend on the machine's
+"""Maximum processor time for parsing the calls of one turn. A limit of wall-clock time would depend on the machine's
 load.
 """
 _EVENTS_PER_LOOK = 16
@@ -75,13 +75,13 @@ _MALFORMED = (
 
 
 class VllmToolParser:
-    """See `rayapp.tools.base.ToolCallParser`.
+    """Parser of tool calls that uses a parser of vLLM (a `rayapp.tools.base.ToolCallParser`).
 
     Args:
         name: vLLM's name of the parser, e.g. hermes.
         tokenizer: tokenizer of the model.
-        tools: tools that the policy may call; some formats need the schemas for the arguments' types.
-        by_call: parse one call at a time if the format marks calls; else the whole turn at once.
+        tools: tools that the policy may call; some formats take the arguments' types from their schemas.
+        by_call: parse one call at a time if the format marks calls. If False, parse the whole turn at once.
     Raises:
         ConfigError: vLLM has no such parser, or it doesn't fit the tokenizer.
     """
@@ -100,7 +100,7 @@ class VllmToolParser:
         self._is_gated = by_call
         self._block = _block_pattern(self._start, _token(self._parser, _END)) if by_call else None
         _set_deadlines(self._parser)
-        # vLLM's parser logs a traceback for each malformed call; a policy writes many.
+        # vLLM's parser logs a traceback for each malformed call, and a policy writes many malformed calls.
         logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
 
     @property
@@ -117,19 +117,21 @@ class VllmToolParser:
         return tuple(call for match in blocks for call in self._read(match.group()))
 
     def words(self, text: str) -> str:
-        """Return the text outside of calls: the text before the first, or vLLM's result if the format marks none."""
+        """Return the text outside of calls: the text before the first call, or what vLLM's parser returns if the format
+        doesn't mark calls.
+        """
         if self._start:
             return text.partition(self._start)[0].rstrip()
         _DEADLINE.begin()
         try:
             return _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request).content or ""
-        except Exception:  # boundary: as in _read
+        except Exception:  # the policy's text may break any parser
             return text
 
     def _read(self, text: str) -> tuple[RawCall, ...]:
         try:
             found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)
-        except Exception as error:  # boundary: the policy's text may break any parser
+        except Exception as error:  # the policy's text may break any parser
             return (RawCall(problem=f"{_MALFORMED.format(name=self.name)} ({type(error).__name__})"),)
         if not found.tools_called:
             is_meant = bool(self._start) and self._start in text
@@ -140,13 +142,14 @@ class VllmToolParser:
 def load_parser(
     name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None = None
 ) -> ToolCallParser:
-    """Return the parser of that name, set up so that it finds the sample.
+    """Return the parser of that name, if it finds the sample call.
 
     Args:
         name: vLLM's name, or auto for the first parser that finds the sample, starting with the model's family.
         sample: a call as the model's template writes it; None skips the check.
     Raises:
-        ConfigError: as `VllmToolParser`, or it doesn't find the sample; the message names parsers that do.
+        ConfigError: vLLM has no such parser, or the parser doesn't fit the tokenizer or doesn't find the sample; the
+            message names parsers that find it.
     """
     if name == AUTO:
         return _chosen(tokenizer, tools, sample)
@@ -179,7 +182,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
 
 
 def _of_family(tokenizer: Any) -> tuple[str, ...]:
-    """Return the parsers of the family of the tokenizer's model, if it is known."""
+    """Return the names of the parsers for the family of the tokenizer's model; empty if the family is not known."""
     try:
         architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
         family = FAMILIES.get(text_type(architecture))
@@ -193,13 +196,15 @@ def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bo
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
-    """Return a parser that finds the sample, call by call if possible, so that a malformed call loses only itself."""
+    """Return a parser that finds the sample, or None. Prefer parsing call by call, where a malformed call does not
+    affect the other calls.
+    """
     for by_call in (True, False):
         try:
             parser = _open(name, tokenizer, tools, by_call=by_call)
             if sample.is_found_by(parser):
                 return parser
-        except Exception:  # boundary: as in _make, and a parser may need packages that are not here
+        except Exception:  # a parser may need tokens or packages that are missing
             log.debug("tool parser %s", name, exc_info=True)
     return None
 
@@ -219,18 +224,18 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
         raise ConfigError(f"vLLM has no tool parser {name!r}; it has: {', '.join(_known())}") from None
     try:
         return kind(tokenizer, tools)
-    except Exception as error:  # boundary: parsers look up tokens of their family in the tokenizer
+    except Exception as error:  # parsers look up tokens of their family in the tokenizer
         raise ConfigError(
             f"vLLM's tool parser {name!r} doesn't fit this model's tokenizer: {type(error).__name__}: {error}"
         ) from error
 
 
 class _Deadline:
-    """Time limit of the current parse. One for the process, as the agent loop has one thread for parsers.
+    """Time limit of the current parse. The process has one, because the agent loop runs parsers in one thread.
 
     Parsers take quadratic or cubic time for some texts: GLM's took 14 s for 6 kB, and holds the GIL in regular
-    expressions. So each search gets a timeout, and a trace function checks the limit at every few calls: reading the
-    clock at each call took four times as long as the parser itself.
+    expressions. So each search gets a timeout, and a profile function checks the limit at every few function calls:
+    reading the clock at each function call took four times as long as the parser itself.
     """
 
     def __init__(self) -> None:
@@ -246,7 +251,7 @@ class _Deadline:
         return max(0.001, self._ends_at - time.thread_time()) if self._is_kept else None
 
     def keep(self, extract: Callable[..., Any], *args: Any) -> Any:
-        """Call `extract` under the deadline. Raises TimeoutError, even if the parser catches it."""
+        """Call `extract` under the deadline. The deadline's TimeoutError is raised again if the parser catches it."""
         before, self._is_kept = sys.getprofile(), True
         sys.setprofile(self._check)
         try:
@@ -264,7 +269,9 @@ class _Deadline:
 
 
 class _TimedPattern:
-    """A pattern of the package regex, which all of vLLM's parsers use, with the deadline as its timeout."""
+    """Pattern of the package regex, which all of vLLM's parsers use, with the deadline as the timeout of its
+    searches.
+    """
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern

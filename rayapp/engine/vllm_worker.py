@@ -1,7 +1,8 @@
-"""Extension of vLLM's workers: loads new weights from shared memory, and ends the engine with the server.
+"""Extension of vLLM's workers: loads new weights from shared memory, and ends the engine when the server ends.
 
-vLLM mixes this class into its own worker by import path (`worker_extension_cls`), in the engine's processes. These are
-not Ray workers and refuse pickled calls, so a call has only a file's name and plain data as arguments.
+vLLM mixes the class `WeightUpdateExtension` into its own worker by import path (`worker_extension_cls`), in the
+engine's processes. These are not Ray workers and refuse pickled calls, so a call has only a file's name and plain data
+as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from rayapp.engine.vllm_arguments import is_adapter, load_adapter
+from rayapp.engine.vllm_arguments import check_adapter, is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import TensorEntry, checksum_of, part_of, unpack
 from rayapp.engine.weights.held import check_rounded, held_experts, held_parts, keep_sent_parts, pack_experts
@@ -28,7 +29,7 @@ vllm_gloo.register()
 
 
 class WeightUpdateExtension:
-    """Mixin of vLLM's worker, which provides the attributes declared here."""
+    """Mixin of vLLM's worker; the worker provides the attributes that the mixin declares."""
 
     model_runner: Any
     reload_weights: Any
@@ -40,12 +41,12 @@ class WeightUpdateExtension:
 
         Args:
             path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
-            entries: places of the tensors in the file.
+            entries: name, dtype, shape and position of each tensor in the file.
             checksums: the learner's checksums of a sample of the tensors.
         Returns:
-            Number of tensors that were verified to equal the sent ones.
+            Number of tensors that were verified to equal the sent tensors.
         Raises:
-            ValueError: the received tensors, or the model's, differ from the sent ones.
+            ValueError: the received tensors, or the model's tensors, differ from the tensors that were sent.
         """
         import torch
 
@@ -55,15 +56,15 @@ class WeightUpdateExtension:
         _check("arrive", arrived, checksums)
         if is_adapter(entries):
             return load_adapter(self.model_runner, unpack(entries, data))
-        # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and they
-        # have no weight_loader for a second one.
+        # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and repacked
+        # parameters have no weight_loader for a second load.
         self._mend()
         self.reload_weights(weights_iterator=unpack(entries, data))
         return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """Complete a load of new weights: pack and tie weights that vLLM does not, and compare with the learner's
-        checksums.
+        """Complete a load of new weights: pack and tie the weights that vLLM's reload skips, and compare with the
+        learner's checksums.
 
         Returns:
             Number of tensors that were compared.
@@ -81,8 +82,12 @@ class WeightUpdateExtension:
         pack_experts(model)
         return len(held)
 
+    def check_adapter(self, adapter_id: int) -> None:
+        """Raise ValueError if the engine ignores some of an adapter's matrices."""
+        check_adapter(self.model_runner, adapter_id)
+
     def leave_weight_group(self) -> None:
-        """Destroy the weight group, if there is one, before joining another: vLLM would leak its GPU memory."""
+        """Destroy the weight group, if there is one, before joining another: vLLM would leak the group's GPU memory."""
         self._mend()
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None:
@@ -115,13 +120,13 @@ class WeightUpdateExtension:
 
 
 def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
-    """Compare each tensor's checksum with the learner's, one after the other. Return the tensors' names."""
+    """Compare each tensor's checksum with the learner's checksum. Return the tensors' names."""
     found = [(name, checksum_of(part)) for name, part in parts]
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(found)} sampled tensors differ, by their checksums, between the learner that sent "
-            f"them and this server, where they {what}: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(found)} sampled tensors, as they {what} on this server, have other checksums than "
+            f"the learner's tensors: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
 

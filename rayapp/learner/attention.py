@@ -1,12 +1,13 @@
 """Attention over packed, prefix-shared tokens, plugged into transformers as `attn_implementation="rayapp_packed"`.
 
 transformers calls `packed_attention` in every layer with q, k, v of the N unique tokens and the `AttentionLayout` that
-the learner passed to the model's forward. A segment of the radix tree (see `packing`) attends to itself causally and
-to all of its ancestors. On CPU each such pair of segments is one block of torch's flash kernel, and blocks are merged
-by their log-sum-exp; on GPU each segment is one sequence of varlen flash attention, with keys gathered along its path.
+the learner passed to the model's forward. A segment of the radix tree (see `packing`) attends to itself causally and to
+all of its ancestors. On CPU a segment and its descendants attend to the segment in blocks of torch's flash kernel, and
+blocks are merged by their log-sum-exp. On GPU each segment is one sequence of varlen flash attention, with keys
+gathered along its path.
 
-Sliding windows, soft caps and sinks are supported: on CPU by masked blocks (`families/flex`), on GPU by the varlen
-kernel's window, and by flex attention (`families/flex`) for layers with sinks or a cap.
+Sliding windows, soft caps and sinks are supported. On CPU masked blocks (`families/flex`) compute them. On GPU the
+varlen kernel computes windows, and flex attention (`families/flex`) computes layers with sinks or a cap.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ ATTENTION_NAME = "rayapp_packed"
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
 )
-"""Arguments that a model may pass to its attention and that don't affect the result here."""
+"""Arguments that a model may pass to its attention and that don't affect the result of packed attention."""
 
-# Call the operators below scaled_dot_product_attention, because only they return the log-sum-exp, which merging
-# needs.
+# Call the internal operators of scaled_dot_product_attention: only they return the log-sum-exp, which merging needs.
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
@@ -52,26 +52,27 @@ class VarlenLayout:
     """Arguments of varlen attention on GPU, for S segments whose paths have K keys in total."""
 
     key_index: Tensor
-    """(K,) packed positions of each segment's path, the segment included."""
+    """Packed positions of the keys of all segments, (K,): for each segment its whole path, which ends with the segment.
+    """
     cu_queries: Tensor
-    """(S + 1,) int32"""
+    """First query of each segment, then the number of queries, (S + 1,) int32."""
     cu_keys: Tensor
-    """(S + 1,) int32"""
+    """First key of each segment, then the number of keys, (S + 1,) int32."""
     max_queries: int
     max_keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
-    """The layout of one forward pass: the tokens to which each token attends."""
+    """Layout of one forward pass: the tokens to which each token attends."""
 
     segments: tuple[Segment, ...]
     max_length: int
-    """Longest path."""
+    """Length of the longest path in tokens."""
     positions: Tensor
-    """(N,) position of each token within its own sequence, on the host."""
+    """Position of each token within its own sequence, (N,), on the host."""
     varlen: VarlenLayout | None
-    """On GPU; None on CPU."""
+    """Arguments of the varlen kernel on GPU; None on CPU."""
     tree: Callable[[], TreeMask] | None
     """Function that makes and caches the mask for layers that the varlen kernel can't compute. None on CPU."""
 
@@ -133,7 +134,7 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     rule = MaskRule(scale=scale, window=window, softcap=softcap)
     width, own_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    # Pad with zeros, which change no product: the kernels need equal widths, and latent attention has narrower values.
+    # Pad values with zeros: the kernels need keys and values of equal width, and latent attention has narrower values.
     query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
     return _attend(query, key, value, s_aux, plan, rule)[..., :own_width], None
 
@@ -171,7 +172,7 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLayout, rule: MaskRule) -> Tensor:
-    """Attend with queries at the end of their path of keys: causality aligned bottom right, as flash attention does."""
+    """Attend causally, with each segment's queries at the end of its keys, as flash attention aligns them."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
@@ -192,10 +193,11 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLay
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Attention on CPU, block by block. Exact: a block's gradient needs only its rows' final output and log-sum-exp.
+    """Attention on CPU, block by block. It is exact: a block's gradient needs only the final output and log-sum-exp of
+    the block's rows.
 
-    Computes in float32, so that merging blocks loses no precision; and torch's CPU flash kernel takes three times as
-    long for a bfloat16 gradient (16 x 80 tokens, 9 heads: 16.7 ms against 6.2 ms on two Zen 5 cores).
+    It computes in float32, so that merging blocks loses no precision. Also, torch's CPU flash kernel takes three times
+    as long for a bfloat16 gradient (16 x 80 tokens, 9 heads: 16.7 ms against 6.2 ms on two Zen 5 cores).
     """
 
     @staticmethod
@@ -237,7 +239,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
-    """Reshape (Hq,) to (Hkv, G, 1), to be added to a log-sum-exp."""
+    """Reshape sinks (Hq,) to (Hkv, G, 1), so that they can be added to a log-sum-exp."""
     return sinks.float().view(*lse.shape[:2], 1)
 
 
@@ -265,7 +267,7 @@ def _forward_blocks(
             found, found_lse = masked_forward(*part, mask_of(block, positions, rule), rule)
         else:
             found, found_lse = _flash_forward(*part, 0.0, block.is_own, scale=rule.scale)
-        if rows.start == done:  # first the block in which rows and columns are the same tokens
+        if rows.start == done:  # a row's first block: the row's own segment
             out[:, :, rows], lse[:, :, rows], done = found, found_lse, rows.stop
         else:
             _merge(out[:, :, rows], lse[:, :, rows], found, found_lse)
@@ -273,7 +275,7 @@ def _forward_blocks(
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a block's output into rows that hold the output of other blocks, in place."""
+    """Merge a block's output in place into `out`, which holds the output of earlier blocks for the same rows."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
@@ -295,7 +297,7 @@ def _backward_blocks(
     """Return the gradients of query, key and value, each (Hkv, G, N, D), laid out by token.
 
     Args:
-        narrow: compute the matrix products of large blocks in bfloat16, as the model does.
+        narrow: compute the matrix products of blocks between two segments in bfloat16, as the model does.
     """
     heads, groups, num_tokens, width = query.shape
     zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
@@ -317,10 +319,11 @@ def _backward_blocks(
 def _narrow_gradient(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of an unmasked block: bfloat16 products of all heads of a key at once, float32 in between.
+    """Return the gradients of an unmasked block. Products are in bfloat16, for all query heads of a key head at once;
+    the rest is in float32.
 
-    2.8 times as fast as the flash kernel where many completions see one prompt (1200 x 120 tokens, 9 heads, one core:
-    3.5 ms against 9.6 ms). As in flash attention, exp(scores - lse) are the weights, with the final log-sum-exp.
+    It is 2.8 times as fast as the flash kernel where many completions see one prompt (1200 x 120 tokens, 9 heads, one
+    core: 3.5 ms against 9.6 ms). As in flash attention, the weights are exp(scores - lse) with the final log-sum-exp.
     """
     shape, heads, width = query.shape, query.shape[0], query.shape[-1]
     rows, grad_rows, out_rows = (tensor.reshape(heads, -1, width) for tensor in (query, grad_out, out))  # (Hkv, GQ, D)
@@ -331,12 +334,14 @@ def _narrow_gradient(
     slopes = torch.bmm(grads, values.transpose(1, 2)).float().sub_(delta).mul_(weights).mul_(scale).bfloat16()
     grad_value = torch.bmm(weights.bfloat16().transpose(1, 2), grads)
     grad_key = torch.bmm(slopes.transpose(1, 2), rows)
-    # The products already sum over the G heads of a key, so only the first head gets the sum.
+    # The products already sum over the G query heads of a key head, so only the first query head gets the sum.
     return torch.bmm(slopes, keys).view(shape), _first_head(grad_key, shape[1]), _first_head(grad_value, shape[1])
 
 
 def _first_head(summed: Tensor, groups: int) -> Tensor:
-    """Spread (Hkv, K, D) to (Hkv, G, K, D) float32: the values in the first of the G heads, zeros in the others."""
+    """Expand (Hkv, K, D) to (Hkv, G, K, D) float32: the values in the first of the G heads, zeros in the other
+    heads.
+    """
     spread = summed.new_zeros(summed.shape[0], groups, *summed.shape[1:], dtype=torch.float32)
     spread[:, 0] = summed
     return spread

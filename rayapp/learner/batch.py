@@ -1,8 +1,9 @@
 """Micro-batches: the tokens that one forward computes, and the places of each trajectory's log-probs among them.
 
 `split` builds them from trajectories, `PolicyModel` reads them. Pure numpy until `to_device`. A micro-batch never
-splits a trajectory; a group may be spread over several, each of which computes the prompt again. A trajectory that is
-a tree is one row of the loss like any other; its branches share prefixes as the trajectories of a group do.
+splits a trajectory. A group may be spread over several micro-batches, each of which computes the prompt again. A
+trajectory with forks is a tree: it is one row of the loss, and its branches share prefixes as the trajectories of a
+group do.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainItem:
-    """One trajectory to compute, with its advantages."""
+    """Trajectory to compute, with its advantages."""
 
     row: int
-    """Index of the trajectory among all of the step; the same on every rank."""
+    """Index of the trajectory among all trajectories of the step; the same on every rank."""
     group: int
-    """Position of its group in the step."""
+    """Position of the trajectory's group in the step."""
     trajectory: Trajectory
     advantages: FloatArray
-    """(R,), one for each of its R response tokens."""
+    """Advantage of each of the R response tokens, (R,)."""
 
     @property
     def rollout_log_probs(self) -> FloatArray:
@@ -43,8 +44,9 @@ class TrainItem:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads without shared prefixes: all but the last response token, which is only a
-        target."""
+        """Number of tokens that the model reads without shared prefixes: all but the last response token, which is only
+        a target.
+        """
         return sum(branch.size for branch in inputs_of(self))
 
 
@@ -55,23 +57,26 @@ class MicroBatch:
     items: tuple[TrainItem, ...]
     packing: Packing
     head_positions: Int64Array
-    """(M,) packed positions that predict a response token, ascending. A position occurs once for each set of tokens
-    that a form allowed there."""
+    """Packed positions that predict a response token, ascending, (M,). A position occurs once for each set of tokens
+    that a form allowed there.
+    """
     pair_rows: Int64Array
-    """(P,) index into head_positions, ascending, for each unique pair of a position and its next token."""
+    """For each unique pair of a position and its next token, the position's index in head_positions, ascending, (P,).
+    """
     pair_targets: Int64Array
-    """(P,)"""
+    """Next token of each pair, (P,)."""
     row_pairs: Int64Array
-    """(B, T) index of each response token's pair; 0 past a row's own tokens."""
+    """Index of each response token's pair, (B, T); 0 past a row's own tokens."""
     row_heads: Int64Array
-    """(B, T) index of the head position that predicts each response token; 0 past a row's own tokens."""
+    """Index in head_positions of the position that predicts each response token, (B, T); 0 past a row's own tokens."""
     mask: FloatArray
-    """(B, T)"""
+    """1 on a row's own response tokens, else 0, (B, T)."""
     allowed: AllowedTokens | None = None
-    """Tokens that forms allowed at each of the M head positions; None: all tokens at all of them."""
+    """Tokens that forms allowed at each of the M head positions; None: every position allows all tokens."""
     routed_experts: NDArray[np.int16] | None = None
-    """(N, layers, k) experts that the engine chose for each packed token; -1 for tokens without a recorded choice.
-    None: no token has a recorded choice."""
+    """Experts that the engine chose for each packed token, (N, layers, k); -1 for tokens without a recorded choice.
+    None: no token has a recorded choice.
+    """
 
     @property
     def num_trained_tokens(self) -> int:
@@ -87,13 +92,13 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
-    # Fill all bins about equally, because a small last micro-batch has small matrix products, which are slow.
+    # Fill all micro-batches about equally: a small last micro-batch would have small matrix products, which are slow.
     num_bins = max(1, -(-total // max_tokens))
     target = total / num_bins
     bins: list[list[TrainItem]] = []
     filled = 0
     for item, (marginal, alone) in zip(ordered, costs, strict=True):
-        # Exceed the equal share rather than add a micro-batch, but never exceed `max_tokens`.
+        # Rather exceed the equal share than add a micro-batch, but never exceed `max_tokens`.
         is_full = filled >= target and len(bins) < num_bins
         if not bins or filled + marginal > max_tokens or is_full:
             bins.append([item])
@@ -119,8 +124,9 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    """Return the experts (sum of inputs, layers, k) of all items' concatenated inputs; None if no experts are
-    recorded."""
+    """Return the recorded experts of the concatenated inputs of all items, (number of inputs, layers, k); None if no
+    experts are recorded.
+    """
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -138,9 +144,10 @@ def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
 def _pack_routed(
     trees: Sequence[Sequence[NDArray[np.int32]]], experts: NDArray[np.int16], *, share_prefixes: bool
 ) -> tuple[Packing, NDArray[np.int16]]:
-    """Pack as `pack` does, but share a token between sequences only if its experts are equal too.
+    """Pack like `pack`, but share a token between sequences only if its experts are equal too.
 
-    Packs ids of unique (token, experts) pairs, which sort in the order of the tokens."""
+    It packs ids of unique (token, experts) pairs; the ids sort like the tokens.
+    """
     branches = [branch for tree in trees for branch in tree]
     tokens = np.concatenate(branches)
     columns = tokens.astype(">i4")[:, None].view(np.uint8), experts.reshape(tokens.size, -1).view(np.uint8)
@@ -173,16 +180,18 @@ def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
 
 
 def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
-    """Return the tokens of each branch that the model reads: all before the branch's last trained token."""
+    """Return, for each branch, the tokens that the model reads: all tokens before the branch's last trained token."""
     tokens = item.trajectory.token_ids
     return [tokens[path[: responses[-1]]] for path, responses in trained_branches(item.trajectory)]
 
 
 def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Array]]:
-    """Return each branch as the indices of its tokens, and the places in it of the response tokens to train there.
+    """Return, for each branch of the trajectory, the indices of its tokens, and the positions in the branch of the
+    response tokens to train.
 
-    A token that several branches share is trained in the first of them only. Branches without a token to train are
-    left out."""
+    A token that several branches share is trained only in the first of these branches. Branches without a token to
+    train are left out.
+    """
     left, found = trajectory.response_mask.copy(), list[tuple[Int64Array, Int64Array]]()
     for path in branches(trajectory.num_tokens, trajectory.forks):
         responses = np.flatnonzero(left[path])
@@ -200,8 +209,9 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """Return for each item the number of tokens that it adds to its predecessor's micro-batch, and the number that it
-    needs in a micro-batch of its own."""
+    """Return two numbers for each item: the tokens that it adds to the micro-batch of the item before it, and the
+    tokens that it needs in a micro-batch of its own.
+    """
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -218,8 +228,9 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    """Return the number of leading tokens that two rows share; shared tokens must also have equal experts (`own` and
-    `theirs`)."""
+    """Return the number of leading tokens that two rows share. Shared tokens must also have equal experts (`own`,
+    `theirs`).
+    """
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0
@@ -241,7 +252,9 @@ def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
 
 
 def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
-    """Return the unique pairs (position, next token), and the index of each response token's pair."""
+    """Return the micro-batch of a packing: its unique pairs (position, next token), and the index of each response
+    token's pair.
+    """
     positions, targets = [], []
     packed = iter(packing.paths)
     for item in items:
@@ -276,7 +289,9 @@ def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
 
 
 def _allowed_of(items: Sequence[TrainItem]) -> AllowedTokens | None:
-    """Return the tokens that forms allowed at all items' response tokens, item by item; None if all were allowed."""
+    """Return the tokens that forms allowed at the response tokens of all items, item by item; None if no form excluded
+    a token.
+    """
     parts = list[tuple[AllowedTokens | None, int]]()
     for item in items:
         allowed, mask = item.trajectory.allowed, item.trajectory.response_mask
@@ -285,12 +300,12 @@ def _allowed_of(items: Sequence[TrainItem]) -> AllowedTokens | None:
 
 
 def advantages_of(batch: MicroBatch) -> Tensor:
-    """Return the advantages (B, T) float32."""
+    """Return the advantages of a micro-batch's response tokens, (B, T) float32."""
     return stack_rows([item.advantages for item in batch.items], batch.mask.shape[1])
 
 
 def rollout_log_probs_of(batch: MicroBatch) -> Tensor:
-    """Return the engine's log-probs (B, T) float32."""
+    """Return the engine's log-probs of a micro-batch's response tokens, (B, T) float32."""
     return stack_rows([item.rollout_log_probs for item in batch.items], batch.mask.shape[1])
 
 

@@ -47,7 +47,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
 
 
 def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:
-    """Load a model that the learners don't train, sharded over the mesh of the policy.
+    """Load a model that the learners don't train (a reference, a teacher), sharded over the mesh of the policy.
 
     Raises:
         InputError: the model can't be loaded, or its vocabulary is smaller than the policy's.
@@ -68,9 +68,10 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
 
 
 def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
-    """Turn `learner.share_prefixes` off for models with layers that must compute every sequence as a whole.
-    With shared prefixes, micro-batches are limited by the number of unique tokens, but such layers need memory for all
-    tokens."""
+    """Set `learner.share_prefixes` to False if a model has layers that must compute every sequence as a whole. With
+    shared prefixes, micro-batches are limited by the number of unique tokens, but such layers need memory for all
+    tokens.
+    """
     if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
     log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")

@@ -1,4 +1,4 @@
-"""Process groups of the learners: one rank or many, gloo on CPU and NCCL on GPU."""
+"""Sets up the process groups of the learners: one rank or many, gloo on CPU and NCCL on GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a shard or of partial sums; other tensors unchanged. Collective."""
+    """Return the full tensor if `tensor` is a shard or a partial sum, else `tensor` itself. Collective."""
     part = tensor.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
 
@@ -52,7 +52,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's sequence group: ranks with equal index train on the same trajectories."""
+        """Index of this rank's sequence group. Ranks with the same index train on the same trajectories."""
         return self.rank // self.num_parts
 
     @property
@@ -69,12 +69,12 @@ class Ranks:
         return [gathered for gathered in values if gathered is not None]
 
     def gather_data(self, value: T) -> list[T]:
-        """Return one value for each sequence group, from its first rank, on every rank. Collective."""
+        """Return, on every rank, one value for each sequence group: the value of the group's first rank. Collective."""
         return self.gather(value)[:: self.num_parts]
 
     def first_of(self, problem: str) -> str:
-        """Return the first problem that is not empty, in order of ranks, or "", so that all ranks take the same action.
-        Collective.
+        """Return the first problem that is not empty, in order of ranks, else "". All ranks get the same result and act
+        alike. Collective.
         """
         return next(filter(None, self.gather(problem)), "")
 
@@ -90,7 +90,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
-    # If a rank fails, the others wait in a collective until this timeout, which is the driver's own deadline.
+    # If a rank fails, the other ranks wait in a collective until this timeout, which equals the driver's deadline.
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
@@ -126,17 +126,16 @@ def only_rank(config: Config) -> Iterator[Ranks]:
 
 
 def learner_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
-    """Return the mesh that FSDP shards parameters over.
-
-    One dimension without replicas. With replicas two: parameters are sharded over neighbouring ranks, and gradients are
-    summed over the replicas."""
+    """Return the mesh over which FSDP shards parameters. Without replicas it has one dimension. With replicas it has
+    two: parameters are sharded over neighbouring ranks, and gradients are summed over the replicas.
+    """
     if replicas == 1:
         return init_device_mesh(device_type, (world_size,))
     return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def _sequence_group(size: int, rank: int, timeout: timedelta) -> SequenceGroup | None:
-    """Group neighbouring ranks, `size` at a time; None for size 1. Collective."""
+    """Return the group of `size` neighbouring ranks that has this rank; None for size 1. Collective."""
     if size == 1:
         return None
     group, _ = dist.new_subgroups(group_size=size, timeout=timeout)  # type: ignore[no-untyped-call]
@@ -171,7 +170,7 @@ def learner_device(config: Config) -> torch.device:
 
 
 def _has_been_given_gpu(config: Config) -> bool:
-    """Return whether the config requires a GPU or Ray reserved a GPU, so that the CPU must not be used silently."""
+    """Return True if the config requires a GPU or Ray reserved one; then the CPU must not be used silently."""
     return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 
@@ -182,7 +181,9 @@ def give_back_memory(config: Config, device: torch.device) -> None:
 
 
 def use_threads(config: Config, world_size: int) -> None:
-    """Set the number of threads to this learner's share of the cores. Fixed from here on: CPU results depend on it."""
+    """Set the number of threads to this learner's share of the cores. It must not change later: results on a CPU depend
+    on it.
+    """
     takes_turns = config.train.takes_turns
     torch.set_num_threads(
         config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=takes_turns, model=config.model.path)
@@ -201,8 +202,9 @@ NCCL_OF_BATCH_INVARIANCE = {
     "NCCL_PROTO": "Simple",
     "NCCL_SOCKET_NTHREADS": "1",
 }
-"""Variables that vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT. Learners need the same: with other values on
-one side the first broadcast of a weight sync would hang."""
+"""Variables that vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT. Learners must set them to the same values:
+otherwise the first broadcast of a weight sync would hang.
+"""
 
 
 def use_deterministic_kernels(config: Config) -> None:

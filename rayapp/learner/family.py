@@ -2,14 +2,14 @@
 
 `rayapp doctor` and `load_policy` call `check_family` before any weights are read. It makes a small random model of the
 same config, scores two packed sequences that share a prefix, and compares the log-probs with those of plain eager
-attention, one sequence at a time. Features that the learner lacks (convolutions over neighbouring tokens, attention
-options, noise in training mode) show as a difference, in unknown families too.
+attention, one sequence at a time. A feature that the learner lacks (a kind of convolution, an attention option, noise
+in training mode) shows as a difference, even in a family that is not known.
 
 `head_rule` reads how a model changes its logits after the output embedding: a scale, and a soft cap.
 
 `pin_positions` handles longrope, whose frequencies depend on the longest sequence of a forward. A short sequence packed
-beside a long one would get other positions than alone, or than in vLLM, which chooses the frequencies once, by
-`max_model_len`. So every forward computes positions of one more token, at the last possible position.
+beside a long one would get other frequencies than alone. vLLM chooses the frequencies once, by `max_model_len`. So
+every forward also computes the embedding of the last possible position, as if a token were there.
 """
 
 from __future__ import annotations
@@ -38,39 +38,43 @@ from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.storage.models.families import FAMILIES
 
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
-"""Config names of logit scales: Granite divides its logits; Cohere and Falcon-H1 multiply them."""
+"""Names of logit scales in model configs: Granite divides its logits; Cohere and Falcon-H1 multiply them."""
 
 
 class HeadRule(NamedTuple):
-    """Rule that turns the output embedding's products into logits: a factor and a soft cap."""
+    """Rule that turns products with the output embedding into logits: a factor and a soft cap."""
 
     factor: float = 1.0
     softcap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
 
     def applied_to(self, options: HeadOptions) -> HeadOptions:
-        """Return the options for this model: the factor goes into the temperature, the cap is applied before it."""
+        """Return the options for this model: its factor is put into the temperature, and its cap is applied before the
+        temperature.
+        """
         if self.softcap is None:
             return replace(options, temperature=options.temperature / self.factor)
         return replace(options, softcap=self.softcap)
 
 
 def head_rule(causal_lm: Any) -> HeadRule:
-    """Return how this model turns products into logits.
+    """Return the rule by which this model turns products with the output embedding into logits.
 
     Raises:
         InputError: the head has a bias, or both a scale and a cap.
     """
     name, text = type(causal_lm).__name__, causal_lm.config.get_text_config()
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        raise InputError(f"{name} has a bias in its output embedding, which the learner lacks")
+        raise InputError(f"{name} has a bias in its output embedding, which the learner does not support")
     factor = 1.0
     for key in (*_DIVISORS, *_FACTORS):
         if (value := getattr(text, key, None)) is not None:
             factor *= 1.0 / value if key in _DIVISORS else value
     cap = getattr(text, "final_logit_softcapping", None)
     if cap is not None and factor != 1.0:
-        raise InputError(f"{name} scales its logits by {factor:g} and caps them at {cap:g}: only one is supported")
+        raise InputError(
+            f"{name} scales its logits by {factor:g} and caps them at {cap:g}: the learner supports only one of the two"
+        )
     return HeadRule(factor=factor, softcap=cap)
 
 
@@ -78,7 +82,7 @@ PINNED = "longrope"
 
 
 def pin_positions(causal_lm: nn.Module, num_tokens: int) -> None:
-    """Compute `PINNED` positions as for a sequence of `num_tokens` in every forward. Call it once."""
+    """Make every forward use longrope's frequencies for a sequence of `num_tokens` tokens. Call it once."""
     for module in causal_lm.modules():
         kinds = getattr(module, "rope_type", None)
         if PINNED in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
@@ -93,11 +97,13 @@ def _with_last(
 
 
 MAX_DIFFERENCE = 1e-2
-"""Limit for float32 log-probs: correctly computed families differ by at most 2e-4, other families by 0.65 or more."""
+"""Limit of the difference between float32 log-probs. Families that the learner computes correctly differ by at most
+2e-4, other families by 0.65 or more.
+"""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 _WINDOW = 5
-"""Sliding window of small models: shorter than the prompt, so that it matters in both sequences."""
+"""Sliding window of small models. It is shorter than the prompt, so that it affects both sequences."""
 
 
 def read_architecture(config: Config) -> Any:
@@ -125,7 +131,7 @@ def check_family(architecture: Any, config: Config) -> None:
     """Check that the learner computes this model as transformers does.
 
     Raises:
-        InputError: the model is refused, or its log-probs differ.
+        InputError: the learner doesn't support the model, or its log-probs differ.
     """
     text = architecture.get_text_config()
     known = FAMILIES.get(text.model_type)
@@ -144,7 +150,7 @@ def check_family(architecture: Any, config: Config) -> None:
 
 
 def _check_difference(measure: Callable[[], float], subject: str, computed: str) -> None:
-    """Check that the difference that `measure` returns is within MAX_DIFFERENCE.
+    """Check that the difference returned by `measure` is at most MAX_DIFFERENCE.
 
     Raises:
         InputError: the difference is too large, or the small model can't be computed.
@@ -153,7 +159,7 @@ def _check_difference(measure: Callable[[], float], subject: str, computed: str)
         difference = measure()
     except RayappError as error:
         raise InputError(f"{subject} can't be trained: {error}") from error
-    except Exception as error:  # boundary: any model's code
+    except Exception as error:  # a model's code may raise anything
         raise InputError(
             f"{subject} can't be trained: a small model of its config can't be computed by the learner: "
             f"{type(error).__name__}: {error}"
@@ -180,11 +186,11 @@ def _check_class(architecture: Any, config: Config) -> None:
 
 
 def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = False) -> float:
-    """Return the largest difference of log-probs between packed and plain computation of a small model.
+    """Return the largest difference of log-probs between the packed and the plain computation of a small model.
 
     Args:
         text: config of the language model.
-        num_tokens: length of the longest possible sequence, for positions that depend on it.
+        num_tokens: length of the longest possible sequence, on which some models' positions depend.
         trust_remote_code: run code that comes with the model.
     Raises:
         LearnerError: the model uses an attention option that packed attention lacks.
@@ -201,9 +207,9 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
 
 
 def _difference_with_adapters(text: Any, config: Config) -> float:
-    """Return the largest difference of log-probs between a small packed model with adapters and one with them merged.
-
-    The models differ if the model's code bypasses an adapted layer."""
+    """Return the largest difference of log-probs between a small packed model with adapters, and the plain model with
+    the adapters merged into the weights. A difference shows that the model's code bypasses an adapted layer.
+    """
     section = config.learner.lora
     with _one_thread(), torch.random.fork_rng(devices=[]):
         adapted, merged = (
@@ -227,18 +233,18 @@ def _difference_with_adapters(text: Any, config: Config) -> float:
 
 
 def _name_inside(name: str, named: Mapping[str, Any]) -> str:
-    """Return a parameter's name in the model with adapters."""
+    """Return the name that a parameter of the plain model has in the model with adapters."""
     module, _, kind = name.rpartition(".")
     return name if name in named else f"{module}{BASE}.{kind}"
 
 
 def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
-    """Make the model compute packed tokens as it computes plain ones. Call it once, before sharding.
+    """Make the model compute the same for packed sequences as for single sequences. Call it once, before sharding.
 
     Args:
         num_tokens: length of the longest possible sequence.
     Returns:
-        The model that was given.
+        `causal_lm`.
     """
     give_borders(causal_lm)
     pin_positions(causal_lm, num_tokens)
@@ -250,7 +256,9 @@ def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 
 def _packed(causal_lm: Any) -> list[Tensor]:
-    """Return log-probs (T, V) of each sequence, computed as the learner does. The model keeps its attention."""
+    """Return log-probs (T, V) of each sequence, computed with packing as in the learner. The model keeps packed
+    attention.
+    """
     causal_lm.set_attn_implementation(ATTENTION_NAME)
     packing = pack([list(_sequences())], share_prefixes=True)
     with torch.no_grad():
@@ -265,9 +273,9 @@ def _packed(causal_lm: Any) -> list[Tensor]:
 
 
 def training_mode(causal_lm: Any) -> Any:
-    """Put layers in training mode, which gradient checkpointing needs, but leaf modules in evaluation mode.
-
-    Leaf modules, such as dropout and routers, then add no noise, as in the engine."""
+    """Put layers in training mode, which gradient checkpointing needs, but leaf modules in evaluation mode. So leaf
+    modules such as dropout and routers add no noise; the engine's modules add none either.
+    """
     causal_lm.train()
     for module in causal_lm.modules():
         if not any(True for _ in module.children()):
@@ -283,8 +291,9 @@ def _logits(causal_lm: Any, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread. Two threads are no faster for a small model, and 20 times as slow if the cores are
-    busy."""
+    """Context manager in which torch computes on one thread. Two threads are no faster for a small model, and 20 times
+    as slow if the cores are busy.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -303,7 +312,7 @@ def _sections(architecture: Any) -> Iterator[Any]:
 
 def _is_noise(section: Any, name: str) -> bool:
     if section.model_type == "phimoe" and name == "router_jitter_noise":
-        return False  # not a noise setting: the router uses this threshold in the engine, too
+        return False  # not noise: the router also uses this threshold in the engine
     return "dropout" in name or "jitter" in name or name.endswith(("_pdrop", "layerdrop"))
 
 
@@ -314,7 +323,9 @@ def _sequences() -> tuple[Any, Any]:
 
 
 def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
-    """Return a small model of this family with random weights, large enough that each part affects the scores."""
+    """Return a small model of this family. Its random weights are so large that each part of the model affects the
+    scores.
+    """
     with large_imports():
         from transformers import AutoModelForCausalLM
 
@@ -338,7 +349,9 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def small_config(text: Any) -> Any:
-    """Return the config with few layers, heads and words. Heads keep their width, as position scales depend on it."""
+    """Return the config with few layers, heads and tokens. Heads keep their width, because position scales depend on
+    it.
+    """
     small = copy.deepcopy(text)
     num_layers, heads = _num_layers(text), text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -376,7 +389,7 @@ def _num_layers(text: Any) -> int:
 
 
 def _plain(causal_lm: Any) -> list[Tensor]:
-    """Return log-probs (T, V) of each sequence, computed by transformers one at a time."""
+    """Return log-probs (T, V) of each sequence. Plain transformers computes one sequence at a time."""
     with torch.no_grad():
         return [
             _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])
@@ -385,5 +398,5 @@ def _plain(causal_lm: Any) -> list[Tensor]:
 
 
 def _scores(logits: Tensor) -> Tensor:
-    """Return the log-probs (T, V)."""
+    """Return the log-probs (T, V) of the logits in float32."""
     return logits.float().log_softmax(-1)

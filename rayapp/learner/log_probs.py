@@ -1,10 +1,9 @@
-"""Log-probabilities and entropies of tokens from hidden states, computed for a chunk of positions at a time.
+"""Computes log-probabilities and entropies of tokens from hidden states, for a chunk of positions at a time.
 
-Called by `PolicyModel` at the end of its forward. Logits in a dtype wider than the model's exist for at most
-`chunk_rows` positions at once: forward keeps logits in the model's dtype for as many positions as fit in the memory of
-one float32 chunk, and backward recomputes the rest. Both take the softmax in float32, a few rows at a time.
-Probabilities are never rounded to bfloat16, whose values near 1 are 1/256 apart: the gradient of a confident token, 1 -
-p, would be lost.
+`PolicyModel` calls it at the end of its forward. Logits in float32 exist for at most `chunk_rows` positions at once.
+Forward keeps logits in the model's dtype for as many positions as fit into the memory of one float32 chunk, and
+backward recomputes the other logits. Both compute the softmax in float32, a few rows at a time. Probabilities are never
+rounded to bfloat16, whose values near 1 are 1/256 apart: the gradient of a confident token, 1 - p, would be lost.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from rayapp.learner.algo.distillation import kl, kl_gradient
 from rayapp.learner.packing import Int64Array
 
 CACHE_ROWS = 64
-"""Rows that go through the softmax together on CPU: 64 x 49152 float32 stay in the last-level cache."""
+"""Number of rows that go through the softmax together on CPU: 64 x 49152 float32 fit into the last-level cache."""
 
 
 _NOT_ALLOWED = -1e30
-"""Logit of a token that a form does not allow: its probability is exactly 0, and its terms in sums are finite."""
+"""Logit of a token that a form does not allow. Its probability is exactly 0, and its terms in sums are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +33,14 @@ class Masks:
     """Tokens that forms allowed at M positions."""
 
     words: Tensor
-    """(K, W) int32 on the device, as in `AllowedTokens`."""
+    """Masks as bits, (K, W) int32 on the device, as in `AllowedTokens`."""
     mask_of: Int32Array
-    """(M,) index of each position's mask; -1: all tokens. On the host, so that no chunk waits for the GPU."""
+    """Index of each position's mask, (M,); -1: all tokens. On the host, so that no chunk waits for the GPU."""
 
     def applied_to(self, scaled: Tensor, start: int) -> Tensor:
-        """Return the scaled logits (C, V) of the positions from `start` on without the tokens that are not allowed."""
+        """Return the scaled logits (C, V) of positions `start`, `start` + 1, ..., with tokens that are not allowed at
+        -1e30.
+        """
         chosen = self.mask_of[start : start + scaled.shape[0]]
         rows = np.flatnonzero(chosen >= 0)
         if not rows.size:
@@ -47,7 +48,7 @@ class Masks:
         index, words = (torch.from_numpy(each).to(scaled.device) for each in (rows, chosen[rows].astype(np.int64)))
         bits = self.words[words, :, None] >> torch.arange(32, device=scaled.device, dtype=torch.int32) & 1
         is_allowed = bits.flatten(1)[:, : scaled.shape[1]].bool()
-        # Not in place: in float32 the scaled logits may be the logits themselves.
+        # Don't change them in place: in float32 the scaled logits may be the logits themselves.
         return scaled.index_copy(0, index, scaled[index].masked_fill_(~is_allowed, _NOT_ALLOWED))
 
 
@@ -57,29 +58,31 @@ def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """P pairs (position, next token) to score, over M positions: after one position, several tokens may follow."""
+    """Pairs (position, next token) to score: P pairs over M positions, because several tokens may follow one
+    position.
+    """
 
     rows: Tensor
-    """(P,) index of each token's position among the M, ascending."""
+    """Index of each pair's position among the M positions, ascending, (P,)."""
     token_ids: Tensor
-    """(P,)"""
+    """Next token of each pair, (P,)."""
     first_pairs: Int64Array
-    """(M + 1,) index of each position's first pair, then P. On the host, so that no chunk waits for the GPU."""
+    """Index of each position's first pair, then P, (M + 1,). On the host, so that no chunk waits for the GPU."""
     allowed: Masks | None = None
-    """Tokens over which each position's distribution is; None: all."""
+    """Tokens that forms allowed at the positions; None: all tokens."""
 
 
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
     """Return the index of the first pair of each of M positions, followed by the number of pairs.
 
-    Example: pairs of positions [0, 0, 2] of 3 -> [0, 2, 2, 3].
+    Example: 3 positions, pair_rows [0, 0, 2] -> [0, 2, 2, 3].
     """
     return np.searchsorted(pair_rows, np.arange(num_positions + 1)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """Settings of the output head and of the scores it returns."""
+    """Settings of the output head and of the scores that it returns."""
 
     temperature: float
     chunk_rows: int
@@ -100,9 +103,9 @@ class TeacherHead:
     chunks, like the policy's."""
 
     hidden: Tensor
-    """(M, H')"""
+    """Hidden states of the teacher, (M, H')."""
     weight: Tensor
-    """(V, H')"""
+    """Output embedding of the teacher, (V, H')."""
     options: HeadOptions
     section: DistillationSection
 
@@ -114,17 +117,17 @@ class TeacherHead:
 def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions, teacher: TeacherHead | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-probs of the targets at the given temperature, and the entropy, sum of squares and teacher KL of
-    each position.
+    """Return the log-prob of each target at the temperature in `options`, and each position's entropy, sum of squared
+    probabilities and KL to the teacher.
 
     Args:
         hidden: (M, H) hidden states after the final norm.
         weight: (V, H) output embedding.
-        teacher: teacher to compare with; it gets no gradient.
+        teacher: head of the teacher for the KL; it gets no gradient.
     Returns:
-        log_probs (P,), entropy (M,), sum over the vocabulary of squared probabilities (M,) and the KL between policy
-        and teacher (M,), all float32. Entropy carries a gradient only with `entropy_needs_grad`; the sums are zeros
-        without `needs_sum_pi_squared`, the KL without a teacher.
+        Log-probs (P,), entropy (M,), sum over the vocabulary of squared probabilities (M,), and KL between policy and
+        teacher (M,), all float32. Entropy carries a gradient only with `entropy_needs_grad`. The sums are 0 without
+        `needs_sum_pi_squared`, and the KL is 0 without a teacher.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher, targets.allowed
@@ -202,13 +205,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
-            del logits, grad_logits  # free them before the next chunk is computed
+            del logits, grad_logits  # free the logits before the next chunk is computed
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, narrow, None, None, None, None, None, None
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
-    """Add a chunk's gradient in float32: in bfloat16 each addition would lose bits of the sum so far."""
+    """Add a chunk's gradient to the total, in float32: in bfloat16 each addition would lose bits of the sum so far."""
     if is_only:
         return part
     return part.float() if total is None else total.add_(part)
@@ -219,14 +222,14 @@ def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
 
 
 class _Logits(NamedTuple):
-    """Logits of a chunk, and how they become the softmax's input."""
+    """Logits of a chunk, and the settings that turn them into the softmax's input."""
 
     logits: Tensor
-    """(C, V)"""
+    """Logits of the chunk, (C, V)."""
     options: HeadOptions
     allowed: Masks | None
     first: int
-    """The chunk's first position among the M."""
+    """Index of the chunk's first position among the M positions."""
 
     def scaled(self, start: int, stop: int) -> Tensor:
         """Return the softmax's input for rows [start, stop) of the chunk."""
@@ -240,20 +243,20 @@ def _score(
     first_pairs: Int64Array,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write log-probs of the pairs, entropies and squares of a chunk into `outputs`."""
+    """Write the log-probs of a chunk's pairs, and its positions' entropies and sums of squares, into `outputs`."""
     rows, token_ids = pairs
     log_probs, entropy, squares = outputs
     logits, options = inputs.logits, inputs.options
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         scaled = inputs.scaled(start, stop)
         probs = torch.softmax(scaled, dim=-1)
-        # Compute log Z from the largest probability: it is at least 1 / V, so its log never underflows.
+        # Compute log Z from the largest probability, which is at least 1 / V, so that its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = int(first_pairs[start]), int(first_pairs[stop])
         local = rows[first:last] - start
         log_probs[first:last] = scaled[local, token_ids[first:last]] - log_norm[local]
-        # H = log Z - sum p z: two reads of the chunk, no temporary.
+        # H = log Z - sum p z takes two reads of the chunk and no temporary tensor.
         entropy[start:stop] = log_norm - _row_dots(probs, scaled)
         if options.needs_sum_pi_squared:
             squares[start:stop] = _row_dots(probs, probs)
@@ -268,30 +271,31 @@ def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _row_dots(first: Tensor, second: Tensor) -> Tensor:
-    """Return dot products of rows, (C, V) -> (C,), without the temporary of a product and a sum."""
+    """Return the dot product of each pair of rows, (C, V) -> (C,), without a temporary tensor for the products."""
     return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slopes:
-    """Gradients of the loss with respect to the scores of C positions, divided by the temperature, float32."""
+    """Gradients of the loss with respect to the scores of C positions, divided by the temperature, in float32."""
 
     rows: Tensor
-    """(P,) position of each pair."""
+    """Position of each pair in the chunk, (P,)."""
     token_ids: Tensor
-    """(P,)"""
+    """Next token of each pair, (P,)."""
     first_pairs: Int64Array
-    """(C + 1,) index of each position's first pair, then P."""
+    """Index of each position's first pair, then P, (C + 1,)."""
     log_probs: Tensor
-    """(P,)"""
+    """Gradient with respect to each pair's log-prob, (P,)."""
     entropy: Tensor | None
-    """(C,)"""
+    """Gradient with respect to each position's entropy, (C,)."""
     teacher: tuple[TeacherHead, int, Tensor] | None
-    """The teacher, its first position, and the gradients with respect to the KL (C,)."""
+    """Teacher, index of the chunk's first position, and gradients with respect to each position's KL (C,)."""
 
 
 def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
-    """Replace logits (C, V) in place by the loss's gradient, summed in float32 and then cast to the model's dtype.
+    """Replace logits (C, V) in place by the loss's gradient, which is summed in float32 and then cast to the model's
+    dtype.
 
     d log p_t = onehot_t - p, d H = -p (log p + H).
     """
@@ -299,7 +303,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
     per_row = logits.new_zeros(logits.shape[0], dtype=torch.float32).index_add_(0, slopes.rows, slopes.log_probs)
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         own = slice(start, stop)
-        # Don't bind the scaled logits to a name: they would stay in memory beside the gradients.
+        # Don't assign the scaled logits to a variable: they would stay in memory beside the gradients.
         if slopes.entropy is None and slopes.teacher is None:
             grads = torch.softmax(inputs.scaled(start, stop), dim=-1).mul_(-per_row[own, None])
         else:
@@ -307,7 +311,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
             grads = _distribution_gradient(log_p, per_row, own, slopes)
             del log_p
         pairs = slice(int(slopes.first_pairs[start]), int(slopes.first_pairs[stop]))
-        # A position has several targets where trajectories branch; their gradients add up.
+        # Where trajectories branch, a position has several targets; the gradients of the targets add up.
         targets = (slopes.rows[pairs] - start, slopes.token_ids[pairs])
         grads.index_put_(targets, slopes.log_probs[pairs], accumulate=True)
         if (cap := options.softcap) is not None:
@@ -319,7 +323,9 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
 
 
 def _distribution_gradient(log_p: Tensor, per_row: Tensor, own: slice, slopes: _Slopes) -> Tensor:
-    """Return the gradient (rows, V) without the targets' own terms, for log-probs (rows, V) of rows `own`."""
+    """Return the gradient (rows, V) for the log-probs (rows, V) of rows `own`, without the one-hot terms of the
+    targets.
+    """
     towards: Tensor | None = None
     if slopes.teacher is not None:
         teacher, first, grad_kl = slopes.teacher
@@ -329,7 +335,7 @@ def _distribution_gradient(log_p: Tensor, per_row: Tensor, own: slice, slopes: _
     if slopes.entropy is None:
         grads = p.mul_(-per_row[own, None])
     else:
-        # Compute it from log p: forward's log Z - sum p z has the rounding error of the largest logit.
+        # Compute the entropy from log p: the forward's log Z - sum p z has the rounding error of the largest logit.
         entropy = -_row_dots(p, log_p)
         grads = log_p.add_(entropy[:, None]).mul_(slopes.entropy[own, None]).add_(per_row[own, None]).neg_().mul_(p)
     return grads if towards is None else grads.add_(towards)

@@ -1,17 +1,22 @@
-"""Metrics of one step, computed on rank 0 from the facts of all ranks; nothing is averaged over ranks.
+"""Computes the metrics of one step on rank 0, from the facts of all ranks. No metric is an average of ranks' averages.
 
-Log-probs, entropy and the difference to the engine are measured on the trajectories that were computed; those skipped
-because their advantages are all zero are counted in `learner/share_computed`.
+Log-probs, entropy and the difference to the engine are measured on the trajectories that were computed.
+`learner/share_computed` is their share; trajectories whose advantages are all zero are skipped.
 
 The difference between the learner's and the engine's log-probs is measured every step, whether it is corrected or not.
-A large difference means that engine and learner compute different policies (weights not synced, another dtype, another
-temperature), and that the policy gradient is biased.
+A large difference means that engine and learner compute different policies (weights not synced, different dtypes or
+temperatures), and that the policy gradient is biased.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,19 +25,23 @@ from rayapp.config.other_models import DistillationSection
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
-from rayapp.learner.batch import stack_rows
+from rayapp.learner.batch import MicroBatch, stack_rows
 from rayapp.learner.step_plan import StepTable
+from rayapp.runs.profiles import MOST_MICRO_BATCHES, Profile, read_trace
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return differences in probability and verl's off-policy metrics.
+    """Return the differences between the learner's and the engine's probabilities, and verl's off-policy metrics.
 
     Args:
-        learner_log_probs: (B, T) log-probs under the weights that should have sampled the tokens.
-        rollout_log_probs: (B, T) log-probs that the engine reported.
+        learner_log_probs: the learner's log-probs (B, T), under the weights that should have sampled the tokens.
+        rollout_log_probs: log-probs (B, T) that the engine reported.
         mask: (B, T) float32.
     Returns:
         `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared).
@@ -64,7 +73,7 @@ def _correlation(first: Tensor, second: Tensor) -> float:
 
 
 STRETCHES = ("prepare", "old_log_probs", "ref", "teacher", "forward_backward", "optimizer", "metrics")
-"""Parts of a step's time on a rank."""
+"""Parts of a step on a rank, whose times are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,22 +81,22 @@ class MicroBatchFacts:
     """Counts and losses of one micro-batch."""
 
     num_computed_tokens: int
-    """Unique tokens that went through the model."""
+    """Number of unique tokens that went through the model."""
     num_input_tokens: int
-    """Tokens that would have gone through the model without shared prefixes."""
+    """Number of tokens that would have gone through the model without shared prefixes."""
     num_trained_tokens: int
     loss: float
-    """Share of the mini-batch's loss; shares add up."""
+    """Micro-batch's part of the mini-batch's loss; the parts add up to the loss."""
     metrics: dict[str, float]
     """verl's metrics, each a mean over the micro-batch's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Numbers of one trajectory's R response tokens, each (R,)."""
+    """Values for each of a trajectory's R response tokens, (R,)."""
 
     log_probs: FloatArray
-    """Log-probs in the update that trained on the trajectory."""
+    """Log-probs during the optimizer step that trained on the trajectory."""
     old_log_probs: FloatArray
     """Log-probs at the start of the step."""
     rollout_log_probs: FloatArray
@@ -100,8 +109,9 @@ class RowFacts:
 def step_metrics(
     micro: Sequence[MicroBatchFacts], rows: Mapping[int, RowFacts], table: StepTable, teaching: DistillationSection
 ) -> dict[str, float]:
-    """Return all metrics except the optimizer's and the timings. A metric is missing if its values were not
-    computed."""
+    """Return all metrics of the step except those of the optimizer and the timings. A metric is missing if its values
+    were not computed.
+    """
     computed = sum(fact.num_computed_tokens for fact in micro)
     inputs = sum(fact.num_input_tokens for fact in micro)
     num_trained = int(table.num_response_tokens[table.loss_rows].sum())
@@ -121,8 +131,8 @@ def step_metrics(
 
 
 def zero_variance_share(table: StepTable) -> float:
-    """Return the share of groups with equal rewards (no signal) among groups with several trained trajectories; 0 if
-    none has.
+    """Return the share of groups with equal rewards (no signal) among the groups with several trained trajectories; 0
+    if there is no such group.
     """
     equal = [
         float(np.ptp(table.rewards[chosen]) == 0.0 and chosen.sum() > 1)
@@ -133,7 +143,7 @@ def zero_variance_share(table: StepTable) -> float:
 
 
 def _verl_means(micro: Sequence[MicroBatchFacts]) -> dict[str, float]:
-    """Return the mean of each of verl's metrics, weighted by tokens."""
+    """Return the mean over micro-batches of each of verl's metrics, weighted by tokens."""
     names = sorted({name for fact in micro for name in fact.metrics})
     result: dict[str, float] = {}
     for name in names:
@@ -160,7 +170,7 @@ def _row_metrics(rows: Mapping[int, RowFacts], teaching: DistillationSection) ->
         metrics["learner/kl_to_reference"] = _reference_kl(ordered)
     if ordered[0].teacher_kl is not None:
         kl = np.concatenate([row.teacher_kl for row in ordered if row.teacher_kl is not None])
-        # log p - log q of sampled tokens estimates the reverse KL, even if the forward KL is distilled.
+        # The mean of log p - log q over sampled tokens estimates the reverse KL, even if the loss uses the forward KL.
         is_other = teaching.kl == "forward" and not teaching.needs_logits
         name = "distillation/reverse_kl" if is_other else "distillation/kl"
         metrics |= {name: float(kl.mean()), f"{name}_max": float(kl.max())}
@@ -168,7 +178,7 @@ def _row_metrics(rows: Mapping[int, RowFacts], teaching: DistillationSection) ->
 
 
 def _reference_kl(rows: Sequence[RowFacts]) -> float:
-    """Return the k3 estimate of KL(policy || reference), which is never negative, whatever estimate the loss uses."""
+    """Return the k3 estimate of KL(policy || reference), which is never negative. The loss may use another estimate."""
     log_ratio = np.concatenate([row.ref_log_probs - row.log_probs for row in rows if row.ref_log_probs is not None])
     return float((np.exp(np.clip(log_ratio, -20.0, 20.0)) - log_ratio - 1.0).mean())
 
@@ -187,3 +197,50 @@ def timing_metrics(watch: Stopwatch) -> dict[str, float]:
     """Return `timing_s/learner/*`; all but `total` add up to `total`."""
     seconds, total_s = watch.seconds(STRETCHES)
     return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}
+
+
+class Recorder:
+    """Profiles one step of this rank with torch's profiler. It records the first MOST_MICRO_BATCHES micro-batches of
+    each pass: the other micro-batches are similar, and a trace of all would grow with the batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._activities = [ProfilerActivity.CPU, *on_gpu]
+        self._profiler = profile(activities=self._activities)
+        self._num_passed, self._num_recorded, self._paused_s = 0, 0, 0.0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager that profiles the step in its block."""
+        with self._profiler:
+            yield
+
+    def first_of(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of one pass, recording the first ones."""
+        first, others = batches[:MOST_MICRO_BATCHES], batches[MOST_MICRO_BATCHES:]
+        self._num_passed += len(batches)
+        self._num_recorded += len(first)
+        yield from first
+        if not others:
+            return
+        paused = time.perf_counter()
+        self._profiler.toggle_collection_dynamic(False, self._activities)
+        yield from others
+        self._profiler.toggle_collection_dynamic(True, self._activities)
+        self._paused_s += time.perf_counter() - paused
+
+    def profile(self, process: str) -> Profile | None:
+        """Return the trace; None, with a warning, if it can't be written to a temporary file or is too large."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json.gz"
+            try:
+                self._profiler.export_chrome_trace(str(file))
+                trace = read_trace(file)
+            except (OSError, RuntimeError, ValueError) as error:
+                log.warning("there is no profile of %s: %s", process, error)
+                return None
+        covers = f"{self._num_recorded} of {self._num_passed} micro-batches"
+        return Profile(process=process, trace=trace, covers=covers, paused_s=self._paused_s)

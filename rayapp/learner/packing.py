@@ -1,14 +1,14 @@
 """Packs trajectories so that a token shared by several trajectories is computed once. Pure numpy, no torch.
 
-The trajectories of a group form a radix tree: the prompt at the root, a branch wherever two completions part. Its
-segments are laid out depth first, side by side with those of other groups:
+The trajectories of a group form a radix tree: the prompt is the root, and a branch begins wherever two completions
+diverge. The tree's segments are laid out depth first, next to the segments of other groups:
 
     prompt -+- a b -+- c d          packed   prompt | a b | c d | e | f g
             |       '- e            subtree of `a b`: [a b, e]; of the prompt: everything
             '- f g
 
 Linear layers and norms see one row of N unique tokens. In attention a segment sees itself causally and all of its
-ancestors. Trajectories that share nothing are trees of one segment, so plain packing is the same code.
+ancestors. A trajectory that shares nothing is a tree of one segment, so the same code does plain packing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from rayapp.core.types import Int32Array
 Int64Array = NDArray[np.int64]
 
 MIN_SAVED_TOKENS = 4
-"""Minimum number of tokens that a branch must save, because its own attention calls cost about as much as a few
-tokens."""
+"""Minimum number of tokens that a branch must save, because the attention calls of a branch cost as much as a few
+tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,27 +37,27 @@ class Segment:
     start: int
     """First packed position."""
     end: int
-    """Packed position after the last token; greater than `start`."""
+    """Packed position after the last token, greater than `start`."""
     subtree_end: int
-    """Packed positions [end, subtree_end) continue this segment and see all of it."""
+    """End of the packed positions [end, subtree_end) that continue this segment and see all of it."""
     parent: int
-    """Index of the segment this one continues; -1 for the root of a tree."""
+    """Index of the segment that this segment continues; -1 for the root of a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """N unique tokens of several sequences.
+    """Several sequences packed into N unique tokens.
 
-    Example: sequences [7, 8, 1, 2] and [7, 8, 1, 3] without the sharing threshold -> token_ids [7, 8, 1, 2, 3],
-    position_ids [0, 1, 2, 3, 3], paths [0, 1, 2, 3] and [0, 1, 2, 4].
+    Example, without the threshold MIN_SAVED_TOKENS: sequences [7, 8, 1, 2] and [7, 8, 1, 3] -> token_ids [7, 8, 1, 2,
+    3], position_ids [0, 1, 2, 3, 3], paths [0, 1, 2, 3] and [0, 1, 2, 4].
     """
 
     token_ids: Int64Array
-    """(N,)"""
+    """Unique tokens in packed order, (N,)."""
     position_ids: Int64Array
-    """(N,) position within the own sequence."""
+    """Position of each token within its own sequence, (N,)."""
     segments: tuple[Segment, ...]
-    """Depth first; together they cover [0, N) in order."""
+    """Segments in depth-first order; together they cover [0, N)."""
     paths: tuple[Int64Array, ...]
     """Packed positions of each sequence's tokens, in the order of the given sequences."""
 
@@ -69,10 +70,10 @@ def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Pack
     """Pack sequences so that each shared token occurs once.
 
     Args:
-        trees: sequences that may share prefixes, group by group; no sequence is empty.
+        trees: groups of sequences that may share prefixes; no sequence is empty.
         share_prefixes: False computes every sequence by itself.
     Returns:
-        paths in the order of the flattened input.
+        The packing; its `paths` are in the order of the flattened `trees`.
     """
     sequences = [sequence for tree in trees for sequence in tree]
     numbers = range(len(sequences))
@@ -94,8 +95,8 @@ class _PackingBuilder:
         self._size = 0
 
     def add_tree(self, members: list[int]) -> None:
-        # Sort, so that sequences with a common prefix are neighbours. A range of sequences shares as many tokens as
-        # those two neighbours in the range that share the fewest.
+        # Sort, so that sequences with a common prefix are neighbours. The prefix common to a range of sequences is the
+        # shortest prefix that two neighbours in the range share.
         order = sorted(members, key=lambda i: sort_key(self._sequences[i]))
         shared = [common_prefix(self._sequences[a], self._sequences[b]) for a, b in itertools.pairwise(order)]
         self._branch(order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
@@ -109,8 +110,8 @@ class _PackingBuilder:
         )
 
     def _branch(self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int) -> None:
-        """Place the sorted sequences `order` from token `depth` on; `shared[i]` is the length of the prefix that
-        neighbours share.
+        """Place the sorted sequences `order` from token `depth` on. `shared[i]` is the length of the prefix that
+        `order[i]` and `order[i + 1]` share.
         """
         common = min(shared) if shared else self._sequences[order[0]].size
         saved = (common - depth) * (len(order) - 1)
@@ -130,7 +131,9 @@ class _PackingBuilder:
     def _branch_children(
         self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int
     ) -> None:
-        """Place the tokens after the `depth` common ones; a branch ends where neighbours share no more than those."""
+        """Place the tokens after the first `depth` tokens, which all sequences share. A branch ends between two
+        neighbours that share only these.
+        """
         smallest = min(shared) if shared else 0
         first = 0
         for i in range(len(order)):
@@ -160,12 +163,12 @@ def common_prefix(first: Int32Array, second: Int32Array) -> int:
 
 
 def sort_key(tokens: Int32Array) -> bytes:
-    # Big-endian bytes of non-negative ids sort as the ids do.
+    # Big-endian bytes of non-negative ids sort like the ids.
     return tokens.astype(">u4").tobytes()
 
 
 def segment_paths(segments: Sequence[Segment]) -> list[Int64Array]:
-    """Return the packed positions of each segment's path: those of its ancestors, then its own."""
+    """Return the packed positions of each segment's path: the positions of its ancestors, then its own positions."""
     paths: list[Int64Array] = []
     for segment in segments:
         own = np.arange(segment.start, segment.end)

@@ -1,14 +1,14 @@
-"""The policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
+"""Holds the policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
 
 `load_policy` makes it; the learner calls it. The same code serves one rank and many, CPU and GPU, the trained policy
 and the frozen reference. It is independent of rewards and losses.
 
-`make_optimizer` gives it AdamW. The learning rate is a pure function of the optimizer step, so resuming needs no
-scheduler.
+`make_optimizer` makes AdamW for the policy. The learning rate is a pure function of the optimizer step, so a resumed
+run needs no scheduler state.
 
 `fuse` compiles norms, rotary positions and gated MLPs (`learner.compile`): chains of small operators that read and
-write every token's activations several times. Attention, the head and experts have hand-written code that compiling
-would only break up. Whole layers are not compiled: micro-batches differ in every dimension but the width.
+write every token's activations several times. Attention, the head and experts are not compiled, because they have
+hand-written code. Whole layers are not compiled either, because micro-batches differ in every dimension but the width.
 """
 
 from __future__ import annotations
@@ -69,28 +69,27 @@ class DeviceBatch:
     """Tensors of a micro-batch on the learner's device."""
 
     token_ids: Tensor
-    """(1, N)"""
+    """Unique tokens of the micro-batch, (1, N)."""
     position_ids: Tensor
-    """(1, N)"""
+    """Position of each token within its own sequence, (1, N)."""
     attention: AttentionLayout | SequenceLayout
     head_positions: Tensor
-    """(M,)"""
+    """Packed positions that predict a response token, (M,)."""
     targets: Targets
     row_pairs: Tensor
-    """(B, T)"""
+    """Index of each response token's pair, (B, T)."""
     row_heads: Tensor
-    """(B, T)"""
+    """Index of the head position that predicts each response token, (B, T)."""
     mask: Tensor
-    """(B, T) float32"""
+    """1 on a row's own response tokens, else 0, (B, T) float32."""
     routed_experts: Tensor | None = None
-    """(N, layers, k), as in `MicroBatch`."""
+    """Experts that the engine chose for each token, (N, layers, k), as in `MicroBatch`."""
     part: OwnTokens | None = None
-    """Part of the micro-batch for this rank, with sequence parallelism: N, M and the targets then cover only this
-    part."""
+    """This rank's part of the micro-batch with sequence parallelism; N, M and the targets then cover only this part."""
 
 
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
-    """Copy the tensors that a forward needs of a micro-batch to the device.
+    """Copy the tensors of a micro-batch that a forward needs to the device.
 
     Args:
         group: ranks that compute the micro-batch together with this one; None without sequence parallelism.
@@ -127,7 +126,9 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
 
 
 class TokenScores(NamedTuple):
-    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. A tuple, as FSDP finds tensors in tuples."""
+    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. It is a tuple, because FSDP looks for
+    tensors in tuples.
+    """
 
     log_probs: Tensor
     entropy: Tensor
@@ -137,17 +138,19 @@ class TokenScores(NamedTuple):
 
 
 class PolicyModel(nn.Module):
-    """Transformers model with a head that scores only the positions that predict a response token, and returns no
-    logits."""
+    """Transformers model whose head scores only the positions that predict a response token, and returns no logits."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._head = head_rule(causal_lm)
         self.num_tokens: int | None = None
-        """Number of leading tokens of the head to use, if another model has a smaller vocabulary; None: all."""
+        """Number of the head's tokens to use, from the first on, if another model has a smaller vocabulary; None: all.
+        """
         self.replay: RouterReplay | None = None
-        """Makes the model's routers choose the engine's experts; None: the routers choose themselves."""
+        """Router replay: makes the model's routers choose the experts that the engine chose; None: the routers choose
+        themselves.
+        """
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token of the micro-batch, with the KL to the teacher if one is given."""
@@ -173,7 +176,7 @@ class PolicyModel(nn.Module):
         )
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        """Return the hidden states (M, H)."""
+        """Return the hidden states (M, H) of the positions that predict a response token."""
         model: Any = self.causal_lm
         experts = {} if self.replay is None else {EXPERTS: batch.routed_experts}
         outputs = model.get_decoder()(
@@ -194,9 +197,9 @@ class PolicyModel(nn.Module):
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """Gather values to (B, T); a shared token's gradient is the sum over its rows."""
+    """Gather values into rows (B, T). The gradient of a token that rows share is the sum over these rows."""
     if index.shape[0] == 0:
-        # An empty micro-batch has no row, but a zero gradient must reach every parameter, or FSDP waits forever.
+        # An empty micro-batch has no row, but a zero gradient must reach every parameter: otherwise FSDP waits forever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
     return values.index_select(0, index.reshape(-1)).view(index.shape) * mask
 
@@ -204,7 +207,7 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked: bool = True) -> PolicyModel:
     """Load the model at `config.model.path`, sharded over the mesh.
 
-    Builds and shards the model without memory; then each rank reads its own part of the weights.
+    The model is built and sharded without memory; then each rank reads its own part of the weights.
 
     Args:
         is_checked: check the model's family, on rank 0 only, by computing a small model.
@@ -224,9 +227,9 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
 
 
 def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
-    """Return a transformers model as the learner runs it, before sharding: adapters added, other parameters frozen.
+    """Prepare a transformers model for the learner, before it is sharded: add adapters and freeze other parameters.
 
-    Frozen parameters are cast to the compute dtype; trained ones stay float32.
+    Frozen parameters are cast to the compute dtype; trained parameters stay float32.
     """
     if config.learner.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -246,7 +249,8 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
 
 
 def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
-    """Build the transformers model in float32 with packed attention, on torch's meta device: without weights or memory.
+    """Build the transformers model in float32 with packed attention, on torch's meta device, so without weights or
+    memory.
 
     Args:
         is_checked: first compare a small model of this family with plain attention.
@@ -281,14 +285,14 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
 
 
 def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> None:
-    """Allocate a sharded model that is on the meta device: buffers are computed, parameters stay unset.
+    """Allocate the memory of a sharded model that is on the meta device. Buffers are computed, parameters stay unset.
 
     Args:
         on_host: allocate parameters in host memory; buffers are always on `device`.
     """
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
-    causal_lm.tie_weights()  # tie again, because each name got its own memory
+    causal_lm.tie_weights()  # tie weights again, because each name got its own memory
     for parameter in causal_lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - tells transformers not to initialize it
     causal_lm.initialize_weights()
@@ -299,16 +303,16 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
 def shard(
     model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
 ) -> PolicyModel:
-    """Shard with FSDP2: float32 shards, all-gathered in compute_dtype, gradients reduced in float32.
+    """Shard the model with FSDP2: shards are float32, gathered in compute_dtype, and gradients are reduced in float32.
 
     Args:
-        cpu_offload: keep shards, gradients and thereby the optimizer's state in host memory.
+        cpu_offload: keep shards and gradients, and with them the optimizer's state, in host memory.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     is_cpu = mesh.device_type == "cpu"
-    # Pin memory only for GPUs: it speeds up copies to them.
+    # Pin memory only for GPUs, because it speeds up copies to GPUs.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
     for layer in decoder.layers:
@@ -320,10 +324,10 @@ def shard(
 
 
 def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
-    """Tell FSDP, before a backward, whether to reduce gradients over the ranks after it.
+    """Tell FSDP, before a backward, whether to reduce gradients over the ranks after the backward.
 
-    On CPU the gradients of all micro-batches are summed locally and reduced once, after the last of the optimizer step;
-    on GPU they are reduced each time, to save the memory of the unsharded sum.
+    On CPU each rank sums the gradients of all micro-batches of an optimizer step, and they are reduced once after the
+    last one. On GPU they are reduced after each micro-batch, to save the memory of the unsharded sum.
     """
     if device.type == "cpu":
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -331,7 +335,9 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
 
 
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter with its module's name, tied ones once. Without LoRA these are the Hugging Face names."""
+    """Yield every parameter with its name in the module; tied parameters once. Without LoRA these are the Hugging Face
+    names.
+    """
     yield from model.causal_lm.named_parameters()
 
 
@@ -349,7 +355,7 @@ def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim
 def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1 to `num_steps`.
 
-    The schedule reaches its end one step after the last.
+    The schedule reaches its end one step after the last step.
 
     Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 1.0, 0.5.
     """
@@ -383,9 +389,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 
 ROPE = "apply_rotary_pos_emb"
-"""Name of the function in transformers' model modules."""
+"""Name of the function for rotary positions in transformers' model modules."""
 GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
-"""Names of a gated MLP's linear layers, for the known layouts."""
+"""Names of the linear layers of a gated MLP, for each known layout."""
 
 
 def fuse(causal_lm: Any, device: torch.device) -> None:
@@ -416,18 +422,18 @@ def _compiled(function: Any) -> Any:
 
 @cache
 def _compile(function: Any) -> Any:
-    """Compile for any number of tokens."""
+    """Compile a function for any number of tokens."""
     return torch.compile(function, dynamic=True)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether this is a norm to compile; torch's own norms are single kernels already."""
+    """Return True if the module is a norm to compile. Torch's own norms are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Return whether this is a gated MLP of plain linear layers, without adapters."""
+    """Return True if the module is a gated MLP of plain linear layers, without adapters."""
     children = dict(module.named_children())
     return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
 

@@ -1,9 +1,9 @@
 """Sequence parallelism (Ulysses): several ranks compute one micro-batch, each a range of its tokens.
 
-Ranks of a group get the same trajectories and make the same micro-batch of N tokens. Each computes everything but
+Ranks of a group get the same trajectories and make the same micro-batch of N tokens. Each rank computes everything but
 attention for its own n = N / size tokens. For attention an exchange gives every rank all N tokens of some heads. The
-rank computes these heads as a single rank would (prefixes shared, any layout), and a second exchange returns its own
-tokens of all heads. Log-probs are gathered at the end, so that all ranks of a group have the same loss.
+rank computes these heads as a single rank would, with shared prefixes. A second exchange returns the rank's own tokens
+of all heads. Log-probs are gathered at the end, so that all ranks of a group have the same loss.
 
     (n, all heads) --exchange--> (N, own heads) --attention--> (N, own heads) --exchange--> (n, all heads)
 """
@@ -32,7 +32,7 @@ SEQUENCE_ATTENTION = "rayapp_packed_over_ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroup:
-    """Ranks that share a micro-batch, and this rank's index among them."""
+    """Ranks that compute a micro-batch together, and this rank's index among them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -46,7 +46,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLayout:
-    """Attention layout over the ranks of a group, which the model's forward passes on as `plan`."""
+    """Attention layout over the ranks of a group. The model's forward passes it to attention as `plan`."""
 
     whole: AttentionLayout
     """Layout of all N tokens."""
@@ -64,7 +64,7 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
     """Check that `learner.sequence_parallel` ranks can compute this model together.
 
     Raises:
-        InputError: they can't.
+        InputError: the number of attention heads is not a multiple of the ranks, or the model has mixers.
     """
     size, text = config.learner.sequence_parallel, causal_lm.config.get_text_config()
     if size == 1:
@@ -83,7 +83,7 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
 
 
 def padded(packing: Packing, size: int) -> Packing:
-    """Pad the packing with untrained tokens to a multiple of `size`."""
+    """Pad the packing with untrained tokens, so that their number is a multiple of `size`."""
     missing = -packing.num_tokens % size
     if not missing:
         return packing
@@ -114,10 +114,11 @@ def attention_over_ranks(
         (1, n, Hq, Dv), and None in place of attention weights.
     """
     group, heads = plan.group, query.shape[1]
-    # Repeat key heads if their number is not a multiple of the ranks: some ranks need the same key head.
+    # Repeat key heads if their number is not a multiple of the number of ranks: several ranks then need the same key
+    # head.
     copies = math.lcm(key.shape[1], group.size) // key.shape[1]
     key, value = (tensor.repeat_interleave(copies, dim=1) if copies > 1 else tensor for tensor in (key, value))
-    if (sinks := options.get("s_aux")) is not None:  # (Hq,), one number for each of all heads
+    if (sinks := options.get("s_aux")) is not None:  # (Hq,): one number for each query head, also of other ranks
         options["s_aux"] = sinks[group.own(heads)]
     query, key, value = _ToHeads.apply(query, key, value, group)  # type: ignore[no-untyped-call]
     output, _ = packed_attention(module, query, key, value, attention_mask, plan=plan.whole, **options)
@@ -126,7 +127,9 @@ def attention_over_ranks(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Queries, keys and values (1, H, n, D) of own tokens -> (1, H / size, N, D) of own heads, in one exchange."""
+    """Exchange of queries, keys and values: own tokens of all heads -> all tokens of own heads, (1, H, n, D) -> (1,
+    H/size, N, D).
+    """
 
     @staticmethod
     def forward(
@@ -142,7 +145,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Output (1, N, H / size, D) of own heads -> (1, n, H, D) of own tokens."""
+    """Exchange of the output: all tokens of own heads -> own tokens of all heads, (1, N, H/size, D) -> (1, n, H, D)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, group: SequenceGroup) -> Tensor:
@@ -157,25 +160,29 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: SequenceGroup) -> list[Tensor]:
-    """Exchange each tensor: (1, H, n, D) -> (1, H / size, N, D)."""
+    """Exchange own tokens of all heads for all tokens of own heads, for each tensor: (1, H, n, D) -> (1, H / size, N,
+    D).
+    """
     size = group.size
-    # By destination: rank r gets the r-th block of heads.
+    # Order by destination: rank r gets the r-th block of heads.
     parts = [tensor[0].unflatten(0, (size, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
-    received = _exchange(parts, group)  # by source: its tokens of my heads (size, H / size, n, D)
+    received = _exchange(parts, group)  # by source rank: its tokens, own heads (size, H / size, n, D)
     return [part.transpose(0, 1).flatten(1, 2)[None] for part in received]
 
 
 def _to_tokens(tensors: tuple[Tensor, ...], group: SequenceGroup, *, heads_first: bool = False) -> list[Tensor]:
-    """Exchange each tensor: (1, N, H / size, D) -> (1, n, H, D), or (1, H, n, D) with `heads_first`."""
+    """Exchange all tokens of own heads for own tokens of all heads, for each tensor: (1, N, H / size, D) -> (1, n, H,
+    D), or (1, H, n, D) with `heads_first`.
+    """
     parts = [tensor[0].unflatten(0, (group.size, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
-    received = _exchange(parts, group)  # by source: its heads of my tokens (size, n, H / size, D)
+    received = _exchange(parts, group)  # by source rank: its heads, own tokens (size, n, H / size, D)
     order = (0, 2, 1, 3) if heads_first else (1, 0, 2, 3)
     start = 0 if heads_first else 1
     return [part.permute(order).flatten(start, start + 1)[None] for part in received]
 
 
 def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
-    """Send row r of every part to rank r; row r of each result came from rank r. Shapes stay."""
+    """Send row r of every part to rank r. Row r of each result comes from rank r; shapes stay the same."""
     flat = torch.cat([part.reshape(group.size, -1) for part in parts], dim=1)
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group.group)
@@ -185,25 +192,25 @@ def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTokens:
-    """Part of a micro-batch for this rank, and the sizes of all ranks' parts."""
+    """This rank's part of a micro-batch, and the sizes of all ranks' parts."""
 
     group: SequenceGroup
     packing: Packing
-    """Packing of all N tokens, padded."""
+    """Packing of all N tokens, padded to a multiple of the number of ranks."""
     tokens: slice
     """Packed positions of this rank's tokens."""
     heads: slice
-    """Part of the micro-batch's `head_positions` for this rank."""
+    """Range of the micro-batch's `head_positions` that this rank computes."""
     pairs: slice
-    """Part of the micro-batch's pairs for this rank."""
+    """Range of the micro-batch's pairs (position, next token) that this rank computes."""
     num_heads: tuple[int, ...]
     """Number of head positions by rank."""
     num_pairs: tuple[int, ...]
     """Number of pairs by rank."""
 
     def head_positions(self, batch: MicroBatch) -> NDArray[np.int64]:
-        """Return the positions among this rank's tokens that predict a response token. Without such positions, position
-        0 is computed and ignored, because FSDP's reduction waits for the head's gradient of every rank.
+        """Return the positions among this rank's tokens that predict a response token. Without such positions, return
+        position 0, whose result is ignored: FSDP's reduction waits for the head's gradient of every rank.
         """
         positions = batch.head_positions[self.heads] - self.tokens.start
         return positions if positions.size else np.zeros(1, np.int64)
@@ -228,12 +235,11 @@ def own_tokens(batch: MicroBatch, group: SequenceGroup) -> OwnTokens:
 
 
 def gather_rows(own: Tensor, sizes: tuple[int, ...], group: SequenceGroup) -> Tensor:
-    """Gather the rows of all ranks, in order of ranks.
-
-    All ranks must compute the same loss from them: each takes its own rows' gradient from its own loss.
+    """Gather the rows of all ranks, in order of ranks. All ranks must compute the same loss from them, because each
+    rank takes the gradient of its own rows from its own loss.
 
     Args:
-        own: (sizes[rank],)
+        own: rows of this rank, (sizes[rank],).
     """
     rows: Tensor = _GatherRows.apply(own, sizes, group)  # type: ignore[no-untyped-call]
     return rows

@@ -1,4 +1,4 @@
-"""Assigns a step's trajectories to ranks, with about as many tokens for each rank in every mini-batch.
+"""Assigns a step's trajectories to ranks, so that in every mini-batch all ranks have about equally many tokens.
 
 Ranks wait for each other at every optimizer step, so each mini-batch is balanced by itself. The driver calls this
 module, so it does not import torch; `PolicyLearner` gets the result.
@@ -31,24 +31,23 @@ class Share(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Sizes of a trajectory that decide which rank gets it."""
+    """Position of a trajectory, and the numbers of tokens by which it is assigned to a rank."""
 
     position: int
     trajectory: int
     num_tokens: int
-    """Tokens that are computed for this trajectory only."""
+    """Number of tokens that are computed only for this trajectory."""
     num_shared: int
-    """Tokens that a rank computes once for all its trajectories of the group."""
+    """Number of tokens that a rank computes once for all its trajectories of the group."""
 
 
 Shares = tuple[tuple[Share, ...], ...]
-"""Shares of each sequence group (or rank), in the order of the step."""
+"""Shares of each sequence group (of each rank without sequence parallelism), in the order of the step."""
 
 
 def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
-    """Return each rank's shares, in the order of the step, as consecutive trajectories so that few groups are split.
-
-    The busiest rank of a mini-batch exceeds the others by at most one trajectory.
+    """Return each rank's shares in the order of the step. A share has consecutive trajectories, so that few groups are
+    split. In each mini-batch the busiest rank has as few tokens as possible.
     """
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]
@@ -64,12 +63,12 @@ def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> S
 
 
 def groups_per_minibatch(num_groups: int, num_minibatches: int) -> int:
-    """Return the number of whole groups in one optimizer step, at least 1."""
+    """Return the number of groups in one optimizer step, at least 1."""
     return max(1, -(-num_groups // num_minibatches))
 
 
 def pulls_at_zero_advantage(config: Config) -> bool:
-    """Return whether a trajectory with zero advantages has a gradient, from a loss other than the policy's."""
+    """Return True if a trajectory with zero advantages may have a gradient, from a loss other than the policy loss."""
     algorithm = config.algorithm
     return (
         algorithm.kl_loss_coef > 0
@@ -82,7 +81,7 @@ def pulls_at_zero_advantage(config: Config) -> bool:
 
 
 def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row]:
-    """Yield a row for each of the group's trajectories; those that are not computed have no tokens."""
+    """Yield a row for each of the group's trajectories. Trajectories that are not computed have 0 tokens."""
     shared = summary.num_prompt_tokens if config.learner.share_prefixes else 0
     is_idle = not _teaches(summary, config)
     for index, (num_tokens, is_valid) in enumerate(zip(summary.num_tokens, summary.valid, strict=True)):
@@ -93,8 +92,9 @@ def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row
 
 
 def _teaches(summary: GroupSummary, config: Config) -> bool:
-    """Return False if the group's gradient is known to be zero: its rewards are equal, and no other loss is
-    configured."""
+    """Return False if the group's gradient is known to be zero, because its rewards are equal and no other loss is
+    configured.
+    """
     estimator = config.algorithm.adv_estimator
     looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
     if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
@@ -106,7 +106,9 @@ def _teaches(summary: GroupSummary, config: Config) -> bool:
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
-    """Return the rank of each row, with consecutive rows for each rank and the fewest tokens on the busiest."""
+    """Return the rank of each row. Each rank gets consecutive rows, and the busiest rank has as few tokens as
+    possible.
+    """
     low, high = 0, sum(row.num_tokens + row.num_shared for row in rows)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The training step on one rank: scoring, forward and backward of every micro-batch, optimizer.
+"""Trains one step on one rank: scoring, forward and backward of every micro-batch, optimizer.
 
 `PolicyLearner` is built by `actors.learner.Learner` and holds the model; this module is the algorithm. Every rank runs
 the same collectives in the same order, whatever its trajectories are: a rank with fewer micro-batches computes empty
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ from rayapp.learner.batch import (
 )
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
-from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
+from rayapp.learner.metrics import MicroBatchFacts, Recorder, RowFacts, step_metrics, timing_metrics
 from rayapp.learner.policy import (
     DeviceBatch,
     PolicyModel,
@@ -72,13 +73,14 @@ from rayapp.learner.step_plan import (
     row_advantages,
     zero_advantages,
 )
+from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class PolicyLearner:
-    """The policy, its optimizer, and the training step. The only mutable state of a learner."""
+    """Policy with its optimizer and the training step. It is the only mutable state of a learner."""
 
     config: Config
     ranks: Ranks
@@ -87,16 +89,21 @@ class PolicyLearner:
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
     """Models that are not trained, by their names in `frozen_models`."""
     verdicts: VerdictReader | None = None
-    """Puts the verdict before the prompt that the teacher reads; None: the teacher reads the policy's prompt."""
+    """Puts the verdict on an answer before the prompt that the teacher reads; None: the teacher reads the policy's
+    prompt.
+    """
     kl_coef: float = 0.0
-    """Coefficient of the KL in the reward at the next step; algorithm.kl_in_reward.coef at the first."""
+    """Coefficient of the KL in the reward at the next step. At the first step it is algorithm.kl_in_reward.coef."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Number of optimizer steps skipped since the run began, because a loss or gradient was not finite."""
     log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
-    """Log-probs (R,) under the weights that the last step began with, by the trajectory's position in that step.
-
-    Holds the trajectories that were computed; the same on every rank."""
+    """Log-probs (R,) under the weights with which the last step began, by the trajectory's position in that step. It
+    has the trajectories that were computed, and is the same on every rank.
+    """
+    profile: Profile | None = None
+    """Profile of the last step in `train.profile_steps`; only on rank 0."""
+    _recorder: Recorder | None = None
 
     def train_step(
         self,
@@ -105,20 +112,42 @@ class PolicyLearner:
         shares: Sequence[Share],
         groups: Sequence[Group],
     ) -> dict[str, float]:
-        """Train on a step: `summaries` of all its groups, this rank's `shares` of them, and the `groups` of those."""
-        return _Step(self, step, summaries, shares, groups).run()
+        """Train one step. `summaries` describe all groups of the step, `shares` are this rank's parts of them, and
+        `groups` are the groups of `shares`, in order.
+        """
+        with self._profiled(step):
+            return _Step(self, step, summaries, shares, groups).run()
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Context manager that profiles the block on rank 0, if `step` is in `train.profile_steps`."""
+        self.profile = None
+        if self.ranks.rank or step not in self.config.train.profile_steps:
+            yield
+            return
+        self._recorder = recorder = Recorder(self.ranks.device)
+        try:
+            with recorder.recording():
+                yield
+        finally:
+            self._recorder = None
+        self.profile = recorder.profile("learner-0")
+
+    def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
+        """Return the micro-batches of one pass. In a profiled step, only the first micro-batches are recorded."""
+        return batches if self._recorder is None else self._recorder.first_of(batches)
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
-        """Score every item without gradient. Returns scores by row. Collective: every rank must call it."""
+        """Score every item without a gradient. Returns scores by row. Collective: every rank must call it."""
         scores: dict[int, RowScores] = {}
         with torch.no_grad():
-            for batch in self.micro_batches(items):
+            for batch in self.recorded(self.micro_batches(items)):
                 on_device = to_device(batch, self.ranks.device, self.ranks.sequence)
                 scores.update(_by_row(batch, model(on_device, options)))
         return scores
 
     def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
-        """Return this rank's micro-batches, padded with empty ones to the number of the busiest rank."""
+        """Return this rank's micro-batches, and empty ones up to the number of the rank that has the most."""
         learner = self.config.learner
         max_tokens = learner.token_budget * learner.sequence_parallel
         if not learner.router_replay:
@@ -155,7 +184,9 @@ class PolicyLearner:
         return norm, is_finite
 
     def _fill_missing_gradients(self) -> None:
-        """Set missing gradients to zero, so that AdamW updates by its momentum, as with a computed zero."""
+        """Set missing gradients to zero, so that AdamW updates these parameters by their momentum, as with a computed
+        zero.
+        """
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -180,7 +211,7 @@ class RowScores:
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """Return a stopwatch for the parts of a step; it waits for the GPU's queue at the end of each part."""
-    return Stopwatch(synchronize=partial(_synchronize, device))
+    return Stopwatch(synchronize=partial(_synchronize, device), region=torch.profiler.record_function)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -189,7 +220,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 class _Step:
-    """The state of one step: lives as long as `train_step`."""
+    """State of one step, during `train_step`."""
 
     def __init__(
         self,
@@ -207,11 +238,12 @@ class _Step:
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
         self.frozen: dict[str, dict[int, FloatArray]] = {}
-        """Log-probs (R,) of the sampled tokens under the frozen models, or under a teacher that is the policy or a
-        server."""
+        """Log-probs (R,) of the sampled tokens, by model and row. The model is frozen, or a teacher that is the policy
+        itself or a server.
+        """
         self.kl_metrics: dict[str, float] = {}
         self.mean_weight = 1.0
-        """Divisor of importance weights, see `LossScale`."""
+        """Divisor of importance weights: their mean over the step (see `LossScale`)."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -230,7 +262,7 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        """Return this rank's trajectories whose gradient is not known to be zero, and score them."""
+        """Return this rank's trajectories, without those whose gradient is known to be zero, and score them."""
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
             log.warning("step %d leaves out groups %s, because their rewards are not finite", self.number, bad)
         scored: list[TrainItem] = []
@@ -248,10 +280,10 @@ class _Step:
         return items
 
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
-        """Return the estimator's inputs. Collective.
+        """Return the inputs of the advantage estimator. Collective.
 
         Args:
-            scored: this rank's trained rows, if `scores_before_advantages`.
+            scored: this rank's trained rows, if the config has `scores_before_advantages`; else empty.
         """
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
@@ -271,9 +303,10 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        """Return the reward that each token of the trained rows loses (B, T), and update the coefficient. Collective.
+        """Return the reward that each token of the trained rows loses for its KL, (B, T), and update the coefficient.
+        Collective.
 
-        In bypass mode the engine's log-probs are the old ones, as in its loss.
+        In bypass mode the engine's log-probs are used as the old log-probs, as in the loss of that mode.
         """
         learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
@@ -288,16 +321,18 @@ class _Step:
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
-        """Return a number for each token of all trained rows (B, T), of which this rank has its `own`. Collective."""
+        """Gather per-token values (B, T) of all trained rows; `own` are the values of this rank's rows. Collective."""
         rows = {row: values for part in self.learner.ranks.gather_data(own) for row, values in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         return stack_rows([rows[int(row)] for row in table.trained_rows], width)
 
     def _score(self, items: Sequence[TrainItem]) -> None:
-        """Compute the log-probs that the update itself does not give: old log-probs, and log-probs of frozen models."""
+        """Compute the log-probs that the update itself does not compute: old log-probs, and log-probs of frozen
+        models.
+        """
         learner = self.learner
-        # Scoring is collective, so all ranks must decide alike, by the config: `self.old` is empty on a rank that has
-        # only failed groups.
+        # Scoring is collective, so all ranks must decide alike. Decide by the config and not by `self.old`, which is
+        # empty on a rank that has only failed groups.
         if self.config.scores_old_log_probs:
             with self.watch("old_log_probs"):
                 options = learner.head_options(needs_sum_pi_squared=self.algorithm.adv_estimator in NEEDS_LOG_PROBS)
@@ -343,7 +378,7 @@ class _Step:
         coupled = self._coupled_gradients(items, scale, actor_config)
         num_before = len(self.micro_facts)
         with self.watch("forward_backward"):
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(learner.recorded(batches)):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
             if self.config.distillation.needs_logits:
@@ -356,7 +391,9 @@ class _Step:
     def _coupled_gradients(
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
     ) -> dict[int, FloatArray] | None:
-        """Return gradients by log-prob for losses that depend on the whole mini-batch; None for all others."""
+        """Return gradients with respect to log-probs, by row, for losses that depend on the whole mini-batch; None for
+        other losses.
+        """
         if not self.algorithm.is_batch_coupled:
             return None
         learner = self.learner
@@ -379,7 +416,9 @@ class _Step:
         return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
-        """Return the teacher's head on a micro-batch; None unless the loss needs its whole distribution. Collective."""
+        """Return the teacher's head on a micro-batch; None unless the loss needs the teacher's whole distribution.
+        Collective.
+        """
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None
@@ -458,7 +497,7 @@ class _Step:
         return loss
 
     def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
-        """Copy the values that metrics are computed from to the host."""
+        """Copy the values from which metrics are computed to the host."""
         log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
         entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
         ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
@@ -475,7 +514,7 @@ class _Step:
             )
 
     def _agreement(self) -> dict[str, float]:
-        """Return how often the learner's routers agree with the server's; {} without router replay."""
+        """Return the metric of how often the learner's routers agree with the server's; empty without router replay."""
         replay = self.learner.model.replay
         if replay is None:
             return {}

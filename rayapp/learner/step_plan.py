@@ -1,4 +1,4 @@
-"""Plan of one step: the trajectories that count, their advantages, and the division into optimizer steps.
+"""Plans one step: the trajectories that count, their advantages, and the division into optimizer steps.
 
 Every rank makes the plan from the summaries of *all* groups, so that ranks agree on every count without communication;
 only the trajectories themselves differ from rank to rank.
@@ -24,20 +24,20 @@ from rayapp.learner.shares import Share, groups_per_minibatch, pulls_at_zero_adv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """All trajectories of the step, in order, as arrays over R rows; the same on every rank."""
+    """All R trajectories of the step, in order, one row each; the same on every rank."""
 
     group: NDArray[np.int64]
-    """(R,) position of the trajectory's group."""
+    """Position of each trajectory's group in the step, (R,)."""
     index: NDArray[np.int64]
-    """(R,) index of the trajectory in its group."""
+    """Index of each trajectory in its group, (R,)."""
     trained: NDArray[np.bool_]
-    """(R,) True if the trajectory counts in baselines, and in losses unless it is `filtered`."""
+    """True if the trajectory counts in baselines, and in losses unless it is `filtered`, (R,)."""
     filtered: NDArray[np.bool_]
-    """(R,) True if algorithm.overlong.filter leaves the trajectory out of the loss."""
+    """True if algorithm.overlong.filter leaves the trajectory out of the loss, (R,)."""
     rewards: FloatArray
-    """(R,)"""
+    """Reward of each trajectory, (R,)."""
     num_response_tokens: NDArray[np.int64]
-    """(R,)"""
+    """Number of response tokens of each trajectory, (R,)."""
     num_groups: int
 
     @property
@@ -52,14 +52,15 @@ class StepTable:
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     """Make the table of the step and mark the trajectories to train on.
 
-    Not trained are invalid trajectories, the greedy baseline of remax, groups with a reward that is not finite, and
-    trajectories that are alone in their group if advantages compare groups.
+    These are not trained on: invalid trajectories, the greedy baseline of remax, groups with a reward that is not
+    finite, and a group's only valid trajectory if advantages compare the trajectories of a group.
     """
     estimator = config.algorithm.adv_estimator
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
     for valid in trained:
         if estimator in NEEDS_GREEDY_BASELINE:
-            # The greedy trajectory is the group's baseline: without its verdict the others have no advantage.
+            # The greedy trajectory is the group's baseline: without its verdict the other trajectories have no
+            # advantage.
             valid[:] = valid & valid[-1]
             valid[-1] = False
         if config.compares_groups and valid.sum() < 2:
@@ -114,13 +115,13 @@ def zero_advantages(table: StepTable) -> dict[int, FloatArray]:
 
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
-    """Return for each row (R,) the index of its optimizer step within the step: whole groups, in order."""
+    """Return for each row (R,) the index of its optimizer step within the step. Groups stay whole and in order."""
     result: NDArray[np.int64] = table.group // groups_per_minibatch(table.num_groups, num_minibatches)
     return result
 
 
 def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
-    """Count the rows among `chosen` that are in the loss, over all ranks."""
+    """Return the divisors of the loss: counts of the rows in `chosen` that are in the loss, over all ranks."""
     rows = table.trained & ~table.filtered & chosen
     return LossScale(
         num_tokens=int(table.num_response_tokens[rows].sum()),
@@ -139,7 +140,7 @@ def local_items(
     """Return this rank's trajectories that have an entry in `advantages`.
 
     Args:
-        groups: groups of the shares, in the same order.
+        groups: groups of `shares`, in the same order.
 
     Raises:
         LearnerError: a group does not match its summary.
@@ -164,12 +165,16 @@ def local_items(
 
 
 def needs_computing(item: TrainItem, config: Config) -> bool:
-    """Return False if the trajectory's gradient is exactly 0: its advantages are 0, and no other loss is configured."""
+    """Return False if the trajectory's gradient is exactly 0, because its advantages are 0 and no other loss is
+    configured.
+    """
     return pulls_at_zero_advantage(config) or bool(np.any(item.advantages))
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
-    """Return the reward terms that all groups with trained rows have, for these rows. Failed groups have none."""
+    """Return the values of the trained rows for each reward term that all groups with trained rows have. Failed groups
+    have no terms.
+    """
     in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
     names = sorted(set.intersection(*in_play)) if in_play else []
     return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}

@@ -1,10 +1,10 @@
-"""Supervised steps on one rank: the cross-entropy of demonstrations, with the same model, packing and optimizer as
-GRPO.
+"""Takes supervised steps on one rank: minimises the cross-entropy of demonstrations, with the model, packing and
+optimizer of GRPO.
 
     loss = -(sum of log-probs of the marked tokens) / (their number, over all ranks)
 
-transformers' causal language models return the same loss for the same batch with `labels` (tested). Every rank runs the
-same collectives in the same order, whatever its share of the rows.
+Given `labels`, transformers' causal language models return the same loss for the same batch (tested). Every rank runs
+the same collectives in the same order, whatever its share of the rows.
 
 `log_probs_of` returns a group's log-probs, to compare with those of a server that holds the same weights.
 """
@@ -57,7 +57,7 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
 
 
 def supervised_loss(learner: PolicyLearner, rows: Sequence[Trajectory]) -> float:
-    """Return the loss of all ranks' rows, without a gradient; the same on every rank. Collective."""
+    """Return the loss of the rows of all ranks, without a gradient. It is the same on every rank. Collective."""
     scores = learner.score(_items(rows), learner.model, learner.head_options())
     sums = learner.ranks.gather_data((-sum(float(row.log_probs.sum()) for row in scores.values()),
                                  sum(row.log_probs.size for row in scores.values())))  # fmt: skip
@@ -85,7 +85,7 @@ def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int
 
 
 def log_probs_of(learner: PolicyLearner, group: Group) -> list[FloatArray]:
-    """Return the log-probs (R_i,) of each trajectory, in order; empty without response tokens. Collective."""
+    """Return the log-probs (R_i,) of each trajectory's response tokens, in order. Collective."""
     items = [
         TrainItem(row=i, group=0, trajectory=t, advantages=np.zeros(t.num_response_tokens, np.float32))
         for i, t in enumerate(group.trajectories)

@@ -3,12 +3,12 @@
     tool_agent           the prompt lists the tools; the policy calls them over several turns
     single_turn_agent    the prompt lists no tools; one turn is sampled, and tool calls in it are plain text
 
-`LoopAgent` plays both with a chat template; a row of data may choose between them by its `agent_name`, as in verl.
+`LoopAgent` plays both agents with a chat template. A row of data chooses one of them by its `agent_name`, as in verl.
 `OneTurn` plays tasks whose agent is single_turn_agent: the task renders its own prompt, because base models have no
 chat template.
 
-Any other name is that of a plug-in (entry point `rayapp.agents`). The plug-in is called with the process's tool agent,
-whose chat format, tools, parser and limits it may use, and returns an object with the same method `run`.
+Any other name belongs to a plug-in (entry point `rayapp.agents`). The plug-in is called with the process's tool agent,
+whose chat format, tools, parser and limits it may use. It returns an object with the method `run` of `Player`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Player(Protocol):
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        """Play the prompt once; see `AgentLoop.run`."""
+        """Play the prompt once. Arguments and errors are those of `AgentLoop.run`."""
         ...
 
 
 def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
-    """Return the player with this name: the loop itself, the loop for a single turn, or a plug-in's object.
+    """Return the player with this name: `tool_agent` itself, a loop for a single turn, or the object of a plug-in.
 
     Raises:
         ConfigError: the plug-in can't be made.
@@ -60,7 +60,7 @@ def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
         player: Player = load_plugin("agents", agent_name)(tool_agent)
     except ConfigError:
         raise
-    except Exception as error:  # boundary: a plug-in is foreign code
+    except Exception as error:  # boundary: a plug-in is foreign code that may raise anything
         raise ConfigError(f"plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
     if not callable(getattr(player, "run", None)):
         raise ConfigError(f"plug-in {agent_name}: the object that it returns has no `run` (rayapp/rollout/agents.py)")
@@ -68,7 +68,7 @@ def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
 
 
 class NoCalls:
-    """Tool call parser that finds no calls; see `ToolCallParser`."""
+    """A `ToolCallParser` that finds no calls."""
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return ()
@@ -80,7 +80,7 @@ class NoCalls:
 
 
 def without_tools(tool_agent: AgentLoop) -> AgentLoop:
-    """Return a loop with the same model and limits, for a single turn without tools."""
+    """Return a loop for a single turn without tools. It has the model and limits of `tool_agent`."""
     return AgentLoop(
         chat=tool_agent.chat.without_tools(),
         parser=NoCalls(),
@@ -100,7 +100,7 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
 
 
 def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
-    """Return one prompt per task, in the order of `config.tasks`.
+    """Render the prompt of each task. Return the prompts in the order of `tasks`.
 
     Raises:
         InputError: a prompt is longer than rollout.max_prompt_tokens.
@@ -127,19 +127,19 @@ OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoopAgent:
-    """Agent that plays problems with agent loops. Problems with the same tools share a loop."""
+    """Agent that plays problems with agent loops. Problems that bring the same tools share a loop."""
 
     make_loop: OpenLoop
-    """Function that makes a loop; called once for each set of tools."""
+    """Function that makes a loop. It is called once for each set of tools."""
     default: str = TOOL_AGENT
-    """Name of the agent for problems that name no agent."""
+    """Name of the agent for problems that don't name one."""
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
     _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
-    """(name, tools) -> single-turn player or plug-in, made at the first use."""
+    """(agent name, tools) -> single-turn player or plug-in's object, made at the first use."""
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
-        """Return the agent for the run's settings and tool file."""
+        """Make the agent for the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
             return await open_loop(config, sandboxes, brought=tools)
@@ -147,7 +147,7 @@ class LoopAgent:
         return cls(make_loop, default=config.agent_name)
 
     async def open(self, tools: tuple[str, ...] = ()) -> LoopAgent:
-        """Make the loop with these tools, unless it exists already; return this agent.
+        """Make the loop with these tools, unless it exists already. Return this agent.
 
         Raises:
             UserError: a tool, the chat template or the parser can't be used.
@@ -157,15 +157,15 @@ class LoopAgent:
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the token ids of a data row's prompt. It lists tools only if the agent is the tool agent."""
+        """Return the token ids of a data row's prompt. The prompt lists tools only for the tool agent."""
         return self._loop(agent_name).chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
         bare, start = problem.prompt, problem.start
         await self.open(start.tools)
-        self._player(problem.agent_name, start.tools)  # make plug-ins now, to report errors at the start
+        self._player(problem.agent_name, start.tools)  # make plug-ins now: their errors are reported at the start
         chat = self._loop(problem.agent_name, start.tools).chat
-        if bare.token_ids.size:  # a row's prompt was rendered and cut when the row was read
+        if bare.token_ids.size:  # a row's prompt was already rendered and cut when the row was read
             text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
             return replace(bare, text=text, messages=start.messages)
         ids = np.array(chat.prompt_ids(start.messages), np.int32)
@@ -187,7 +187,8 @@ class LoopAgent:
         return await player.run(begin, engine=engine, sampling=sampling, request_id=request_id)
 
     def _loop(self, agent_name: str, tools: tuple[str, ...] = ()) -> AgentLoop:
-        """Return the loop whose chat format and tools an agent uses. A plug-in uses the tool agent's loop.
+        """Return the loop whose chat format and tools the agent of this name uses. A plug-in uses the loop of the tool
+        agent.
 
         Raises:
             InputError: there is no agent of this name.
@@ -232,10 +233,10 @@ class OneTurn:
         self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
         recorder = Recorder(problem.prompt.token_ids.tolist())
-        # Score the engine's text, not the decoded tokens: the tokens include the stop text.
+        # Score the engine's text instead of the decoded tokens, because the tokens include the stop text.
         completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
         is_cut = completion.finish_reason == "length"
         return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 
     async def close(self) -> None:
-        """Do nothing: this agent holds no resources."""
+        """Do nothing: this agent has no resources to close."""

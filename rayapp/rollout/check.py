@@ -1,6 +1,6 @@
-"""Checks of a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
+"""Checks of a run's inputs, made before any actor starts. The driver and `rayapp doctor` call them.
 
-Tools behind a service are not checked here: the rollout workers check them at their start, from their own machines.
+Tools behind a service are not checked: the rollout workers check these tools at their start, from their own machines.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from rayapp.tools.workspace import WorkspaceTool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputCheck:
-    """One check before a run; checks don't depend on each other."""
+    """One check before a run. Checks don't depend on each other."""
 
     what: str
-    """Name of the checked part, for messages: evaluation, tasks, data or tools."""
+    """Name of the checked part in messages, e.g. evaluation, tasks, data or tools."""
     run: Callable[[], None]
-    """Function that does the check. Raises UserError or StorageError: the part can't be used."""
+    """Function that makes the check. It raises UserError or StorageError if the part can't be used."""
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
-    """Check the model, its teacher, and tasks or data with their tools and rewards.
+    """Check the model, the teacher, and the tasks or data with their tools and rewards.
 
     Args:
         training: True for a training, False for an evaluation.
@@ -70,14 +70,14 @@ def check_inputs(config: Config, *, training: bool) -> None:
 def input_checks(
     config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True, asks_judges: bool = False
 ) -> Iterator[InputCheck]:
-    """Yield the checks of a run's inputs, without those of the model. `rayapp train` and `rayapp eval` stop at the
-    first check that fails; `rayapp doctor` runs all of them.
+    """Yield the checks of a run's inputs, without the checks of the model. `rayapp train` and `rayapp eval` stop at the
+    first check that fails; `rayapp doctor` runs all checks.
 
     Args:
-        has_tokenizer: False if the model is not on this machine; then prompts are not rendered.
-        may_fetch: False leaves out files that would have to be fetched.
+        has_tokenizer: False if the model is not on this machine. Prompts are not rendered then.
+        may_fetch: False leaves out data files that would have to be fetched.
         asks_judges: True adds a check that asks each judge a question from this machine. In a run the rollout workers
-            ask it at their start.
+            ask their judges at the start.
     """
     yield InputCheck(what="evaluation", run=partial(_check_something_to_evaluate, config, training=training))
     if asks_judges:
@@ -100,7 +100,8 @@ def input_checks(
 
 
 def _check_judges(config: Config) -> None:
-    # Leave out judges on the run's own servers: these start with the run, and the rollout workers check their judges.
+    # Leave out judges on the run's own servers: these servers start with the run, and the rollout workers check the
+    # judges on them.
     judges = open_judges(config, of_run=False)
 
     async def check() -> None:
@@ -126,7 +127,7 @@ def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None
 
 
 def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -> None:
-    """Check every task, and the requirements of its agent.
+    """Check every task, and what its agent requires.
 
     Raises:
         UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
@@ -153,7 +154,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)
-    # If there is a tool file, `_check_tools` checks the template.
+    # Leave the template to `_check_tools` if there is a tool file.
     asks_template = has_tokenizer and not config.agent.tool_file
     _check_entries(
         config, [ToolEntry(class_name=name) for name in brought], training=training, asks_template=asks_template
@@ -161,8 +162,9 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
-    """Raise InputError if an evaluation has nothing to evaluate. With several sources, data sources without eval.tasks
-    are simply not evaluated."""
+    """Raise InputError if no source has anything to evaluate. If only some sources with data files lack eval.tasks,
+    these sources are not evaluated.
+    """
     own = [source.config for source in sources_of(config)]
     if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
@@ -177,7 +179,7 @@ def check_data(config: Config, files: Sequence[str]) -> None:
     """Check every file's schema, each row's agent and rule, one complete row per file, and the compilers that rows
     need.
 
-    The rollout workers check the lengths of prompts, because only they have all tools' schemas.
+    The rollout workers check the lengths of prompts later, because only they have the schemas of all tools.
 
     Raises:
         UserError: the custom function, a file or a row can't be used.
@@ -207,7 +209,7 @@ def check_data(config: Config, files: Sequence[str]) -> None:
 
 
 async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
-    """Compile an empty program in each language, in one of the run's sandboxes."""
+    """Compile an empty program of each language in a sandbox of the run."""
     if not languages:
         return
     try:
@@ -218,7 +220,7 @@ async def _check_compilers(config: Config, languages: Collection[Language]) -> N
 
 
 def _check_references(file: str, data: TrainingData) -> None:
-    """Raise InputError for a row whose ground truth is too long for a judge to read."""
+    """Raise InputError if a row's ground truth is too long for a judge to read."""
     for number in range(len(data)):
         if not is_kept(data.row(number).ground_truth):
             raise InputError(
@@ -239,7 +241,7 @@ def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None
 
 
 def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bool, asks_template: bool) -> None:
-    """Check that there are enough sandboxes for these tools, and that the chat template lists tools."""
+    """Check that there are enough sandboxes for the tools of these entries, and that the chat template lists tools."""
     file = config.agent.tool_file
     holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
     if (first := next(holding, None)) is not None:
@@ -250,15 +252,18 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
-    """Check that the file of a user's class exists, without loading it. Raises ConfigError: there is no such file."""
+    """Check that the file of a user's class exists, without loading the file. Raises ConfigError: there is no such
+    file.
+    """
     file, colon, _ = entry.class_name.rpartition(":")
     if colon and not (folder / file).is_file() and not Path(file).is_file():
         raise ConfigError(f"{where}: there is no file {folder / file}")
 
 
 def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
-    """Return True if the tool keeps a sandbox, the trajectory's workspace. False for users' classes: only the rollout
-    workers load them."""
+    """Return True if the tool keeps a sandbox for each trajectory, its workspace. Return False for a user's class,
+    because only the rollout workers load it.
+    """
     if not KNOWN.get(entry.class_name, entry.class_name).startswith("rayapp.tools."):
         return False
     kind = load_class(entry.class_name, Path(), where)
@@ -266,12 +271,14 @@ def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
 
 
 def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool) -> None:
-    """Check the number of sandboxes: a tool with a workspace holds a sandbox per trajectory, from its first call on."""
+    """Check that there is a sandbox for each trajectory: a tool with a workspace keeps one per trajectory, from its
+    first call on.
+    """
     need, arithmetic = trajectories_at_once(config, training=training)
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
-            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} holds "
+            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} keeps "
             f"one for each trajectory, and {arithmetic} = {need} trajectories run at once. Raise sandbox.max_leases to "
             f"{need}, lower one of these numbers, or, if `python` is the only such tool, set `stateful: false` in its "
             "config"
@@ -289,7 +296,7 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
         text += f" x (train.max_staleness {train.max_staleness} + 1)"
     if not _evaluates(config, training=training):
         return in_training, text
-    # The first wave is the longest.
+    # The first wave has the most prompts.
     wave = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
     evaluating = len(wave) * config.eval.samples_per_task
     of_eval = f"{len(wave)} prompts x eval.samples_per_task {config.eval.samples_per_task}"

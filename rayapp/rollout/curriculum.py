@@ -1,11 +1,13 @@
-"""Difficulty curriculum, off by default: prompts that are sometimes solved are drawn more often than the others.
+"""Difficulty curriculum, off by default: prompts that are sometimes solved are drawn more often than prompts that are
+always or never solved.
 
-In a run with several sources, sources are drawn instead of prompts, by their ratios and their groups' results.
+In a run with several sources, sources are drawn instead of prompts. The chance of a source depends on its ratio and on
+the results of its groups.
 
 The driver owns the curriculum. It draws the prompt of each new group by weight, records the result of every finished
 group, and adds the results to the counts when a step ends. A draw depends only on the seed, the group's id and the
 counts after the last step, so a resumed run draws the same prompts as a run that never stopped. Each checkpoint has the
-counts. No Ray.
+counts. This module doesn't need Ray.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ of solved ones."""
 
 
 class Curriculum:
-    """Counts of solved trajectories per prompt or source, and the draws that follow from them.
+    """Counts the solved trajectories of each prompt or source, and draws prompts or sources by these counts.
 
     Args:
         num_prompts: number of prompts in one epoch. A prompt is identified by its index in the first epoch's order.
-        min_weight: weight of prompts that were always or never solved. ratios: ratios of the sources, to draw sources
-        instead of prompts; None to draw prompts. counts, results: state from a checkpoint, as `state` returned it.
+        min_weight: weight of prompts that were always or never solved.
+        ratios: ratios of the sources, if sources are drawn; None to draw prompts.
+        counts, results: contents of a checkpoint's curriculum file, which `state` wrote.
     """
 
     def __init__(
@@ -57,17 +60,17 @@ class Curriculum:
         for place, (tried, solved) in (counts or {}).items():
             self._tried[int(place)], self._solved[int(place)] = tried, solved
         self._results: dict[int, Result] = {result[0]: result for result in results}
-        """Group id -> its result, for groups that were recorded since the last `end_step`."""
+        """Group id -> result, for the groups that were recorded since the last `end_step`."""
         self._cumulative = np.cumsum(self.weights())
 
     @classmethod
     def open(cls, config: Config, num_prompts: Sequence[int], checkpoint: Path | None) -> Curriculum:
-        """Return the curriculum of a new run, or the one that a checkpoint holds.
+        """Return the curriculum of a new run or, with `checkpoint`, the curriculum that the checkpoint holds.
 
         Args:
             num_prompts: number of prompts of each source.
         Raises:
-            CheckpointError: the checkpoint has no curriculum, or one for other prompts.
+            CheckpointError: the checkpoint has no curriculum, or its curriculum is for another number of prompts.
         """
         ratios = [source.ratio for source in sources_of(config)] if len(num_prompts) > 1 else None
         number = num_prompts[0] if ratios is None else len(ratios)
@@ -82,33 +85,35 @@ class Curriculum:
         )
 
     def weights(self) -> NDArray[np.float64]:
-        """Return the weight (num_prompts,) with which each prompt is drawn.
+        """Return the weights (num_prompts,) by which prompts are drawn.
 
-        The weight is 4 p (1 - p), where p is the share of solved trajectories after adding a solved and a failed one.
-        This is proportional to the variance of a 0/1 reward: a group without variance has no signal. A prompt that was
-        never tried has weight 1. For sources, the weight (num_sources,) is multiplied by the source's ratio.
+        The weight of a prompt is 4 p (1 - p), but at least `min_weight`. p = (solved + 1) / (tried + 2), over the
+        prompt's trajectories. The weight is proportional to the variance of a 0/1 reward, because a group without
+        variance has no signal. A prompt that was never tried has weight 1. A source's weight is multiplied by its
+        ratio; the shape is then (num_sources,).
         """
         share = (self._solved + 1) / (self._tried + 2)
         teaches: NDArray[np.float64] = np.maximum(self._min_weight, 4 * share * (1 - share))
         return self._ratios * teaches
 
     def drawn(self, request: GroupRequest) -> GroupRequest:
-        """Return the request with a drawn prompt or source."""
+        """Return the request with a prompt or source that was drawn for it."""
         chosen = self.draw(request.group_id)
         return replace(request, source=chosen) if self._draws_sources else replace(request, prompt=chosen)
 
     def draw(self, group_id: int) -> int:
-        """Draw the prompt of a group: return its index in the first epoch's order. With ratios, return the index of a
-        source."""
+        """Draw the prompt of a group. Return the prompt's index in the first epoch's order or, if sources are drawn,
+        the source's index.
+        """
         words = np.random.SeedSequence((self._seed, group_id, len(self._tried)))
         point = float(np.random.default_rng(words).random()) * self._cumulative[-1]
         return int(np.searchsorted(self._cumulative, point, side="right"))
 
     def record(self, place: int, summary: GroupSummary) -> None:
-        """Record the result of a group. It counts from the next `end_step` on.
+        """Record the result of a group. Draws depend on it from the next `end_step` on.
 
-        A trajectory counts as solved by the value of its reward's term `solved`; without this term, by the reward
-        itself, limited to [0, 1].
+        A trajectory counts as solved by its reward's term `solved`, a number from 0 to 1. Without this term, the reward
+        is used, clipped to [0, 1].
 
         Args:
             place: index of the group's prompt or source.
@@ -127,18 +132,20 @@ class Curriculum:
         self._cumulative = np.cumsum(self.weights())
 
     def state(self, is_kept: Callable[[int], bool]) -> dict[str, str]:
-        """Return the curriculum's file for a checkpoint: file name -> text.
+        """Return the file that a checkpoint keeps of the curriculum: file name -> text.
 
         Args:
-            is_kept: function that returns True for a group that a resumed run does not generate again: the file keeps
-                its result.
+            is_kept: function of a group's id that returns True if a resumed run does not generate the group again. The
+                file keeps the results of these groups.
         """
         seen = {str(i): (self._tried[i], self._solved[i]) for i in np.flatnonzero(self._tried)}
         results = [result for group_id, result in self._results.items() if is_kept(group_id)]
         return {FILE: json.dumps({"num_prompts": len(self._tried), "counts": seen, "results": results})}
 
     def metrics(self) -> dict[str, float]:
-        """Return `curriculum/*`: the share of prompts that were tried, and their mean weight."""
+        """Return the metrics `curriculum/*`: the share of prompts that were tried, and the mean weight of these
+        prompts.
+        """
         tried = self._tried > 0
         weight = float(self.weights()[tried].mean()) if tried.any() else 1.0
         return {"curriculum/tried": float(tried.mean()), "curriculum/weight_mean": weight}

@@ -1,11 +1,11 @@
-"""Demonstrations for supervised steps, as token ids with a mask of the tokens to learn.
+"""Reads demonstrations for supervised steps, as token ids with a mask of the tokens to learn.
 
     JSONL, parquet: conversation | prompt + completion | token_ids + response_mask --'
     tasks with `demonstrations` ----------------------------------------------------+--> Trajectory, one or more a row
 
-A demonstration is a `Trajectory` that was not sampled. Its token ids are built like in a rollout: first the prompt as
+A demonstration is a `Trajectory` that was not sampled. Its token ids are built as in a rollout: first the prompt, as
 the chat template renders it; then the answer, encoded separately, with the token or text that ends a turn of the
-policy. Called by the driver, for `rayapp sft` and the warm-up of a training (docs/sft.md).
+policy. The driver calls this module, for `rayapp sft` and for the warm-up of a training (docs/sft.md).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
 Render = Callable[..., str]
-"""Function of (messages, add_generation_prompt) that returns the text rendered by the chat template."""
+"""Function of (messages, add_generation_prompt) that renders the chat template to text."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Demonstrations:
-    """Demonstrations of all rows, in the order of the files."""
+    """The demonstrations of all rows, in the order of the files."""
 
     rows: list[Trajectory] = field(default_factory=list)
     num_left_out: int = 0
-    """Number of rows that warmup.filter_overlong left out because they are longer than warmup.max_tokens."""
+    """Number of demonstrations that warmup.filter_overlong left out, because they are longer than warmup.max_tokens."""
 
 
 def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
-    """Return all demonstrations in the files; without files, the demonstrations of the run's tasks.
+    """Return all demonstrations in the files or, without files, those of the run's tasks.
 
     Raises:
-        InputError: a file or a row can't be used (the message names both), or there are no demonstrations.
+        InputError: a file or a row can't be used (the message names it), or there are no demonstrations.
         StorageError: a remote file can't be fetched.
     """
     tokenizer: Any = load_tokenizer(config)
@@ -88,7 +88,8 @@ def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, T
     for task in tasks:
         assert isinstance(task, CodingTask)
         prompt = task.render(tokenizer)
-        # Sampling ends at a stop text. If the prompt has none, it ends at the tokenizer's end token.
+        # End the demonstration as sampling ends: at a stop text or, if the prompt has none, at the tokenizer's end
+        # token.
         end = [] if prompt.stop and task.prompt_format == "chat_prefill" else [_end_of_text(tokenizer, task.name)]
         for number, text in enumerate(task.demonstrated_completions, start=1):
             completion = tokenizer.encode(text, add_special_tokens=False) + end
@@ -129,7 +130,9 @@ def _raw_rows(path: Path) -> Iterator[Any]:
 
 
 def _without_filled_in(value: Any) -> Any:
-    """Remove keys whose value is None, at every depth: parquet gives each object the keys of its column's others."""
+    """Remove keys whose value is None, at every depth: parquet gives each object the keys of all objects of its
+    column.
+    """
     if isinstance(value, dict):
         return {key: _without_filled_in(item) for key, item in value.items() if item is not None}
     return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
@@ -173,7 +176,7 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
 
 
 def _integers(value: Any, key: str, limit: int) -> Any:
-    """Return the numbers as an array. Raises ValueError: one of them is not an integer from 0 to `limit` - 1."""
+    """Return the numbers as an array. Raises ValueError: a number is not an integer from 0 to `limit` - 1."""
     for place, item in enumerate(value if isinstance(value, list) else []):
         if not isinstance(item, int) or not 0 <= item < limit:
             raise ValueError(f"{key}[{place}] is {item!r:.60}; it must be an integer from 0 to {limit - 1}")
@@ -181,7 +184,7 @@ def _integers(value: Any, key: str, limit: int) -> Any:
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
-    """Return a demonstration of plain strings, without a chat template: prompt, completion and end token."""
+    """Return a demonstration made from plain strings, without a chat template: prompt, completion and end token."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
         raise TypeError("prompt is a string, so completion must be a string; or make both lists of messages")
@@ -194,9 +197,10 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
 def _of_conversation(
     messages: Sequence[Mapping[str, Any]], first: int, render: Render, tokenizer: ChatTokenizer
 ) -> Iterator[Trajectory]:
-    """Yield demonstrations that together train on every assistant turn from message `first` on exactly once.
+    """Yield the demonstrations of a conversation. Together they train on every assistant turn exactly once, from
+    message `first` on.
 
-    All turns are in one sequence, like in a rollout. If the template changes earlier turns when later ones are added
+    All turns are in one sequence, as in a rollout. If the template changes earlier turns when later turns are added
     (Qwen3 removes their thoughts), a new sequence begins with the changed text.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
@@ -219,7 +223,7 @@ def _of_conversation(
 
 
 def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    """Return the text before assistant message `i`, and this turn's text with the token that ends it."""
+    """Return the text before assistant message `i`, and the message's own text with the token that ends the turn."""
     head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
     if not whole.startswith(head):
         raise ValueError(

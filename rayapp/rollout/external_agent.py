@@ -3,9 +3,9 @@
     messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory with the answer
 
 Each source with an external agent has one `ExternalAgent` per rollout worker. The task or the data row scores the
-answer, as with any agent. If a limit (tokens, turns, time) ends a trajectory, its answer is scored, whatever the
-program's exit status. If the program fails before a limit is reached, the trajectory fails, unless `on_failure` is
-score. If the program never calls the policy, the trajectory always fails.
+answer, as with any agent. If a limit (tokens, turns or time) ends a trajectory, its answer is scored, whatever the
+program's exit status. If the program fails before a limit is reached, the trajectory fails; with `on_failure: score`,
+its answer is scored. If the program never calls the policy, the trajectory always fails.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ Entry = Callable[[AgentCall], Awaitable[Any]]
 
 
 class ExternalAgent:
-    """Agent that runs a user's program or function for each trajectory. Make it with `open`; `close` it at the end.
+    """Agent that runs a user's program or function for each trajectory. Make it with `open`, and call `close` at the
+    end.
 
     Args:
         config: config of the source.
         formats: chat formats of the model.
         entry: the user's function; None runs the user's command.
-        sandboxes: source of the sandboxes that programs run in if `agent.external.inside` is set.
-        files: the agent's own files, by relative path.
+        sandboxes: source of the sandboxes in which programs run if `agent.external.inside` is set.
+        files: relative path -> text of the agent's own files.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class ExternalAgent:
         sandboxes: SandboxSource | None = None,
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which other runs don't need
+        from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
+        from rayapp.rollout.gateway.server import Gateway
 
-        self._settings = config.agent.external
+        self._settings = settings = config.agent.external
+        self._forwarder = Forwarder(settings.endpoint) if settings.models == "endpoint" else None
         self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
         self._formats = formats
         self._entry = entry
@@ -73,7 +76,7 @@ class ExternalAgent:
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
-        """Return an agent for the run's model and the section `agent`, listening for calls.
+        """Make an agent for the run's model and the section `agent`, and start its gateway.
 
         Raises:
             ConfigError: the program, the function or one of the agent's files can't be found.
@@ -83,18 +86,19 @@ class ExternalAgent:
         return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
 
     async def started(self) -> ExternalAgent:
-        """Start the gateway's server; return this object."""
+        """Start the gateway's server. Return this object."""
         await self._gateway.start()
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the token ids of the rendered messages. Callers use only their number, because agents write their own
-        prompts.
+        """Return the token ids of the rendered messages. Callers use only the number of ids, because external agents
+        write their own prompts.
         """
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the problem's prompt without token ids: the agent itself writes the prompts that the policy reads.
+        """Return the problem's prompt without token ids, because the agent itself writes the prompts that the policy
+        reads.
 
         Raises:
             InputError: a message is not text, or the task can't be played by an agent.
@@ -108,6 +112,8 @@ class ExternalAgent:
     async def close(self) -> None:
         """End all sessions. Idempotent."""
         await self._gateway.close()
+        if self._forwarder is not None:
+            await self._forwarder.close()
 
     async def play(
         self,
@@ -121,7 +127,7 @@ class ExternalAgent:
         """Play one trajectory.
 
         Args:
-            entry: function that plays; None for the source's own program or function.
+            entry: function that plays instead of the source's own program or function; None for these.
         Raises:
             EngineError, DeadlineError: the engine can't generate.
         """
@@ -154,7 +160,8 @@ class ExternalAgent:
             sampling=sampling,
             limits=self._limits,
             request_id=request_id,
-            other_models=self._settings.models,
+            other_models="refuse" if self._settings.models == "endpoint" else self._settings.models,
+            forwarder=self._forwarder,
             structured=self._settings.structured,
         )
 
@@ -185,7 +192,7 @@ class ExternalAgent:
         if error is not None:
             playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
         if not acting.cancelled():
-            acting.result()  # raise an error that must end the run, such as a machine without the required isolation
+            acting.result()  # raise errors that must end the run, such as missing isolation
 
     async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
         assert self._sandboxes is not None, "agent.external.inside without sandboxes"
@@ -211,7 +218,7 @@ class ExternalAgent:
                 env=environment(call.folder, call.environment | dict(self._settings.env)),
                 output=playing.output,
             )
-        except Exception as error:  # boundary: the user's agent
+        except Exception as error:  # boundary: the user's agent may raise anything
             playing.fault = f"the agent failed: {type(error).__name__}: {error}"[:500]
             playing.output.add(f"{playing.fault}\n".encode("utf-8", "replace"))
             return

@@ -1,11 +1,13 @@
-"""An external agent's program: its input (`AgentCall`, docs/agents.md), and how it runs on the host or in a sandbox.
+"""The program of an external agent: its input (`AgentCall`, docs/agents.md), and how it runs on the host or in a
+sandbox.
 
-On the host it runs as the user of the rollout worker, until it ends or the caller cancels it; then every process that
-it started is killed. The end of its output is kept. In the trajectory's own sandbox it can reach only the policy:
+On the host the program runs as the user of the rollout worker, until it ends or is cancelled. Then every process that
+it started is killed. The last part of its output is kept. In the trajectory's own sandbox the program can reach only
+the policy:
 
     sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
     this process: the gateway accepts these connections, for this trajectory's session only
-There is no tunnel, no port that other programs can reach, and no other network.
+No tunnel is needed, no port is open to other programs, and the sandbox has no other network.
 """
 
 from __future__ import annotations
@@ -30,22 +32,24 @@ from rayapp.sandbox.loopback import Accept, loopback_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCall:
-    """Input of an agent: one task, and the address and key of the policy."""
+    """Input of an external agent: one task, and the address and key of the policy."""
 
     task: str
-    """Name of the task, or data source of the row."""
+    """Name of the task, or data source of the data row."""
     messages: tuple[Mapping[str, str], ...]
     """Messages of the task, each with role and content."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Relative path -> text of the task's files in `folder`."""
+    """Relative path -> text of the task's files, which are in `folder`."""
     folder: Path
-    """Folder that only this agent uses; at first it holds only the files. It is removed when the trajectory ends."""
+    """Folder for this trajectory alone. At the start it has `files` and the task file. It is removed when the
+    trajectory ends."""
     url: str
-    """Base URL of the trajectory's session."""
+    """URL of the trajectory's session, below which the APIs are."""
     api_key: str
     """Key of the trajectory's session, valid until the trajectory ends."""
     model: str = MODEL
-    """Model name for requests; `agent.external.models` determines the treatment of other names."""
+    """Model name of requests to the policy. `agent.external.models` determines what happens to requests with other
+    names."""
 
     @property
     def prompt(self) -> str:
@@ -64,7 +68,7 @@ class AgentCall:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables with the policy's address, key and name, and the task."""
+        """Environment variables with the policy's address, key and model name, and the path of the task file."""
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
             "OPENAI_API_BASE": self.openai_base_url,
@@ -77,12 +81,12 @@ class AgentCall:
 
     @property
     def task_file(self) -> Path:
-        """Path of a JSON file with task, messages and prompt."""
+        """Path of a JSON file that has `task`, `messages` and `prompt`."""
         return self.folder / ".rayapp" / "task.json"
 
     @property
     def content(self) -> dict[str, str]:
-        """Relative path -> text of the files in the folder when the agent starts, the task's file included."""
+        """Relative path -> text of all files in the folder when the agent starts: `files` and the task file."""
         told = {"task": self.task, "prompt": self.prompt, "messages": [dict(message) for message in self.messages]}
         return {**self.files, str(self.task_file.relative_to(self.folder)): json.dumps(told, ensure_ascii=False)}
 
@@ -100,7 +104,9 @@ class AgentCall:
             path.write_text(text, encoding="utf-8")
 
     def filled_in(self, argument: str) -> str:
-        """Return an argument of a command with {prompt}, {model}, {url}, {task_file} and {folder} filled in."""
+        """Return an argument of the command, with {prompt}, {model}, {url}, {task_file} and {folder} replaced by their
+        values.
+        """
         values = {
             "{prompt}": self.prompt,
             "{model}": self.model,
@@ -150,12 +156,12 @@ class Tail:
 
 @dataclass(slots=True, kw_only=True)
 class Playing:
-    """State of an agent while it plays one trajectory."""
+    """State of an external agent while it plays one trajectory."""
 
     output: Tail
     answer: str | None = None
     fault: str = ""
-    """Reason why the agent's own code failed: an exception, or an exit status; empty if it did not fail."""
+    """Reason why the agent's own code failed (an exception or an exit status); empty if it did not fail."""
     failure: str = ""
     """Reason why the agent's sandbox or the gateway failed; empty if neither failed."""
     ran_out: bool = False
@@ -163,14 +169,16 @@ class Playing:
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
-    """Return all environment variables of the program: its own home folder, and the given variables."""
+    """Return all environment variables of the program: those that every program gets, `own`, and those that make
+    `folder` its home.
+    """
     here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
     return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
 
 
 async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
-    """Run a program and return its exit status, or -N if signal N ended it. At the end of this call, even if it is
-    cancelled or this process dies, all of the program's processes are killed.
+    """Run a program and return its exit status, or -N if signal N ended it. When this call ends, all of the program's
+    processes are killed, also if the call is cancelled or this process dies.
 
     Raises:
         OSError: the program can't be started.
@@ -204,14 +212,14 @@ async def _read(stream: asyncio.StreamReader, output: Tail) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that a program filled, however deep it is. Log a failure instead of raising it."""
+    """Remove a folder that a program filled, however deeply it is nested. Log a failure instead of raising it."""
     if (problem := level.remove_folder(str(folder))) is not None:
         log.warning("%s can't be removed: %s", folder, problem)
 
 
 LEASE_TIMEOUT_S = 300.0
 _SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)
-"""Sandbox spec for tasks that have none."""
+"""Sandbox spec for tasks without a spec of their own."""
 _MOST_OUTPUT_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
 _ENVIRONMENT = {
@@ -233,11 +241,12 @@ async def play(
     spec: SandboxSpec | None,
     admit: Admit,
 ) -> None:
-    """Run the program in a sandbox to its end, and put its answer into `playing`.
+    """Run the program in a sandbox until it ends, and put its output and answer into `playing`.
 
     Args:
-        spec: the task's requirements of the sandbox.
-        admit: context manager that serves the trajectory's session to every connection of the sandbox.
+        spec: the task's requirements of the sandbox; None for the default.
+        admit: function of the sandbox's connections that returns a context manager. In its block, the trajectory's
+            session is served to these connections.
     Raises:
         SandboxError: the sandbox failed, or no sandbox is available.
     """
@@ -262,8 +271,8 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
     environment = _ENVIRONMENT | here | call.environment | dict(settings.env)
     assignments = [f"{name}={value}" for name, value in environment.items()]
     return await sandbox.run_command(
-        # Pass the variables in the command. In the sandbox's spec they would make each trajectory's spec different, and
-        # the pool could not prepare sandboxes.
+        # Pass the variables in the command. In the sandbox's spec, they would make each trajectory's spec different, so
+        # that the pool could not prepare sandboxes.
         [*_IN_FOLDER, str(call.folder), *assignments, *(call.filled_in(argument) for argument in settings.command)],
         timeout_s=settings.timeout_s,
         max_output_bytes=_MOST_OUTPUT_BYTES,
@@ -271,7 +280,9 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
 
 
 async def _answer(sandbox: Sandbox, path: str, *, may_be_gone: bool) -> str:
-    """Return the text of the agent's answer file; empty if there is none, or if the agent ended its sandbox."""
+    """Return the text of the agent's answer file. It is empty if the file is missing, or if the agent ended its
+    sandbox.
+    """
     try:
         return (await sandbox.read_file(path, max_bytes=_MAX_ANSWER_BYTES)).decode("utf-8", "replace")
     except (OSError, SandboxError) as error:

@@ -1,12 +1,12 @@
-"""Runs one group from prompt to rewards: G concurrent trajectories, each scored as soon as it ends.
+"""Runs one group from prompt to rewards: G concurrent trajectories, each of which is scored as soon as it ends.
 
     Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
-Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. If an agent,
-tool, environment, task or judge raises an exception or returns nonsense, only its own trajectory fails: it gets an
-ERROR_* status. Only the errors in `verdict.ENDS_GROUP` end the whole group.
+The rollout worker calls this module, which does not need Ray. A coding task and a data row differ only in their
+`Problem`. If an agent, tool, environment, task or judge raises an exception or returns nonsense, only its own
+trajectory fails, with an ERROR_* status. The whole group ends only by an error in `verdict.ENDS_GROUP`.
 
-`play_terms` are numbers about a trajectory for metrics, recorded beside the reward's own terms.
+`play_terms` returns numbers about a trajectory. Metrics record them beside the reward's own terms.
 """
 
 from __future__ import annotations
@@ -66,14 +66,13 @@ async def run_group(
     Args:
         problem: problem with its prompt.
         sandboxes: source of the sandboxes in which answers are scored.
-        judging: the source's judges; None if it has none. Judges that compare trajectories do so in training only.
-        sampling: sampling settings of every trajectory; this function fills in seed and stop texts.
+        judging: the source's judges; None if it has none. Judges that compare trajectories are used only in training.
+        sampling: sampling settings of every trajectory. This function fills in the seed and the stop texts.
         seed: the run's seed.
-        deadline_s: time limit of the whole group; trajectories that have not finished by then fail.
+        deadline_s: time limit of the whole group. Trajectories that have not finished by then fail.
     Raises:
-        StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the requested version; the whole
-        group is lost.
-        ProcessDiedError, ObjectsLostError: another process of rayapp has died.
+        StaleVersionError, EngineDeadError, WeightSyncError: the server can't sample with the requested policy version;
+        the whole group is lost. ProcessDiedError, ObjectsLostError: another process of rayapp has died.
         SandboxConfigError: this configuration can never provide a sandbox.
     """
     started, prompt = time.monotonic(), problem.prompt
@@ -106,20 +105,21 @@ async def run_group(
 async def _in_time(
     scored: Callable[[], Awaitable[Trajectory]], place: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
-    """Return the scored trajectory, or a failed one if the agent or the engine fails, or if the time is up."""
+    """Return the scored trajectory; a failed trajectory if the agent or the engine fails, or if the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
-                # An external agent writes its own prompts and may call late: the cohort should not wait for its call.
+                # The agent writes its own prompts and may call late. Send a request for it now, so that the cohort does
+                # not wait.
                 await place.fill()
             played = await scored()
         await place.fill()
         return played
     except (StaleVersionError, EngineDeadError):
-        # The server failed, not this trajectory: the whole group is sampled again on another server.
+        # The server failed, not this trajectory. The whole group is sampled again on another server.
         raise
     except (EngineError, DeadlineError) as error:
-        # A DeadlineError, a subclass of TimeoutError, is from a server or the sandbox pool: its message names which.
+        # A DeadlineError is a TimeoutError of a server or of the sandbox pool; its message names the process.
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
         await place.fill()
@@ -131,7 +131,7 @@ async def _in_time(
 
 
 class _PlayFailedError(Exception):
-    """Error: the agent raised an exception, or returned no Trajectory."""
+    """The agent raised an exception, or did not return a Trajectory."""
 
 
 def _failed_play(error: BaseException) -> Exception:
@@ -141,7 +141,7 @@ def _failed_play(error: BaseException) -> Exception:
 
 
 async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
-    """Play once, and check the trajectory: a plug-in may have made it, and the group's arrays depend on it."""
+    """Play once, and check the trajectory, because a plug-in may have made it. The group's arrays rely on its form."""
     played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
@@ -158,7 +158,9 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
 async def reward_of(
     problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
 ) -> Reward:
-    """Return the reward of a trajectory; for a failed trajectory its invalid reward. `seed` draws the hidden tests."""
+    """Score a trajectory and return its reward. A failed trajectory keeps its invalid reward. `seed` draws the hidden
+    tests.
+    """
     reward = settled(played.reward)
     if not played.status.is_error:
         reward = await verdict(
@@ -173,8 +175,9 @@ async def reward_of(
 async def _compared(
     judging: Judging, prompt: Prompt, trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[Trajectory]:
-    """Return the trajectories with the scores of judges that compare them. If the comparison fails or takes too long,
-    their rewards are invalid."""
+    """Return the trajectories, with the scores of judges that compare them added to their rewards. If the comparison
+    fails or takes too long, all rewards become invalid.
+    """
     texts, known = [each.completion_text for each in trajectories], [each.reward for each in trajectories]
     try:
         async with asyncio.timeout(timeout_s):
@@ -189,16 +192,18 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    """Return a trajectory without a response, which stands for a failed one in the group and is not trained on."""
+    """Return a trajectory without a response. It takes the place of a failed trajectory in the group, and is not
+    trained on.
+    """
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:
-    """Engine of one trajectory that makes sure that the trajectory sends at least one request.
+    """The engine as one trajectory sees it. It makes sure that the trajectory sends at least one request.
 
-    A server waits for the first request of every trajectory in a cohort. A trajectory that fails before its first
-    request (for example, its tool can't be made) would delay all others until their deadline. For such a trajectory
-    `fill` sends a request.
+    A server waits for the first request of every trajectory in a cohort (groups that are admitted together). A
+    trajectory that fails before its first request, for example because a tool can't be made, would delay all others
+    until their deadline. For such a trajectory, `fill` sends a request.
     """
 
     def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -215,15 +220,15 @@ class _CohortPlace:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `RolloutEngine`."""
-        # An agent of a plug-in may pass anything, and one bad id would end the engine's whole batch.
+        """Sample a turn, as `RolloutEngine.generate` does."""
+        # Check the id: a plug-in's agent may pass anything, and one bad id would end the engine's whole batch.
         if not isinstance(request_id, RequestId):
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 
     async def fill(self) -> None:
-        """Sample one token and drop it, unless the trajectory has sent its first request."""
+        """Sample one token and drop it, unless the trajectory has already sent a request."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -232,8 +237,9 @@ class _CohortPlace:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
             await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
-            # This trajectory has failed already; other trajectories will report the engine's error.
-            log.info("%s: no request could be sent for it to its cohort: %s", self.request_id, error)
+            # Only log the error: this trajectory has already failed, and other trajectories will report the engine's
+            # error.
+            log.info("%s: no first request could be sent for this failed trajectory: %s", self.request_id, error)
 
 
 def with_terms(reward: Reward, played: Trajectory) -> Reward:
@@ -242,7 +248,7 @@ def with_terms(reward: Reward, played: Trajectory) -> Reward:
 
 
 def tool_rewards(played: Trajectory) -> ToolRewards:
-    """Return the sums of the rewards that the trajectory's tools gave."""
+    """Sum up the rewards that the trajectory's tools gave."""
     calls = sum(call.reward for call in played.calls if call.reward is not None)
     return ToolRewards(calls=calls, verdicts=sum(played.tool_rewards.values()))
 
@@ -257,7 +263,7 @@ def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
 
 
 def play_terms(played: Trajectory) -> dict[str, float]:
-    """Return numbers about a trajectory that are recorded beside the reward's own terms.
+    """Return numbers about a trajectory. Metrics record them beside the reward's own terms.
 
     Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
     "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.

@@ -1,9 +1,10 @@
-"""The images of a run's tasks: their digests from the run's start to its end, and the rollout workers that use them.
+"""The container images of a run's tasks: their digests, which are fixed at the run's start, and the rollout workers
+that use them.
 
     images_of_prompts(config) -> with_pinned_images: tag -> digest, written to the run folder
                             '--> ImagePlacement: group -> worker whose node has the group's images, or pulls them ahead
 
-A prompt's images follow from its number, so the driver knows the images of groups that it has not started yet.
+A prompt's images follow from the prompt's number, so the driver knows the images of groups that it has not started yet.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from rayapp.sandbox.providers.table import image_source
 from rayapp.tasks.loading import load_tasks
 
 PromptImages = tuple[tuple[str, ...], ...]
-"""Images of each task of one source, in the order of `tasks`; empty if the source's prompts need none."""
+"""Images of each task of one source, in the order of the config's `tasks`. Empty if no task needs an image."""
 _ASKED_AT_ONCE = 8
 
 
 def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[PromptImages, ...]:
-    """Return the images that tasks need, by source.
+    """Return the images that the tasks of each source need.
 
     Args:
-        held_out: True for the tasks of evaluation, False for those of training.
+        held_out: True for the tasks of evaluation, False for the tasks of training.
     Raises:
         InputError: a task can't be used.
     """
@@ -63,10 +64,10 @@ def each_once(sources: Sequence[PromptImages]) -> tuple[str, ...]:
 
 
 def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> Config:
-    """Return a config in which local sandboxes take every image by the digest that its tag had at the run's start.
+    """Return a config in which the local provider uses every image by the digest that its tag had at the run's start.
 
     Args:
-        record: file of the run folder with the digests. They are read from it if the run goes on, and written to it.
+        record: file of the run folder in which the digests are kept. A resumed run reads them from it.
     Raises:
         ImageError: an image is missing in its registry.
         SandboxUnavailableError: a registry can't be reached.
@@ -88,7 +89,9 @@ def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> C
 
 
 def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
-    """Return an image's name with its digest: the one in the run folder, else the one that its tag has now."""
+    """Return an image's name with a digest: `earlier`, which the run folder has, or else the digest that the tag has
+    now.
+    """
     reference = parse(earlier or name)
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template
@@ -98,23 +101,24 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
         if not earlier:
             raise
         raise ImageError(
-            f"{earlier} is what {name} was when this run started, and it can't be had any more: {error}. Push it "
-            f"again, or delete its line in {record}: then the run goes on with what {name} is now"
+            f"{earlier}, which {name} was when this run started, can't be fetched any more: {error}. Push it "
+            f"again, or delete its line in {record}: the run then goes on with the image that {name} is now"
         ) from error
 
 
 class ImagePlacement:
-    """Chooses the rollout worker of each group, so that each worker, and its node's cache, meets few images.
+    """Chooses the rollout worker of each group, so that each worker, and the cache of its node, needs few images.
 
-    Every image has a few home workers, at least two: together they are as many as all workers, or more. A group goes to
-    the home of its first image with the fewest groups in flight, a group without images to worker `group_id` modulo
-    their number. Prompts, seeds and verdicts don't depend on the worker.
+    Every image has a few home workers, at least two if there are two workers. With fewer images than workers, each
+    worker is still a home of some image. A group runs on the home worker of its first image that has the fewest groups
+    in flight. A group without images runs on worker `group_id` modulo the number of workers. Prompts, seeds and
+    verdicts don't depend on the worker.
 
     Args:
         images: images of the training prompts, by source.
-        mixing: the run's mixing of sources.
+        mixing: object that determines the source of each group.
         seed: seed of the run.
-        num_workers: at least one.
+        num_workers: number of rollout workers, at least one.
     """
 
     def __init__(self, images: Sequence[PromptImages], mixing: Mixing, *, seed: int, num_workers: int) -> None:
@@ -125,12 +129,12 @@ class ImagePlacement:
 
     @classmethod
     def of(cls, config: Config, images: Sequence[PromptImages] = ()) -> ImagePlacement:
-        """Return the placement of a run."""
+        """Make the placement of a run."""
         mixing = Mixing([source.ratio for source in sources_of(config)], seed=config.run.seed)
         return cls(images, mixing, seed=config.run.seed, num_workers=config.rollout.num_workers)
 
     def images(self, request: GroupRequest) -> tuple[str, ...]:
-        """Return the images that a training group needs; the first one is its workspace's."""
+        """Return the images that a training group needs. The first one is the image of the workspaces."""
         if request.purpose == "eval" or not self._numbers:
             return ()
         source, place = self._mixing.placed(request)
@@ -138,7 +142,7 @@ class ImagePlacement:
         return prompts[prompt_index(place, num_prompts=len(prompts), seed=self._seed)] if prompts else ()
 
     def homes(self, image: str) -> tuple[int, ...]:
-        """Return the indices of the workers that run groups of this image."""
+        """Return the indices of the image's home workers, which run its groups."""
         num_workers, num_images = len(self._in_flight), len(self._numbers)
         first = self._numbers[image] * max(1, num_workers // num_images)
         num_homes = min(num_workers, 1 + ceil(num_workers / num_images))
@@ -146,7 +150,9 @@ class ImagePlacement:
 
     @contextmanager
     def placed(self, request: GroupRequest) -> Iterator[int]:
-        """Context manager for the index of a group's worker; the group counts as the worker's load in the block."""
+        """Context manager with the index of a group's worker. The group counts towards the worker's load during the
+        block.
+        """
         images = self.images(request)
         homes = self.homes(images[0]) if images else (request.group_id % len(self._in_flight),)
         worker = min(homes, key=lambda home: self._in_flight[home])
@@ -157,7 +163,7 @@ class ImagePlacement:
             self._in_flight[worker] -= 1
 
     def ahead(self, group_ids: Sequence[int]) -> dict[int, list[str]]:
-        """Return the images that groups will need, by the index of the worker that should pull them, in order."""
+        """Return index of a worker -> images that it should pull for these future groups, in order."""
         found: dict[int, list[str]] = {}
         for group_id in group_ids:
             if images := self.images(GroupRequest(group_id=group_id, policy_version=0)):

@@ -1,16 +1,17 @@
 """Determines the source, the prompt and all seeds of the n-th group of a run.
 
-Prompt and seeds are pure functions of (run seed, group id): resuming in the middle of an epoch needs no saved state,
-and a group that is generated again, after a crash or on another worker, is the same group.
+Prompt and seeds are pure functions of (run seed, group id). Therefore a run that resumes in the middle of an epoch
+needs no saved state, and a group that is generated again, after a crash or on another worker, is the same group.
 
-`Mixing` determines a group's source, a pure function of the ratios, the run's seed and the group's id.
+`Mixing` determines a group's source, which is a pure function of the ratios, the run's seed and the group's id.
 
-    round 0: A B A C A B A x …   round 1: the same, except that the slots x go to other sources
+    round 0: A B A C A B A x …   round 1: the same sequence, but the slots x go to other sources
 
-Groups come in rounds of 100 slots. A source with share p has floor(100 p) fixed slots, the same in every round; each
-remaining slot of a round goes to one of the sources that are furthest behind their share. So among any 100 consecutive
-groups a source has 100 p groups, rounded down or up, and over the run it deviates by only a few groups. An order that
-deviates by at most one group over windows of *every* length exists for two sources, but not for three (Fraenkel).
+Groups come in rounds of 100 slots. A source with share p has floor(100 p) fixed slots, which are the same in every
+round. Each remaining slot of a round goes to one of the sources that are furthest behind their share. So among any 100
+consecutive groups a source has 100 p groups, rounded down or up, and over the whole run its number of groups is wrong
+by only a few. (An order that is wrong by at most one group over windows of *every* length exists for two sources, but
+not for three: Fraenkel.)
 """
 
 from __future__ import annotations
@@ -30,30 +31,31 @@ from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
-"""Maximum number of trajectories at once in one rollout worker: with more, one pass of its event loop takes so long
-that the worker seems to hang."""
+"""Maximum number of concurrent trajectories in one rollout worker. With more, one pass of the worker's event loop takes
+so long that the worker seems to hang."""
 ANY_VERSION = -1
-"""Policy version of a request that any weights may serve, as in evaluation."""
+"""Value of `policy_version` in requests that may be sampled with any weights, as in evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cohort:
-    """Cohort of a group: the groups that start together, given by their number.
+    """Cohort of a group, which is the set of groups that start together. It is given by its size and the group's place
+    in it.
 
     A server admits its requests of a cohort together, so that its batches, and the last bits of its log-probs, don't
-    depend on arrival times. A cohort is not a list of ids, because in a step of n groups n lists of n ids would be
-    sent.
+    depend on arrival times. A cohort has no list of ids: in a step of n groups, n lists of n ids would have to be sent.
     """
 
     place: int
-    """Index of this group in its cohort. It is independent of the group's id: dynamic sampling leaves gaps in ids."""
+    """Index of this group in its cohort. It does not follow from the group's id, because dynamic sampling leaves gaps
+    in ids."""
     size: int
     """Number of groups in the cohort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """One group to generate.
+    """Request to generate one group.
 
     Example: with two groups a step, the second of step 3 is
     `GroupRequest(group_id=5, policy_version=2, cohort=Cohort(place=1, size=2))`.
@@ -65,20 +67,20 @@ class GroupRequest:
     cohort: Cohort | None = None
     """Cohort of the group; None if the group starts alone."""
     prompt: int | None = None
-    """Index of the prompt in the first epoch's order of its source, if a curriculum chose it. None for the next prompt
-    in order."""
+    """Index of the prompt in its source's order of the first epoch, if a curriculum chose the prompt. None: the next
+    prompt in order."""
     source: int | None = None
-    """Index of the source, if a curriculum chose it. None: the ratios determine it."""
+    """Index of the source, if a curriculum chose the source. None: the ratios determine the source."""
     server: int | None = None
-    """Index of the server that samples all turns. None until the driver's `Router` has chosen it."""
+    """Index of the server that samples all turns. None until the driver's `Router` has chosen a server."""
     has_greedy_baseline: bool = False
-    """True if the last trajectory is sampled at temperature 0: with ReMax it is the baseline of the others."""
+    """True if the group's last trajectory is sampled at temperature 0. In ReMax it is the baseline of the others."""
     purpose: Literal["group", "eval"] = "group"
-    """Purpose of the group, as in `RequestId`."""
+    """`group` for training, `eval` for evaluation."""
 
     @property
     def place(self) -> int:
-        """Index of the group's prompt in the order of its source, counted through all epochs."""
+        """Position of the group's prompt in the order of its source, counted through all epochs."""
         return self.group_id if self.prompt is None else self.prompt
 
 
@@ -92,7 +94,7 @@ def index_in_epochs(place: int, *, number: int, seed: int, what: str) -> int:
     permutation of `number` items.
 
     Args:
-        what: kind of the items; each kind has its own order under one seed.
+        what: kind of the items. Under one seed, each kind has its own order.
     """
     epoch, position = divmod(place, number)
     return _order_of_epoch(what, epoch, number, seed)[position]
@@ -113,14 +115,15 @@ def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
 def sampling_of(
     request: GroupRequest, sampling: SamplingParams, index: int, *, group_size: int, seed: int
 ) -> SamplingParams:
-    """Return the sampling settings of a group's `index`-th trajectory, made from the settings of the group."""
+    """Return the settings of a group's `index`-th trajectory, made from the group's settings `sampling`."""
     own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
     return replace(own, temperature=0.0) if request.has_greedy_baseline and index == group_size - 1 else own
 
 
 def scoring_seed(group_id: int, *, seed: int) -> int:
-    """Return the seed that draws a group's hidden tests. All its trajectories get the same tests, so that their rewards
-    can be compared."""
+    """Return the seed that draws a group's hidden tests. All trajectories of the group get the same tests, so that
+    their rewards can be compared.
+    """
     return _mix(seed, group_id, 0)
 
 
@@ -130,15 +133,18 @@ def seed_of_call(seed: int, number: int) -> int:
 
 
 def evaluation_seed(seed: int) -> int:
-    """Return the seed that evaluation uses instead of the run's: its samples and tests differ from training's."""
+    """Return the seed that evaluation uses instead of the run's seed. Its samples and tests differ from those of
+    training.
+    """
     return _mix(seed, MAX_SEED)
 
 
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
-    """Split the prompts of an evaluation into waves, which run one after the other. Returns the prompts' indices.
+    """Split the prompts of an evaluation into waves, which run one after the other. Return the prompts' indices for
+    each wave.
 
-    A wave has at most as many trajectories as a training step: servers, tools and sandboxes are configured for this
-    load.
+    A wave has at most as many trajectories as a training step, because servers, tools and sandboxes are configured for
+    this load.
     """
     at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
     size = max(1, at_once // config.eval.samples_per_task)
@@ -146,7 +152,7 @@ def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
 
 
 def max_groups_at_once(config: Config) -> int:
-    """Return the maximum number of groups that the rollout workers run at once; other groups wait in the driver."""
+    """Return the maximum number of groups that the rollout workers run at once. Further groups wait in the driver."""
     return max(1, _max_trajectories(config) // config.rollout.group_size)
 
 
@@ -155,18 +161,19 @@ def _max_trajectories(config: Config) -> int:
 
 
 def _mix(*words: int) -> int:
-    # Mix with SeedSequence: sums would give neighbouring groups and runs the same seeds.
+    # Mix with SeedSequence: with sums, neighbouring groups and runs would have the same seeds.
     return int(np.random.SeedSequence(words).generate_state(1, np.uint32)[0] & MAX_SEED)
 
 
 def server_in_cohort(cohort: Cohort, num_servers: int) -> int:
-    """Return the index of the server that samples the group with this `cohort.place`."""
+    """Return the index of the server that samples the group at `cohort.place`."""
     return cohort.place % num_servers
 
 
 def neighbours(cohort: Cohort | None, num_servers: int) -> int:
-    """Return the number of groups that this group's server admits together with it, the group included; 1 without a
-    cohort."""
+    """Return the number of groups, including this group, that the group's server admits together. Without a cohort it
+    is 1.
+    """
     if cohort is None:
         return 1
     return len(range(server_in_cohort(cohort, num_servers), cohort.size, num_servers))
@@ -176,14 +183,14 @@ ROUND = 100
 
 
 class Mixing:
-    """Determines the source of each group of a run; see the module.
+    """Determines the source of each group of a run, as the module's docstring describes.
 
     Args:
-        ratios: share of groups of each source: positive numbers with any sum.
+        ratios: relative share of groups of each source. Positive numbers, whose sum may have any value.
     """
 
     def __init__(self, ratios: Sequence[float], *, seed: int) -> None:
-        # Convert via the decimal text, so that 0.1 is exactly a tenth.
+        # Convert from the decimal text, so that 0.1 is exactly a tenth.
         exact = [Fraction(str(ratio)) for ratio in ratios]
         denominator = lcm(*(ratio.denominator for ratio in exact))
         self._weights = [int(ratio * denominator) for ratio in exact]
@@ -193,9 +200,9 @@ class Mixing:
         self._slots = _spread([*self._fixed, self._num_free])
         self._first = int(np.random.SeedSequence((seed, len(ratios))).generate_state(1)[0]) % ROUND
         self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]
-        """Per round, the number of groups of each source before the round."""
+        """Number of groups that each source has before a round, one tuple per round."""
         self._owners: list[tuple[int, ...]] = []
-        """Per round, the source of each remaining slot. This list has one round fewer than `_before`."""
+        """Sources of a round's remaining slots, one tuple per round. This list has one round fewer than `_before`."""
         self._with_owners = functools.lru_cache(maxsize=64)(self._slots_of)
 
     def place(self, group_id: int) -> tuple[int, int]:
@@ -237,16 +244,17 @@ def _handed_over(owners: Sequence[int], now: set[int]) -> tuple[int, ...]:
     """Return the sources of a round's remaining slots.
 
     Args:
-        owners: sources of these slots in the round before. A source that has a slot again keeps the same one.
-        now: sources that get a slot in this round.
+        owners: sources of the remaining slots in the previous round. A source that gets a slot again keeps its slot.
+        now: sources that get one of the slots in this round.
     """
     coming = iter(sorted(now.difference(owners)))
     return tuple(owner if owner in now else next(coming) for owner in owners) or tuple(coming)
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
-    """Return a sequence with each index i `counts[i]` times, spread as evenly as possible: the next element is always
-    the index that is furthest behind its share."""
+    """Return a sequence that has each index i `counts[i]` times, spread evenly. The next element is always the index
+    that is furthest behind its share.
+    """
     total, given = sum(counts), [0] * len(counts)
 
     def lag(index: int) -> int:

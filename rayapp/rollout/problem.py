@@ -1,4 +1,4 @@
-"""`Problem`, the form that every task and every row of data gets for a rollout, and `Agent`, which plays problems.
+"""`Problem`, the form in which rollouts get every task and every row of data, and `Agent`, which plays problems.
 
 Task | DataRow -> Problem --Agent.prompt--> its prompt --Agent.play--> Trajectory --Problem.score--> Reward
 """
@@ -25,25 +25,26 @@ MAX_KEPT_CHARS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One task or row of data, with its prompt and the function that scores trajectories."""
+    """One task or row of data, with its prompt and the function that scores its trajectories."""
 
     prompt: Prompt
-    """Prompt of all trajectories, recorded with the group. Its text is empty until an agent has rendered it."""
+    """Prompt of all trajectories, which is recorded with the group. Its text is empty until an agent has rendered the
+    prompt."""
     score: Callable[[Problem, Trajectory, SandboxSource, int], Awaitable[Reward]]
-    """Function that scores a trajectory that did not fail; its last argument is the seed of the hidden tests. It may
-    raise any exception: see `tasks.verdict`."""
+    """Function that scores a trajectory that did not fail. Its last argument is the seed that draws the hidden tests.
+    It may raise any exception, which `tasks.verdict` handles."""
     weights: Weights | None = PLAIN
-    """Weights of the rewards' added terms; None if rewards have no terms for tools and turns."""
+    """Weights of the terms that are added to rewards; None if rewards get no terms for tools and turns."""
     agent_start: AgentStart | None = None
-    """Start of an agent; None takes the task's."""
+    """Messages, files and tools with which an agent starts; None takes those of the task."""
     task: Task | None = None
     """Task of this problem; None for a row of data."""
     agent_name: str = ""
-    """Name of the agent in the row of data; empty for the source's agent."""
+    """Name of the agent that the row of data names; empty for the source's agent."""
 
     @cached_property
     def start(self) -> AgentStart:
-        """Messages, files and tools that an agent starts with.
+        """Messages, files and tools with which an agent starts.
 
         Raises:
             InputError: the task can't be played by an agent.
@@ -55,10 +56,10 @@ class Problem:
 
 
 class Agent(Protocol):
-    """Plays problems, without a deadline of its own."""
+    """Plays problems. Callers have to set deadlines."""
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt that the policy reads. It has no token ids if the agent writes its prompts as it plays.
+        """Return the prompt that the policy reads. It has no token ids if the agent writes its prompts while it plays.
 
         Raises:
             UserError: the agent can't play the problem, or one of its tools can't be used.
@@ -68,14 +69,16 @@ class Agent(Protocol):
     async def play(
         self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        """Play a problem once. Its `prompt` must come from this agent's method `prompt`."""
+        """Play a problem once. The problem's `prompt` must come from this agent's method `prompt`."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def prompted(problem: Problem, agent: Agent) -> Problem:
-    """Return the problem with the prompt that the agent renders. Raises UserError like `Agent.prompt`."""
+    """Return the problem, with the prompt that the agent renders. Raises UserError: the agent can't play the
+    problem.
+    """
     return replace(problem, prompt=await agent.prompt(problem))
 
 
@@ -89,7 +92,7 @@ async def _score_task(problem: Problem, played: Trajectory, sandboxes: SandboxSo
 
 
 def agent_start(task: Task) -> AgentStart:
-    """Return the start of an agent in a task.
+    """Return the messages, files and tools with which an agent starts on a task.
 
     Raises:
         InputError: the task can't be played by an agent.
@@ -103,7 +106,7 @@ def agent_start(task: Task) -> AgentStart:
 
 
 def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
-    """Return the problem of a row; its name is the row's data source.
+    """Return the problem of a row of data. Its name is the row's data source.
 
     Raises:
         InputError: no rule or reward function scores this data source.
@@ -113,7 +116,7 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
     async def score(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
         return await scorer_of(Answer.of(row, played.completion_text), rewards, sandboxes, seed=seed)()
 
-    # Leave long values out of the prompt: the tests of a code problem may have megabytes.
+    # Leave long values out of the prompt, because the tests of a code problem may have megabytes.
     long = {"ground_truth": row.ground_truth, "extra_info": row.extra_info}
     kept = {name: value for name, value in long.items() if is_kept(value)}
     return Problem(
@@ -131,5 +134,7 @@ def is_kept(value: Any) -> bool:
 
 
 def bare_prompt(name: str, token_ids: Sequence[int] = (), **kept: Any) -> Prompt:
-    """Return a prompt without text, which an agent still has to render. Rows of data already have token ids."""
+    """Return a prompt without text, which an agent still has to render. The prompts of rows of data already have token
+    ids.
+    """
     return Prompt(task=name, text="", token_ids=np.array(token_ids, np.int32), **kept)

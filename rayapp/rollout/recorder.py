@@ -1,15 +1,16 @@
-"""Records a trajectory's tokens, read and sampled: token ids, mask, log-probs, and each turn's text.
+"""Records the tokens of a trajectory that were read or sampled: token ids, mask and log-probs, and the text of each
+turn.
 
-`AgentPrompt` is the start of a play, a `Trajectory` its record. The agent loop and tasks of one turn record one
-conversation, in which each turn follows the last token. A session of the gateway records a tree:
+An `AgentPrompt` is the input of a play, and a `Trajectory` its record. The agent loop and tasks of one turn record a
+single conversation, in which each turn follows the last token. A session of the gateway records a tree:
 
     add_turn(after=-1, [1, 2], sampled [3])    1 2 3
     add_turn(after=2, [4], sampled [5])        1 2 3 4 5              continues
     add_turn(after=1, [], sampled [6])         1 2 3 4 5 | 6          a retry: 6 was sampled after 1 2
 
-Tokens are stored in the order of the turns, and `forks` lists each token that does not continue from the token before
-it. Tokens that several turns read are stored once, even if an agent sends them again from the start. A sampled turn is
-always stored, even if it equals another turn.
+Tokens are stored in the order of the turns, and `forks` lists each token that does not follow the token stored before
+it. Tokens that several turns read are stored once, even if an agent sends the whole conversation again. A sampled turn
+is always stored, even if it equals another turn.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ from rayapp.rollout.agent.text import CutSide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLimits:
-    """Limits of a trajectory's length."""
+    """Limits of a trajectory's tokens, turns, calls and tool results."""
 
     max_response_tokens: int
     """Maximum tokens after the prompt, over all turns, tool results included."""
     max_assistant_turns: int = 5
-    """Maximum turns of the policy. Calls in the last turn run only if one of them hands in the answer, because the
-    policy would not read their results."""
+    """Maximum turns of the policy. Calls in the last turn run only if one of them hands in the answer: the policy would
+    not read the results."""
     max_calls_per_turn: int = 8
-    """Maximum calls of one turn that run; further calls get an error as their result."""
+    """Maximum calls of one turn that run. Further calls get an error as their result."""
     max_tool_output_chars: int = 1024
-    """Maximum characters of a tool result; longer ones are cut."""
+    """Maximum characters of a tool result. Longer results are cut."""
     cut_side: CutSide = "middle"
     """Part of a long tool result to keep: left (the beginning), right (the end), or middle (both ends)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPrompt:
-    """Inputs of an agent loop at the start of a trajectory."""
+    """Inputs with which an agent loop starts a trajectory."""
 
     token_ids: tuple[int, ...]
     """Token ids of the prompt, rendered once for all trajectories of a group."""
@@ -74,13 +75,13 @@ class AgentPrompt:
     files: Mapping[str, str] = field(default_factory=dict)
     """Relative path -> text of the workspace's files at the start."""
     packages: tuple[str, ...] = ()
-    """Python packages that the workspace preloads."""
+    """Python packages that the workspace's sandbox imports in advance."""
     spec: SandboxSpec | None = None
-    """Spec of the workspace's sandbox; None lets the tools choose it."""
+    """Spec of the workspace's sandbox; None lets the tools choose the spec."""
     setup: tuple[str, ...] = ()
-    """Command that runs in the workspace before the first call; empty for none."""
+    """Command that runs in the workspace before the first call; empty if there is none."""
     first_turn: int = 0
-    """Number of the first turn. It is 1 if the trajectory has already sent a request, with number 0, to its cohort."""
+    """Number of the first turn. It is 1 if a request with number 0 was already sent for the trajectory."""
 
 
 _FAILURE_KINDS = {
@@ -91,11 +92,11 @@ _FAILURE_KINDS = {
 
 
 def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str = "") -> Trajectory:
-    """Return the trajectory marked as failed for a reason other than the policy.
+    """Mark a trajectory as failed for a reason other than the policy, and return it.
 
     Args:
         failure: reason of the failure, in one line.
-        kind: failure kind of the invalid reward; empty for the status.
+        kind: failure kind of the invalid reward; if empty, it follows from the status.
     """
     reward = Reward.invalid(kind or _FAILURE_KINDS.get(status, "unscored"), failure)
     return replace(played, status=status, reward=reward)
@@ -107,7 +108,7 @@ _TOKEN = np.dtype(
 
 
 class Recorder:
-    """Recorded tokens of one trajectory; see the module.
+    """Records the tokens of one trajectory, as the module's docstring describes.
 
     Args:
         prompt_ids: prompt of the trajectory; empty if each conversation has its own prompt.
@@ -119,13 +120,14 @@ class Recorder:
         self.turns: list[TurnRecord] = []
         self._tokens = np.empty(1024, _TOKEN)
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
-        """Pairs (indices of tokens, experts that the engine routed them to). A token is in the entry of the first turn
-        that computed it, and in no other."""
+        """Pairs (indices of tokens, experts to which the engine routed these tokens). A token is only in the entry of
+        the first turn that computed it."""
         self._allowed: list[tuple[int, AllowedTokens]] = []
-        """Pairs (index of a turn's first token, tokens that its form allowed), in the order of the turns."""
+        """Pairs (index of a turn's first sampled token, tokens that the turn's form allowed), in the order of the
+        turns."""
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)
-        """Index of a token -> indices of the forks that continue from it."""
+        """Index of a token -> indices of the tokens that fork from it."""
         self.add_read(prompt_ids)
 
     def trajectory(
@@ -140,7 +142,7 @@ class Recorder:
 
         Args:
             status: status of the trajectory.
-            failure: reason of the failure; only with an ERROR_* status.
+            failure: reason of the failure, for an ERROR_* status.
             answer: answer that was handed in; None for the text of the last turn.
         """
         tokens, turns = self._tokens[: self.size], self.turns
@@ -173,7 +175,7 @@ class Recorder:
         """Sample one turn after the last token, and record it.
 
         Args:
-            text_of: function that returns the turn's text, for its record, tools and rewards.
+            text_of: function that returns the turn's text for its record, for tools and for rewards.
         Raises:
             EngineError: the engine can't generate.
         """
@@ -208,11 +210,13 @@ class Recorder:
         return join_allowed([*parts, (None, self.size - end)])
 
     def num_routed(self, last: int) -> int:
-        """Return the number of leading tokens, on the path that ends at `last`, whose experts are recorded."""
+        """Return the number of leading tokens, on the path to the token at `last`, whose experts are recorded."""
         return int(self._tokens["is_routed"][path_to(last, self.forks)].sum()) if self._experts else 0
 
     def context(self, last: int) -> list[int]:
-        """Return the ids of the path that ends with the token at `last`, as an engine reads them; empty for -1."""
+        """Return the token ids on the path to the token at `last`, inclusive, which are the engine's prompt. For -1
+        there are none.
+        """
         path = path_to(last, self.forks) if self.forks else slice(last + 1)
         ids: list[int] = self._tokens["id"][path].tolist()
         return ids
@@ -223,17 +227,17 @@ class Recorder:
         return ids
 
     def num_new(self, after: int, ids: Sequence[int]) -> int:
-        """Return the number of `ids`, read after the token at `after`, that the tree doesn't have yet."""
+        """Return how many of the tokens `ids`, read after the token at `after`, the tree doesn't have yet."""
         return len(ids) - self._known(after, np.asarray(ids, np.int32))[1]
 
     def add_turn(
         self, after: int, read_ids: Sequence[int], completion: Completion, *, text: str, started_at_s: float
     ) -> tuple[int, int]:
-        """Record tokens that are read after the token at `after`, and the turn sampled after them. -1 for `after`
-        begins a new conversation.
+        """Record the tokens that are read after the token at `after`, and the turn that is sampled after them. If
+        `after` is -1, a new conversation begins.
 
         Returns:
-            Indices of the last read token and of the last sampled token.
+            The indices of the last read token and of the last sampled token.
         """
         ids = np.asarray(read_ids, np.int32)
         after, num_known = self._known(after, ids)
@@ -249,14 +253,17 @@ class Recorder:
         if completion.routed_experts is None:
             return
         path = path_to(last, self.forks)
-        # Experts of all tokens of the path but the last; concurrent turns may have recorded some of them already.
+        # The completion has the experts of the path's tokens except the last. Concurrent turns may have recorded some
+        # already.
         indices = path[path.size - 1 - len(completion.routed_experts) : -1]
         is_new = ~self._tokens["is_routed"][indices]
         self._experts.append((indices[is_new], completion.routed_experts[is_new]))
         self._tokens["is_routed"][indices] = True
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
-        """Return the index of the last of these tokens that the tree has already, and the number of such tokens."""
+        """Return the index of the last of these tokens that the tree already has after `after`, and the number of these
+        tokens.
+        """
         num_known = 0
         while num_known < ids.size:
             found = [(self._num_equal(start, ids[num_known:]), start) for start in self._next(after)]
@@ -267,7 +274,7 @@ class Recorder:
         return after, num_known
 
     def _next(self, after: int) -> list[int]:
-        """Return the indices of the tokens that continue from the token at `after`."""
+        """Return the indices of the tokens that follow the token at `after`."""
         is_inside = after + 1 < self.size and self._starts[bisect_right(self._starts, after + 1) - 1] != after + 1
         is_first = after == -1 and self.size > 0
         return [*([after + 1] if is_inside or is_first else []), *self._children.get(after, ())]
@@ -297,8 +304,9 @@ class Recorder:
 
 
 def cut_completion(completion: Completion, num_tokens: int) -> Completion:
-    """Return the completion's first `num_tokens` tokens, as if it were sampled with this `max_tokens`. Its text is not
-    cut."""
+    """Return a completion of the first `num_tokens` tokens, as if `max_tokens` had been this number. The text is not
+    cut.
+    """
     if completion.token_ids.size <= num_tokens:
         return completion
     spans, left = list[VersionSpan](), num_tokens

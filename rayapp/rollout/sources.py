@@ -1,10 +1,10 @@
-"""The sources of a run in a rollout worker: their problems, their agents, and the source of each group.
+"""The sources of a run, in a rollout worker: their problems, agents and judges, and the source of each group.
 
     open_sources(config, sandboxes) -> Sources     .of(request) -> OpenSource, and the request as that source counts
                                         |-- source 0: Listed | RowFiles, an agent, judges
                                         '-- source 1: …
 
-Each rollout worker opens the sources once, so that it reports unusable files, templates and tool services at its start.
+Each rollout worker opens the sources once, at its start, and then reports unusable files, templates and tool services.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ProblemSet(Protocol):
-    """Problems of one source, in an order that depends only on the seed and a request's `place`."""
+    """The problems of one source. Which problem a group gets depends only on the seed and the request's `place`."""
 
     @property
     def num_train(self) -> int:
@@ -51,7 +51,7 @@ class ProblemSet(Protocol):
 
     @property
     def num_eval(self) -> int:
-        """Number of problems in one evaluation. The `place` of a request with purpose `eval` is a problem's index."""
+        """Number of problems in one evaluation. In a request with purpose `eval`, `place` is the index of a problem."""
         ...
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
@@ -68,14 +68,14 @@ class ProblemSet(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RowFiles:
-    """Rows of data files. Training group N takes row N of the run's order, whichever worker runs it."""
+    """Rows of data files. Training group N gets row N of the run's order, on whichever worker it runs."""
 
     agent: Agent
     rewards: AnswerRewards
     train: TrainingData | None
     held_out: TrainingData | None
     max_eval: int = 0
-    """Maximum number of rows to evaluate, counted from the first; 0 for all."""
+    """Maximum number of rows to evaluate, from the first row on; 0 evaluates all."""
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
@@ -93,20 +93,20 @@ class RowFiles:
         assert rows is not None, (
             "num_train of a source without training files: the driver should have refused this command"
         )
-        # Read one problem at a time: two groups that need the same window of rows would both load it.
+        # Read one problem at a time: otherwise two groups that need the same window of rows would both load it.
         async with self._reading:
             row = await asyncio.to_thread(rows.row, request.place)
         return await prompted(problem_of_row(row, self.rewards), self.agent)
 
 
 class Listed:
-    """The tasks in `config.tasks`, and those in `config.eval.tasks` for evaluation. If there are no tasks for
+    """The tasks in `config.tasks` for training, and in `config.eval.tasks` for evaluation. Without tasks for
     evaluation, evaluation takes each training task once.
 
     Args:
         train, held_out: pairs of a task and its prompt, for training and for evaluation.
         problem_of: function that makes the problem of a task.
-        max_eval: maximum number of tasks to evaluate, counted from the first; 0 for all.
+        max_eval: maximum number of tasks to evaluate, from the first task on; 0 evaluates all.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Listed:
         max_eval: int = 0,
     ) -> None:
         self._train = train
-        # A task that training lists twice is evaluated once.
+        # Evaluate a task once, even if training lists it twice.
         evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
         self._held_out = evaluated[: max_eval or None]
         self._problem_of = problem_of
 
     @classmethod
     async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
-        """Return the set of problems, with the prompts that the agent renders.
+        """Make the set of problems, with the prompts that the agent renders.
 
         Raises:
             UserError: the agent can't play a task, or a prompt is longer than rollout.max_prompt_tokens.
@@ -166,7 +166,8 @@ class Listed:
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
-    """Return the rows of training and of evaluation; None if the configuration names no files.
+    """Open the data files of training and of evaluation. Return the rows of each; None if the configuration names no
+    files for it.
 
     Raises:
         InputError: a file or a prompt can't be used.
@@ -205,23 +206,25 @@ def answer_rewards(config: Config) -> AnswerRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSource:
-    """One source with its problems, agent and judges."""
+    """One source of a run, with its problems, agent and judges."""
 
     config: Config
-    """The run's configuration, in which the source's own settings replace the run's."""
+    """The run's configuration, in which the source's own settings replace those of the run."""
     problems: ProblemSet
     agent: Agent
     name: str = ""
     judging: Judging | None = None
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
-        """Return the problem of a group, with the source's name. Raises InputError like `ProblemSet.problem`."""
+        """Return the problem of a group, with the source's name. Raises InputError: the agent can't play the
+        problem.
+        """
         found = await self.problems.problem(request, seed=seed)
         return replace(found, prompt=replace(found.prompt, source=self.name))
 
 
 class Sources:
-    """All sources of a run, and the mixing of their groups.
+    """All sources of a run, and the choice of each group's source.
 
     Args:
         ratios: share of each source.
@@ -236,13 +239,14 @@ class Sources:
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
-        """Number of prompts of one evaluation, by source. The ids of groups with purpose `eval` count through all
-        sources."""
+        """Number of prompts that each source has in one evaluation. The ids of groups with purpose `eval` count through
+        all sources.
+        """
         return tuple(source.problems.num_eval for source in self.opened)
 
     @property
     def num_train_prompts(self) -> tuple[int, ...]:
-        """Number of prompts of one epoch, by source."""
+        """Number of prompts that each source has in one epoch."""
         return tuple(source.problems.num_train for source in self.opened)
 
     def of(self, request: GroupRequest) -> tuple[OpenSource, GroupRequest]:
@@ -259,7 +263,7 @@ class Sources:
         return self._mixing.placed(request)
 
     async def close(self) -> None:
-        """Close the agents and judges of all sources, even if closing one fails."""
+        """Close the agents and judges of all sources, even if closing one of them fails."""
         closing = [source.agent.close() for source in self.opened]
         if self._judges is not None:
             closing.append(self._judges.close())
@@ -273,7 +277,7 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
     """Open the sources of a run.
 
     Raises:
-        UserError: a task, a file, the chat template or a tool can't be used; the message begins with the source's name.
+        UserError: a task, a file, the chat template or a tool can't be used. The message begins with the source's name.
     """
     config = await asyncio.to_thread(with_local_model, config)
     own, judges = sources_of(config), open_judges(config)
@@ -293,10 +297,11 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
 
 
 def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
-    """Return the judges of a rollout worker; None if the run has none. Raises ConfigError: a key is not set.
+    """Make the judges of a rollout worker. Return None if the run has none. Raises ConfigError: the environment
+    variable of a key is not set.
 
     Args:
-        of_run: True includes judges that run on the run's own servers.
+        of_run: True includes judges that are served by the run's own servers.
     """
     names = {name for source in sources_of(config) for name in source.config.reward.judges}
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
@@ -310,7 +315,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
 async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
     rewards = answer_rewards(config)
     if rewards.custom is not None:
-        # Load the user's function in a thread: its imports may take seconds, and would block the event loop.
+        # Load the user's function in a thread: its imports may take seconds, which would block the event loop.
         await asyncio.to_thread(rewards.custom.load)
     plays_outside = config.agent_name == EXTERNAL_AGENT
     agent: ExternalAgent | LoopAgent = (
@@ -326,7 +331,7 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
 
 
 async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
-    # Load tasks in a thread: an environment may have to be installed and its process started.
+    # Load tasks in a thread: an environment may have to be installed, and its process started.
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agent = await _agent_of_tasks(config, sandboxes, (*train, *held_out))

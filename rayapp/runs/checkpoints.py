@@ -65,7 +65,8 @@ class CheckpointFolder:
         path: the folder; made with the first checkpoint.
         section: number of checkpoints to keep, and the contents of each.
         in_use: returns True for a checkpoint that must not be deleted now, whatever its age.
-        fetch_again: fetches a checkpoint of at most this version from a copy of the run; returns False if none is left.
+        fetch_again: fetches a checkpoint of at most the given version from a copy of the run; returns False if none is
+            left.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class CheckpointFolder:
         self._verified: set[Path] = set()
 
     def whole(self) -> list[Checkpoint]:
-        """Return every complete checkpoint, oldest first; torn ones are skipped."""
+        """Return every complete checkpoint, oldest first."""
         found = [_read(path) for path in self.path.glob("step=*")]
         return sorted((c for c in found if c is not None), key=lambda c: c.version)
 
@@ -92,9 +93,8 @@ class CheckpointFolder:
         return max(self.whole(), key=lambda c: c.version, default=None)
 
     def verified(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint with intact files; log each skipped one with the reason.
-
-        Blocks: reads every byte of it, once.
+        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Blocks,
+        because it reads every byte of a checkpoint once.
 
         Raises:
             RunFolderError: there are checkpoints, and none of them is usable.
@@ -109,7 +109,7 @@ class CheckpointFolder:
         if newest is None and self._tell_passed_over(None):
             raise RunFolderError(
                 f"no checkpoint in {self.path} can be used, and starting over would delete what the run has recorded. "
-                f"Put a whole one there, or choose another run.name, or delete {self.path} to start over."
+                f"Put a complete one there, or choose another run.name, or delete {self.path} to start over."
             )
         return newest
 
@@ -143,7 +143,7 @@ class CheckpointFolder:
         return f"The next start continues from the last complete checkpoint, {newest.path.name}, which is intact."
 
     def clear_pending(self) -> None:
-        """Remove leftovers of earlier attempts to save; no save may be running."""
+        """Remove leftovers of earlier attempts to save. Call it only while no save is running."""
         remove_pending(self.path)
 
     def begin(self, version: int) -> Path:
@@ -155,7 +155,8 @@ class CheckpointFolder:
         return pending
 
     def commit(self, version: int, *, next_group_id: int, score: float | None = None) -> Checkpoint:
-        """Make the pending folder the newest checkpoint, and drop those that are neither recent nor best."""
+        """Make the pending folder the newest checkpoint, and delete checkpoints that are neither among the newest nor
+        among the best."""
         pending, target = self._pending(version), self.path / f"step={version:06d}"
         with explain_full_disk(pending, self.what_is_safe):
             files = sorted(path for path in pending.rglob("*") if path.is_file())
@@ -211,7 +212,7 @@ def _remove(folder: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Return how the files of a complete checkpoint differ from the manifest; None if intact. Reads every byte."""
+    """Return how the files of a complete checkpoint differ from the manifest; None if they don't. Reads every byte."""
     manifest = json.loads((path / MANIFEST).read_text())
     expected = manifest[XXH3]
     try:

@@ -114,8 +114,8 @@ class RunSet:
 
 
 def sets_of(runs: Sequence[RecordedRun]) -> list[RunSet]:
-    """Group runs by their configuration without OF_A_SEED, in the order given. A run without a configuration stays
-    alone."""
+    """Group runs by their configuration without the keys OF_A_SEED, in the order given. A run without a configuration
+    is a set of its own."""
     found: dict[str, RunSet] = {}
     for number, run in enumerate(runs):
         own = {key: value for key, value in run.config.items() if key not in OF_A_SEED}
@@ -171,7 +171,7 @@ def line_of(runs: RunSet, key: str) -> Line:
 
 
 def compared_panels(sets: Sequence[RunSet]) -> Iterator[tuple[Panel, str, list[Line]]]:
-    """Yield panel, metric and lines: the first metric of each panel of the run's page that a run has."""
+    """Yield each panel of the run's page with its first metric that a run has, and the lines of this metric."""
     known = keys_of([record for each in sets for run in each.runs for record in run.records])
     for panel in PANELS:
         for key in keys_of_panel(panel, known)[:1]:

@@ -40,7 +40,7 @@ from rayapp.core.files import (
 from rayapp.core.types import FloatArray, Group
 from rayapp.core.version import __version__
 from rayapp.runs.checkpoints import CheckpointFolder
-from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, TRAJECTORIES
+from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, PROFILES, TRAJECTORIES
 from rayapp.runs.mirror.mirror import RunMirror, mirroring
 from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.trajectories import write_trajectories, writing_trajectories
@@ -57,6 +57,7 @@ FREE_KEYS = (
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
     "data.cache_dir",
     *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),
+    "train.profile_steps",
     *_of("learner", "step_timeout_s", "offload_when_idle"),
     *_of("rollout", "group_deadline_s", "max_failed_ratio"),
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
@@ -65,7 +66,7 @@ FREE_KEYS = (
 """Keys and sections that may differ: they change where and how long a run executes and what it records, but not the
 training.
 
-train.num_steps may differ, too, unless the learning rate depends on it.
+train.num_steps may also differ, unless the learning rate depends on it.
 """
 MACHINE_KEYS = (
     "rollout.num_workers",
@@ -76,7 +77,7 @@ MACHINE_KEYS = (
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
     *_of("learner", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
-"""Keys that differ between machines. The training is equal, but not to the last bit: a warning says so."""
+"""Keys that differ between machines. The training is equal, but not to the last bit, which a warning says."""
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
 """List index within a key. It is removed before the comparison: a key that may differ may differ in every source and
 judge.
@@ -252,7 +253,7 @@ class RunFolder:
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:
             raise RunFolderError(
-                f"run.resume is must, but {self.path} has no complete checkpoint. Use auto to start over."
+                f"run.resume is must, but {self.path} has no complete checkpoint. Use run.resume=auto to start over."
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
@@ -305,6 +306,9 @@ class RunFolder:
             for file in (self.path / folder).glob("step=*.parquet"):
                 if int(file.stem.removeprefix("step=")) > version:
                     file.unlink(missing_ok=True)
+        for profile in (self.path / PROFILES).glob("step=*"):
+            if int(profile.name.removeprefix("step=")) > version:
+                remove_tree(profile)
         # Do this after deleting the local files: otherwise the mirror would upload them again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
@@ -338,7 +342,8 @@ class RunFolder:
 
     @contextmanager
     def pending_final(self, step: int | None = None) -> Iterator[Path]:
-        """Make an empty folder that becomes `final/` if the block succeeds: the model after this step, or the last."""
+        """Make an empty folder that becomes `final/` if the block succeeds. It is for the model after `step`, or after
+        the run's last step."""
         pending, final = self.path / ".pending-final", self.path / FINAL
         with self.explain_full_disk(pending):
             remove_tree(pending)

@@ -118,7 +118,8 @@ def write_trajectories(
     """Write the trajectories of one step to a temporary file, which is then renamed.
 
     Args:
-        learner_log_probs: for response tokens, by position of the trajectory in the step; missing ones become null.
+        learner_log_probs: log-probs of response tokens, by position of the trajectory in the step; null is written for
+            a trajectory without them.
     """
     with writing_trajectories(path, step) as write:
         write(groups, learner_log_probs)

@@ -11,18 +11,18 @@ from rayapp.core.protocols import Sandbox, SandboxProvider
 from rayapp.core.types import SandboxSpec
 
 RUN_LABEL = "rayapp-run"
-"""Label of every remote sandbox with the run's name. Sweeps and `rayapp sandbox reap` select sandboxes by this
-label."""
+"""Label of every remote sandbox whose value is the run's name. The pool's sweeps and `rayapp sandbox reap` select by
+it."""
 APP_LABEL, APP_NAME = "rayapp-app", "rayapp"
-"""Label of every remote sandbox that rayapp makes, whatever the run."""
+"""Label, and its value, of every remote sandbox that rayapp makes in any run."""
 HOST_LABEL = "rayapp-host"
-"""Label with the host of the pool. At its start, a run ends only sandboxes that an earlier attempt on this host
-left."""
+"""Label whose value is the pool's host. A run that starts ends the sandboxes that earlier attempts of the run left, but
+only those of its own host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Data with which a worker connects to one remote sandbox, without a call to the provider's API."""
+    """Data that a worker needs to connect to one remote sandbox without calling the provider's API."""
 
     sandbox_id: str
     endpoint: str = ""
@@ -30,7 +30,7 @@ class Connection:
     token: str = field(default="", repr=False)
     """Secret of this sandbox; empty if the provider has none."""
     traffic_token: str = field(default="", repr=False)
-    """Second secret, of the proxy in front of the sandbox; E2B only."""
+    """Secret of the proxy in front of the sandbox; only E2B has one."""
     version: str = ""
     """Version of the provider's agent in the sandbox, for clients that depend on it."""
 
@@ -41,15 +41,15 @@ class Lease:
 
     lease_id: int
     holder: str
-    """Name of the caller, for the statistics and to reclaim the leases of a dead caller."""
+    """Name of the caller that holds the lease. Statistics show it, and the leases of a dead caller are found by it."""
     expires_at: float
     """Time at which the lease expires, in seconds on the pool's clock."""
     provider: str = "local"
     connection: Connection | None = None
-    """Connection to the sandbox. None if the holder makes the sandbox in its own process (`local`): then the lease only
-    limits the number of such sandboxes."""
+    """Connection to the sandbox. None if the holder itself makes the sandbox (`local`): the lease then only limits the
+    number of sandboxes."""
     fallback_from: tuple[str, ...] = ()
-    """Providers that come earlier in the configuration but were not available."""
+    """Providers that stand earlier in the configuration but were not available."""
 
 
 class Fate(StrEnum):
@@ -60,7 +60,7 @@ class Fate(StrEnum):
     DIRTY = "dirty"
     GONE = "gone"
     UNBORN = "unborn"
-    """The holder had a lease but could not make the local sandbox."""
+    """The holder could not make the local sandbox that the lease allowed."""
 
 
 class ConnectedSandbox(Sandbox, Protocol):
@@ -71,14 +71,14 @@ class ConnectedSandbox(Sandbox, Protocol):
 
 
 class RemoteProvider(SandboxProvider, Protocol):
-    """Makes sandboxes outside this machine. The pool creates them; the workers use them."""
+    """Provider of sandboxes outside this machine. The pool creates the sandboxes; the rollout workers use them."""
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> ConnectedSandbox: ...
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox that another process created. This makes no call: if the sandbox is gone, its first use
+        """Return a sandbox that another process created. Nothing is sent: if the sandbox is gone, its first use
         fails.
         """
         ...

@@ -1,8 +1,10 @@
-"""The loopback of a sandbox: programs in the sandbox reach one service of this process, and no other address outside.
+"""The loopback of a sandbox: programs in the sandbox can connect to one service of this process, and to no other
+address outside.
 
     program in the sandbox -- TCP to 127.0.0.1:port --> accept(): a socket of this process
 
-Local sandboxes pass out a listening socket that was made inside; remote sandboxes run a relay (`providers/relay.py`).
+In local sandboxes the zygote makes the listening socket inside and passes it out. In remote sandboxes a relay program
+runs (`providers/relay.py`).
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ Accept = Callable[[], Awaitable[socket.socket]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loopback:
-    """Address in the sandbox, and a function that accepts connections to it."""
+    """Port in the sandbox, and a function that accepts connections to it."""
 
     port: int
-    """Port of 127.0.0.1 in the sandbox."""
+    """Port of 127.0.0.1 inside the sandbox."""
     folder: Path
     """Folder in the sandbox in which the connecting program may write."""
     accept: Accept

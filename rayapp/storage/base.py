@@ -1,13 +1,13 @@
-"""The interface of storages. `LocalStorage` and `S3Storage` implement it; `open_storage` picks one.
+"""The interface of storages. `LocalStorage` and `S3Storage` implement it; `open_storage` opens one of them by its URI.
 
     async with open_storage("s3://bucket/run1") as storage:
         await storage.put_file(Path("train.parquet"), "data/train.parquet")
 
-Keys are relative to the opened folder. A written object becomes visible only when it is complete. `folders.py` stores
-folders, which are complete once their manifest exists.
+Keys are relative to the opened folder. An object becomes visible only when it is complete. `folders.py` stores whole
+folders, which are complete when their manifest exists.
 
-Checksums of files are read in slices in threads: the event loop stays free, and memory use stays constant. SHA-256 is
-for transfers; XXH3 for tens of GB of files on disk, where it must find damage, not forgery.
+Files are hashed in slices and in threads, so that the event loop is not blocked and memory use is constant. Transfers
+use SHA-256. Files on disk, which may have tens of GB, use XXH3, which is faster and finds damage but not forgery.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from typing import Any, Protocol
 import xxhash
 
 MAX_SMALL_BYTES = 64 << 20
-"""Default limit of `get_bytes`, which reads into memory."""
+"""Default limit in bytes of `get_bytes`, which reads an object into memory."""
 
 
 Fence = Callable[[], Awaitable[float]]
-"""Function that is awaited before a write. Returns the seconds within which the write must end, or raises StorageError
-to forbid it.
-"""
+"""Function that is awaited before a write. It returns the seconds within which the write must end, or raises a
+StorageError to forbid the write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +40,32 @@ class ObjectInfo:
     """Key relative to the opened folder."""
     num_bytes: int
     sha256: str = ""
-    """Hex digest; empty in listings, and for objects written by other programs."""
+    """SHA-256 of the contents, in hex; empty in listings, and for objects that other programs wrote."""
 
 
 class Storage(Protocol):
-    """A folder, local or remote. Every method may raise a StorageError; `rayapp.core.errors` lists its kinds."""
+    """A folder on a disk or in object storage. Every method may raise a StorageError; `core.errors` lists the kinds."""
 
     @property
     def uri(self) -> str: ...
 
     def fenced(self, fence: Fence) -> Storage:
-        """Return the same folder with a fence: each request that changes it, retries included, awaits `fence` first."""
+        """Return the same folder with a fence: every request that changes the folder, including retries, first awaits
+        `fence`.
+        """
         ...
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
         """Write a small object.
 
         Raises:
-            StorageExistsError: `if_absent` is set and the object exists. Of concurrent creators exactly one succeeds.
+            StorageExistsError: `if_absent` is set and the object exists. If several writers create it at the same time,
+                exactly one succeeds.
         """
         ...
 
     async def put_file(self, path: Path, key: str) -> ObjectInfo:
-        """Write a file of any size in bounded memory, resuming an earlier try with the same content.
+        """Write a file of any size in bounded memory. An earlier try with the same content is resumed.
 
         Raises:
             StorageCorruptError: the file changed while it was read.
@@ -75,7 +77,7 @@ class Storage(Protocol):
 
         Raises:
             StorageNotFoundError: the object does not exist.
-            StorageCorruptError: its checksum is wrong.
+            StorageCorruptError: the object's checksum is wrong.
         """
         ...
 
@@ -83,7 +85,7 @@ class Storage(Protocol):
         """Read an object into `path`, which appears only when it is complete and its checksum is right.
 
         Args:
-            sha256: expected checksum; empty uses the one stored beside the object, if there is one.
+            sha256: expected checksum; empty: the one that is stored with the object, if there is one.
         """
         ...
 
@@ -94,7 +96,7 @@ class Storage(Protocol):
     async def exists(self, key: str) -> bool: ...
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Yield objects whose key begins with `prefix`, in key order, page by page."""
+        """Yield the objects whose key begins with `prefix`, sorted by key. They are listed page by page."""
         ...
 
     async def delete(self, key: str) -> None:
@@ -102,7 +104,7 @@ class Storage(Protocol):
         ...
 
     async def check(self) -> None:
-        """Check that the storage is usable, so that a run fails before its first step."""
+        """Check that the storage can be used, so that a run with a wrong location fails before its first step."""
         ...
 
 
@@ -126,7 +128,7 @@ async def hash_file(path: Path) -> str:
 
 
 def both_digests(path: Path) -> tuple[str, str]:
-    """Return a file's hex XXH3 and SHA-256. Reads the file once; blocks.
+    """Return a file's XXH3 and SHA-256, in hex. This blocking function reads the file once.
 
     Raises:
         OSError: the file can't be read.
@@ -136,7 +138,8 @@ def both_digests(path: Path) -> tuple[str, str]:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the hex XXH3 of files in a folder, by name. Reads several at once; blocks.
+    """Return the XXH3 of files in a folder, by name, in hex. This blocking function reads several files at the same
+    time.
 
     Raises:
         OSError: a file can't be read.
@@ -151,7 +154,7 @@ def _digest(path: Path, algorithm: str) -> str:
 
 
 def _digests(path: Path, algorithms: Sequence[str]) -> list[str]:
-    # Read the file instead of mapping it: if the disk fails under a mapping, SIGBUS ends the process.
+    # The file is read, not mapped: if the disk failed under a mapping, SIGBUS would end the process.
     with path.open("rb", buffering=0) as file:
         digests, buffer = [_ALGORITHMS[name]() for name in algorithms], memoryview(bytearray(_SLICE_BYTES))
         while num_read := file.readinto(buffer):
@@ -161,9 +164,8 @@ def _digests(path: Path, algorithms: Sequence[str]) -> list[str]:
 
 
 class FollowingHash:
-    """SHA-256 of a file that is still being written: fed one range after the other, in order.
-
-    Reuses one buffer; not safe to use from two threads at once.
+    """SHA-256 of a file that is still being written. It reads one range of the file after the other, with one buffer,
+    so only one thread may use it at a time.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -171,7 +173,7 @@ class FollowingHash:
         self._buffer = memoryview(bytearray(_SLICE_BYTES))
 
     def read(self, start: int, end: int) -> None:
-        """Add the file's bytes from `start` to `end`; blocks.
+        """Add the file's bytes from `start` to `end` to the hash. This method blocks.
 
         Raises:
             OSError: the bytes can't be read, or the file ends before `end`.

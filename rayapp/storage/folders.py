@@ -1,10 +1,10 @@
-"""Stores folders: their files first, their manifest last. A folder is complete once its manifest exists.
+"""Stores folders: first the files, last the manifest. A folder is complete when its manifest exists.
 
-    claim.json (conditional create) -> files in parallel, existing ones skipped -> manifest.json
+    claim.json (conditional create) -> missing files in parallel -> manifest.json
 
-Readers read the manifest first and verify each file against it, so they never take a partial upload for a complete
-one. A claim prevents two writers at once: it has the content's digest, so an upload of the same content resumes, and an
-upload of other content is refused.
+Readers first read the manifest and verify each file with it, so they never take a partial upload for a complete one.
+The claim holds the digest of the content, so that two writers don't mix their files: an upload of the same content
+continues, and an upload of other content is refused.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rayapp.storage.base import ObjectInfo, Storage, hash_bytes, hash_file
 MANIFEST, CLAIM = "manifest.json", "claim.json"
 FORMAT = 1
 _AT_ONCE = 4
-"""Files in transfer at once. The storage limits the parts of all files together."""
+"""Number of files that are sent at the same time. The storage limits the parts of all files together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The files of a complete folder.
+    """The list of files of a complete folder.
 
     Example: `{"format": 1, "files": {"train.parquet": {"num_bytes": 12345, "sha256": "9f…"}}}`.
     """
 
     files: Mapping[str, ObjectInfo]
-    """Key -> facts of the file, with its SHA-256."""
+    """Key -> size and SHA-256 of the file."""
 
     def dump(self) -> bytes:
         files = {key: {"num_bytes": info.num_bytes, "sha256": info.sha256} for key, info in sorted(self.files.items())}
@@ -42,7 +42,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Return a name of the content: equal for equal files."""
+        """Return a digest of the files. Equal files have equal digests."""
         return hash_bytes(self.dump())
 
     @classmethod
@@ -50,7 +50,7 @@ class Manifest:
         """Parse a manifest.
 
         Raises:
-            StorageCorruptError: it is not a manifest that this version writes.
+            StorageCorruptError: the data are not a manifest in the format of this version.
         """
         try:
             raw = json.loads(data)
@@ -68,10 +68,10 @@ class Manifest:
 
 
 async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False) -> Manifest:
-    """Write a local folder's files, and its manifest last. A call after a failure sends only the missing files.
+    """Write the files of a local folder, and then its manifest. A call after a failure sends only the missing files.
 
     Args:
-        overwrite: replace other content; its manifest is deleted first, so that no reader sees a mixture.
+        overwrite: replace other content. Its manifest is deleted first, so that no reader gets files of both.
 
     Raises:
         StorageExistsError: other content is stored or being uploaded, and `overwrite` is not set.
@@ -93,7 +93,7 @@ async def get_folder(storage: Storage, folder: Path) -> Manifest:
     """Read a complete folder and verify every file. Local files with the right checksum are kept.
 
     Raises:
-        StorageNotFoundError: there is no manifest: no folder, or an unfinished upload.
+        StorageNotFoundError: there is no manifest: the folder does not exist, or its upload did not finish.
     """
     manifest = await read_manifest(storage)
     if manifest is None:
@@ -115,13 +115,15 @@ async def read_manifest(storage: Storage) -> Manifest | None:
 
 
 async def put_missing(storage: Storage, path: Path, info: ObjectInfo) -> ObjectInfo:
-    """Write the file at `path` unless an object equal to `info` is stored. Returns the stored object's facts."""
+    """Write the file at `path`, unless an object with the key, size and checksum of `info` is stored. Return the
+    `ObjectInfo` of the stored object.
+    """
     there = await storage.info(info.key)
     return there if there == info else await storage.put_file(path, info.key)
 
 
 async def delete_manifests_first(storage: Storage, keys: Sequence[str]) -> None:
-    """Delete objects, manifests first, so that a kill in between leaves no incomplete folder with a manifest."""
+    """Delete objects, manifests first: if this process is killed meanwhile, no incomplete folder has a manifest."""
     manifests = [key for key in keys if key.rpartition("/")[2] == MANIFEST]
     for batch in (manifests, keys):
         await together(storage.delete, batch, at_once=_AT_ONCE)
@@ -161,7 +163,7 @@ async def _still_ours(storage: Storage, manifest: Manifest) -> None:
     try:
         claimed = json.loads(await storage.get_bytes(CLAIM))["content"]
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageCorruptError(f"{storage.uri}/{CLAIM} is not a claim: {error!r}; overwrite it") from error
+        raise StorageCorruptError(f"{storage.uri}/{CLAIM} is malformed: {error!r}. Overwrite the folder.") from error
     if claimed != manifest.digest:
         raise StorageExistsError(
             f"{storage.uri}: another writer is uploading other content to it, or stopped half-way. "

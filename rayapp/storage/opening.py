@@ -1,5 +1,5 @@
-"""Opens a storage by its URI; every storage is opened with `open_storage`. It opens `LocalStorage`, a folder on this
-machine or on a mounted network file system, or `S3Storage`.
+"""Opens a storage by its URI. `open_storage` opens every storage: a `LocalStorage` (a folder on a disk or on a mounted
+network file system) or an `S3Storage`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from rayapp.storage.settings import S3Settings, settings_from_environment
 
 
 class LocalStorage:
-    """Implements `Storage` on a file system.
-
-    A file system stores no checksums, so single reads are verified only if the caller gives one; folders are verified
-    by their manifest.
+    """`Storage` on a file system. A file system stores no checksums, so a read is verified only if the caller gives a
+    checksum, e.g. from a folder's manifest.
     """
 
     def __init__(self, root: Path, fence: Fence | None = None) -> None:
@@ -89,7 +87,7 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     async def check(self) -> None:
-        """Create the folder, and a file in it."""
+        """Check that the folder can be used, by creating it and a file in it."""
 
         def probe() -> None:
             with stored(self._root / "probe") as temporary:
@@ -127,7 +125,7 @@ class LocalStorage:
 def _copy_to_disk(source: Path, target: Path) -> None:
     with storage_errors(source):
         shutil.copyfile(source, target)
-    fsync(target)  # call it here, in a thread, because `stored` would call it on the event loop
+    fsync(target)  # sync here, in a thread, because `stored` would do it on the event loop
 
 
 @asynccontextmanager
@@ -136,16 +134,17 @@ async def open_storage(uri: str, *, settings: S3Settings | None = None) -> Async
 
     Args:
         uri: a path, or s3://bucket/prefix.
-        settings: None reads the environment.
+        settings: None: the settings in environment variables.
 
     Raises:
-        StorageConfigError: the location or the settings are invalid. Only `check` finds out if the storage answers.
+        StorageConfigError: the location or the settings are invalid. Use `check` to find out whether the storage
+            answers.
     """
     location = Location.parse(uri)
     if not location.is_remote:
         yield LocalStorage(Path(location.key))
         return
-    # boto's imports take half a second: pay for them only if S3 is used.
+    # The imports of boto take half a second, so they are done only if S3 is used.
     from rayapp.storage.s3.storage import S3Storage, s3_client
 
     chosen = settings or settings_from_environment()

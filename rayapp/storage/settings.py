@@ -1,4 +1,5 @@
-"""Settings of S3-compatible storage, read from the environment only: config keys never hold secrets.
+"""Settings of S3-compatible storage. They are read only from environment variables, because config files hold no
+secrets.
 
     RAYAPP_S3_PRESET    aws (default) | minio | oss
     AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
@@ -22,39 +23,42 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Sizes, timeouts and retries of transfers. One transfer uses at most `num_parallel` x `part_bytes` of memory."""
+    """Sizes, timeouts and retries of transfers. All transfers of a storage object together use at most `num_parallel` x
+    `part_bytes` of memory.
+    """
 
     part_bytes: int = 16 * MIB
-    """Size of a part; larger for files that would otherwise have over 10,000 parts. S3 refuses parts below 5 MiB,
-    except the last. Each part costs server time: with parts of 8 MiB an upload takes a fifth more."""
+    """Size of a part. It is larger for files that would otherwise have more than 10,000 parts. S3 refuses parts below 5
+    MiB, except the last. Each part costs server time: with parts of 8 MiB an upload takes a fifth more time."""
     num_parallel: int = 6
-    """Parts or small objects in transfer at once, over the whole storage object."""
+    """Maximum number of parts and small objects that one storage object transfers at the same time."""
     keys_per_page: int = 1000
-    """Keys requested in one listing; S3 returns no more."""
+    """Number of keys per request of a listing. S3 never returns more."""
     max_attempts: int = 6
-    """Attempts of one request."""
+    """Maximum number of attempts of one request."""
     first_pause_s: float = 0.4
-    """Pause before the second attempt; see `pauses_s`."""
+    """Pause before the second attempt, in seconds. `pauses_s` makes the later pauses from it."""
     longest_pause_s: float = 10.0
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
-    """Longest silence of the server within one request."""
+    """Maximum seconds for which the server may send nothing within one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """Settings of a client. The secret is left out of its repr."""
+    """Settings of an S3 client. Its repr leaves the secrets out."""
 
     endpoint_url: str | None = None
     region: str | None = None
     access_key_id: str | None = None
-    """Id of the key; None lets the client look for a profile or an instance role, like AWS tools."""
+    """Id of the access key. None: the client looks for a profile or an instance role, as AWS tools do."""
     secret_access_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     addressing_style: str = "auto"
     signature_version: str = "s3v4"
     checksums: str = "when_supported"
-    """`when_required` if the service can't read the chunked bodies that carry a checksum."""
+    """Setting of botocore for checksums of requests; `when_required` for services that can't read chunked bodies with a
+    checksum."""
     create_header: str = "If-None-Match"
     """Header that makes a write fail if the object exists."""
     transfer: Transfer = field(default_factory=Transfer)
@@ -64,14 +68,14 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     """Return the settings from the environment variables.
 
     Raises:
-        StorageConfigError: an unknown preset, or one without its endpoint.
+        StorageConfigError: the preset is unknown, or the endpoint that it needs is not set.
         StorageCredentialsError: only one half of a key pair is set.
     """
     env = os.environ if environment is None else environment
     preset = env.get("RAYAPP_S3_PRESET", "aws").lower()
     builders = {"aws": _aws, "minio": _minio, "oss": _oss}
     if preset not in builders:
-        raise StorageConfigError(f"RAYAPP_S3_PRESET={preset!r}: there are {', '.join(PRESETS)}")
+        raise StorageConfigError(f"RAYAPP_S3_PRESET={preset!r} is not a preset: use one of {', '.join(PRESETS)}")
     return builders[preset](env)
 
 
@@ -90,7 +94,7 @@ def _minio(env: Mapping[str, str]) -> S3Settings:
     if _endpoint(env) is None:
         raise StorageConfigError("RAYAPP_S3_PRESET=minio needs AWS_ENDPOINT_URL, e.g. http://minio:9000")
     own = _aws(env)
-    # MinIO signs for this region unless configured otherwise, and has no DNS name per bucket.
+    # By default MinIO has this region, and no DNS name for each bucket.
     return replace(own, region=own.region or "us-east-1", addressing_style="path")
 
 
@@ -107,7 +111,8 @@ def _oss(env: Mapping[str, str]) -> S3Settings:
         access_key_id=key_id,
         secret_access_key=secret,
         session_token=token,
-        # OSS serves virtual-hosted names only and can't read aws-chunked bodies, which V4 with checksums would send.
+        # OSS serves only virtual-hosted names. It can't read aws-chunked bodies, which signature V4 with checksums
+        # would send.
         addressing_style="virtual",
         signature_version="s3",
         checksums="when_required",

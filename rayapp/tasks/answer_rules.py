@@ -1,10 +1,10 @@
 """Maps data sources to verl's scoring rules, and calls a rule in the text process (`text_process.py`).
 
-Only rules that compare strings and do nothing else are used. Their source was checked in verl 0.9.1: they import re,
+rayapp uses only the rules that do nothing but compare strings. Their source was checked in verl 0.9.1: they import re,
 random and string, and use no eval, exec, file or process. verl's `prime_code` runs the completion; `code/scoring.py`
-replaces it with runs in sandboxes. The other rules of verl's `default_compute_score` evaluate the completion and are
-refused before a run starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and `geo3k` (mathruler, which uses
-sympy). A test reads verl's dispatcher and rule files, and fails if a new version of verl adds or changes a rule.
+replaces this rule with runs in sandboxes. The other rules of verl's `default_compute_score` evaluate the completion and
+are refused before a run starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and `geo3k` (mathruler, which
+uses sympy). A test reads verl's dispatcher and rule files, and fails if a new version of verl adds or changes a rule.
 
 The rule files are loaded by path: importing the package verl takes seconds, because it imports torch and Ray.
 """
@@ -24,7 +24,7 @@ from rayapp.tasks.code.hidden_cases import Comparison
 
 GSM8K = "openai/gsm8k"
 TruthKind = Literal["any", "text", "targets", "tests"]
-"""Form of a row's ground_truth. any: any value but null; text: a string or a whole number; targets: a struct whose
+"""Form of a row's ground_truth. any: any value except null; text: a string or a whole number; targets: a struct whose
 `target` is a string or a list of strings; tests: a code problem (`code/formats.py`)."""
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _ENDS_MARKED = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
@@ -36,17 +36,19 @@ class AnswerRule:
 
     module: str
     form: str
-    """Form of text that the rule accepts as an answer; {} stands for the answer itself."""
+    """Text that the rule accepts as an answer, with {} in place of the answer itself, e.g. `#### {}`."""
     truth: TruthKind = "text"
     wrong_score: float = 0.0
-    """Score of a wrong answer and of an unreadable text."""
+    """Score of a wrong answer, and of a completion that takes too long to read."""
 
     def is_asked_for(self, prompt: str) -> bool:
-        """Return True if a prompt asks for an answer in this form."""
+        """Return True if a prompt contains the text that marks the answer, such as `####`."""
         return self.form.partition("{}")[0].strip() in prompt
 
     def right_answer(self, ground_truth: object) -> str:
-        """Return the ground truth in this form. If there are several right answers, return the first one."""
+        """Return the ground truth, as the rule accepts it in a completion. If there are several right answers, return
+        the first.
+        """
         found = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
         first = next(iter(found), "") if isinstance(found, Sequence) and not isinstance(found, str) else found
         return self.form.replace("{}", str(first))
@@ -83,20 +85,22 @@ CODE_SOURCES: Mapping[str, Comparison] = {
     "openai/openai_humaneval": "lines",
     "google-research-datasets/mbpp": "lines",
 }
-"""Data sources whose rows are code problems -> how a program's output is compared. The first four are verl's."""
+"""Data source whose rows are code problems -> how a program's output is compared. The first four names are verl's."""
 NAMES = (*_RULES, "aime…", *CODE_SOURCES)
-"""Data sources with a rule, for messages."""
+"""Data sources with a rule, as error messages list them."""
 
 
 def find_rule(data_source: str) -> AnswerRule | None:
-    """Return the rule of a data source; None if it has no rule that rayapp allows."""
+    """Return the rule of a data source; None if verl has no rule for it, or only one that rayapp refuses."""
     return _DAPO if data_source.startswith("aime") else _RULES.get(data_source)
 
 
 def has_rule(data_source: str) -> bool:
-    """Return True if a rule or, for code problems, hidden tests score this data source.
+    """Return True if a rule scores answers of this data source, or hidden tests do (for code problems).
+
     Raises:
-        InputError: neither scores it, and the name looks misspelled: training would refuse the rows.
+        InputError: the data source has no rule and no tests, and its name looks misspelled. Training would refuse the
+            rows.
     """
     known = (*_RULES, *CODE_SOURCES)
     if data_source in known or find_rule(data_source) is not None:
@@ -117,8 +121,8 @@ def score_by_rule(
 
     Args:
         rule_file: path of verl's module.
-        options: further arguments of the module's compute_score, for `score`.
-        plain: further arguments for `solved`, a subset of `options`; `solved` is 1 if that score is at least 1.
+        options: further arguments of the module's `compute_score`, whose result is the term `score`.
+        plain: the subset of `options` for a second call; `solved` is 1 if its result is at least 1.
     """
     rule = _load(rule_file)
     score = _number(rule(completion_text, ground_truth, **options))

@@ -44,7 +44,8 @@ class AnswerRewards:
     """Settings for scoring data rows. Every term is recorded, even with weight 0."""
 
     method: Method = "strict"
-    """verl's `method`: `strict` needs `#### N`, `flexible` takes the last number, both in the last 300 characters."""
+    """verl's `method` for GSM8K. Both values read the last 300 characters: `strict` needs `#### N` there, `flexible`
+    takes the last number."""
     format_score: float = 0.0
     """Score of an answer that is wrong but in the right form (verl's name)."""
     correct_score: float = 1.0
@@ -55,10 +56,10 @@ class AnswerRewards:
     code: CodeSection = field(default_factory=CodeSection)
     """Settings for the tests of code problems."""
     is_optional: bool = False
-    """True if a data source without a rule is accepted, because judges score its answers."""
+    """True if data sources without a rule are accepted, because judges score their answers."""
 
     def code_problem(self, data_source: str, ground_truth: object) -> CodeProblem | None:
-        """Return the row as a code problem; None if it isn't a code problem or a custom function scores it."""
+        """Return the row as a code problem; None if it isn't one, or if a custom function scores it."""
         is_code = data_source in CODE_SOURCES or data_source in self.code.sources
         if self.custom is not None or not is_code:
             return None
@@ -78,7 +79,9 @@ class AnswerRewards:
         return "tests" if self.code_problem(data_source, "") else _rule(data_source).truth
 
     def has_no_verdict(self, data_source: str) -> bool:
-        """Return True if only judges score the answers of this data source."""
+        """Return True if no rule, tests or custom function score the answers of this data source, so that only judges
+        do.
+        """
         has_rule = bool(self.custom or self.code_problem(data_source, "") or find_rule(data_source))
         return self.is_optional and not has_rule
 
@@ -117,8 +120,8 @@ async def score_answer(
         seed: seed that draws the tests of a code problem; answers that are compared need the same seed.
         tools: rewards that tools gave during the trajectory.
     Raises:
-        InputError: this data source has no rule, and there is no custom function. `AnswerRewards.truth_kind` reports
-            this mistake of the config before a run starts.
+        InputError: this data source has no rule, and there is no custom function. In a run this can't happen:
+            `AnswerRewards.truth_kind` checks it before the run starts.
         One of `verdict.ENDS_GROUP`.
     """
     score = scorer_of(answer, rewards, sandboxes, seed=seed)
@@ -128,7 +131,7 @@ async def score_answer(
 def scorer_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Scorer:
     """Return a function that scores the answer.
 
-    An answer that is too long, or takes too much time to read, is wrong and has the status too_long or unreadable.
+    The function scores an answer as wrong if it is too long (status too_long) or takes too long to read (unreadable).
 
     Raises:
         UserError: no rule scores answers of this data source, or the reward function can't be loaded.
@@ -179,7 +182,9 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
 
 
 def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two sets of arguments for the rule, from the section `reward`: for `solved`, and for `score`."""
+    """Return two sets of arguments for the rule, from the config section `reward`: one for the term `solved`, one for
+    the term `score`.
+    """
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}
@@ -191,8 +196,8 @@ def _rule(data_source: str) -> AnswerRule:
     if rule is None:
         raise InputError(
             f"data_source {data_source!r} has no scoring rule in rayapp. Data sources with a rule are "
-            f"{', '.join(NAMES)}; rules of verl that evaluate the policy's text in the trainer are not used. If its "
-            "rows are code problems, add it to "
+            f"{', '.join(NAMES)}; rules of verl that evaluate the policy's text in the trainer are not used. If the "
+            "rows are code problems, add this data_source to "
             "reward.code.sources (docs/datasets.md); otherwise name your own reward function in reward.custom "
             "(docs/data.md)"
         )

@@ -14,10 +14,10 @@ docstrings and other strings are allowed, and so is a local variable called `sor
 | names in strings for `getattr`, `__builtins__[…]`, `vars`, `__dict__`, `__import__`, `eval`, … | `"so" + "rted"` |
 | dynamic lookups: the string is computed, or the lookup function itself is passed around | `getattr(xs, name)` |
 
-Two things are not found: other functions with the same effect that the task did not ban (a task that bans sorting has
-to ban every sorting function, or all imports), and effects without a name (a set of small integers happens to iterate
-in order). A name that the code binds in a module or class body still counts as used: Python may fall back to the
-builtin.
+Two things are not found. One is another function with the same effect that the task did not ban: a task that bans
+sorting has to ban every sorting function, or all imports. The other is an effect without a name: a set of small
+integers happens to iterate in order. A name that the code binds in a module or class body still counts as used, because
+Python may fall back to the builtin.
 
 The time is proportional to the code's size, because dotted names are read only up to the length of the longest pattern.
 """
@@ -56,16 +56,17 @@ _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.In: ("in", "contains"), ast.NotIn: ("not in", ""), ast.Is: ("is", ""), ast.IsNot: ("is not", ""),
     ast.And: ("and", ""), ast.Or: ("or", ""), ast.Not: ("not", ""),
 }  # fmt: skip
-"""Node type -> operator as written, and the stem of the names of its method and of its function in the module operator.
-A sign before a single value (`-x`) is not among them."""
+"""Node type -> operator as it is written, and the stem of the names of its method and of its function in the module
+`operator`. Unary operators (`-x`) are left out."""
 _STEMS = dict(_OPERATORS.values())
 
 
 def find_banned(source: str, patterns: Sequence[str]) -> str | None:
-    """Return the first pattern that the code uses, or `dynamic lookup (how)`; None if the code is allowed.
+    """Return the first pattern that the code uses, or `dynamic lookup (NAME)` for a lookup by a computed name; None if
+    the code is allowed.
 
     Args:
-        source: Python source. If it does not parse, the result is None: the caller reports the syntax error.
+        source: Python source. The result is None if it does not parse: callers report syntax errors themselves.
     """
     tree = parse(source)
     if tree is None or not patterns:
@@ -108,7 +109,7 @@ def _names_of(pattern: str) -> Iterator[str]:
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
-    """Yield all names that the code uses, in the form of patterns, dotted names with up to `most_parts` parts."""
+    """Yield all names that the code uses, in the form of patterns. Dotted names have up to `most_parts` parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
@@ -173,8 +174,7 @@ def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_
 
 
 def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
-    """Return the strings among the arguments that the function takes as names; None for an argument that is
-    computed."""
+    """Return the arguments that the function takes as names: a string for a constant, None for a computed value."""
     match name:
         case "getattr" | "getattr_static":
             arguments = arguments[1:2]
@@ -188,7 +188,9 @@ def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | Non
 
 
 def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
-    """Yield the names in a string that `how` looks up, or a dynamic lookup if the string is computed (None)."""
+    """Yield the names in a string that the function `how` looks up; if the string is computed (None), yield a dynamic
+    lookup.
+    """
     if how in _IMPORT_CALLS:
         yield "import"
     if text is None or text in _NAMESPACES | _LOOKUP_CALLS:
@@ -247,8 +249,8 @@ def screen(completion: str, func_name: str, prefill: str, banned_patterns: Seque
 
 
 def screen_module(completion: str, func_name: str, prefill: str) -> tuple[str, str, str]:
-    """Return code, status and detail like `screen`, for data sets: their checkers run the code unchanged and ban no
-    names.
+    """Return code, status and detail like `screen`, for problems of data sets: no names are banned, and the code stays
+    uncut, because the data sets' checkers run it unchanged.
 
     Args:
         func_name: name of the function to write; empty if the answer is a whole program.

@@ -1,7 +1,7 @@
 """Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
 
-Called by coding tasks. Expressions are part of the task, so they are trusted and run in this process; a model's code
-never runs in it. Expected values stay in this process: only inputs go to a sandbox.
+Coding tasks call this module. Expressions are part of the task, so they are trusted and run in this process. A model's
+code never runs in it. Expected values stay in this process: only inputs go to a sandbox.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Case:
     args: tuple[object, ...]
     """Positional arguments, as plain data."""
     expected: object
-    """Expected value, as plain data. It is compared outside the sandbox, type for type."""
+    """Expected value, as plain data. It is compared outside the sandbox; values of different types are unequal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSource:
-    """Expressions that a task's hidden tests are drawn from.
+    """The expressions from which a task's hidden tests are drawn.
 
     Example: `CaseSource(task="add", tests=("(rng.randint(0, 9), 1)",), reference="a + b", parameters=("a", "b"))`
     gives for a seed one case such as `Case(args=(4, 1), expected=5)`.
@@ -42,10 +42,10 @@ class CaseSource:
     task: str
     """Name of the task, for errors."""
     tests: tuple[str, ...]
-    """Expressions over `rng`. The value of each is the argument if the function has one parameter; otherwise it is the
-    tuple of all arguments."""
+    """Expressions over `rng`, one for each test. An expression's value is the function's argument or, if the function
+    has several parameters, the tuple of its arguments."""
     reference: str
-    """Expression over the parameters' names, and over `args`, the tuple of all arguments."""
+    """Expression for the expected value. It may use the parameters' names, and `args`, the tuple of all arguments."""
     parameters: tuple[str, ...]
     helpers: str = ""
     """Python source whose functions the expressions may call."""
@@ -59,7 +59,7 @@ class CaseSource:
         return _draw(self, seed)
 
     def check(self, case: Case, test: str) -> None:
-        """Check the reference on a case whose output the task's author wrote.
+        """Check that the reference returns the output that the task's author wrote for a case.
 
         Args:
             test: name of the case in messages.
@@ -86,7 +86,7 @@ def _names(source: CaseSource) -> dict[str, object]:
     if source.helpers:
         try:
             exec(compile(source.helpers, f"<helpers of task {source.task}>", "exec"), names)
-        except Exception as error:  # boundary: the task author's code
+        except Exception as error:  # boundary: the task author's code may raise anything
             raise InputError(f"task {source.task}: its helpers can't run: {_reason(error)}") from error
     return names
 
@@ -124,7 +124,7 @@ def _as_args(value: object, parameters: Sequence[str], where: str) -> tuple[obje
 def _evaluate(expression: str, names: dict[str, object], where: str) -> object:
     try:
         return eval(_compiled(expression), names)
-    except Exception as error:  # boundary: the task author's expression
+    except Exception as error:  # boundary: the task author's expression may raise anything
         raise InputError(f"{where}, raises {_reason(error)}") from error
 
 

@@ -4,9 +4,9 @@
                                                                                                    |
           seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
 
-A user writes a task as data in YAML or in Python (`loading.py`). Rollout workers render its prompt and score answers.
-Only the candidate's code and the inputs enter a sandbox. An agent's workspace is another sandbox, which has the task's
-files and public tests, but no hidden test.
+A user writes a task in YAML or Python (`loading.py`). Rollout workers render its prompt and score answers. Only the
+answer's code and the inputs enter the sandbox of the verdict. An agent's workspace is another sandbox, which has the
+task's files and public tests, but no hidden test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError
 from rayapp.tasks.verdict import judged_in_sandbox
 
 VALIDATION_SEEDS = range(3)
-"""Seeds whose tests the reference has to run on when a task is loaded."""
+"""Seeds that draw the tests with which a task's reference is checked when the task is loaded."""
 
 CODING_TOOLS = ("bash", "edit", "python", "submit")
 RUN_TESTS = "run_tests"
@@ -72,7 +72,7 @@ FilePath = Annotated[str, AfterValidator(_checked_path)]
 
 
 class CodingTask(BaseModel):
-    """Task to write one function.
+    """A task to write one function.
 
     Example: `CodingTask(name="add", prompt="Write add(a, b).", func_name="add", signature="def add(a, b):",
     tests=["(rng.randint(0, 9), 1)"], reference="a + b")`.
@@ -82,44 +82,46 @@ class CodingTask(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     prompt: str = Field(min_length=1)
-    """Text of the request to the policy. With `prompt_format: completion` it is the beginning of a Python file that
-    ends in the function's `def` line (and docstring)."""
+    """Text of the user message. With `prompt_format: completion` it is instead the beginning of a Python file, up to
+    the function's `def` line (and docstring)."""
     func_name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     signature: str = ""
-    """The function's `def` line. Optional if the prompt contains this line."""
+    """The function's `def` line. Not needed if the prompt contains this line."""
     prompt_format: PromptFormat = "chat_prefill"
-    """chat: the model's chat template. chat_prefill: the template, and the beginning of the answer up to the signature,
-    for small models that otherwise answer in prose. completion: the prompt unchanged, for base models."""
+    """chat: the prompt in the model's chat template. chat_prefill: in addition, the beginning of the answer up to the
+    signature, for small models that otherwise answer in prose. completion: the prompt unchanged, for base models."""
     system: str = ""
-    """System message of the chat; if empty, the chat template writes its default, if it has one."""
+    """System message of the chat. If empty, the chat template's default is used, if it has one."""
     prefill: str = ""
-    """Beginning of the answer with `chat_prefill`; if empty, it is a code fence and the signature."""
+    """Beginning of the answer with `chat_prefill`. If empty, a code fence and the signature are used."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a completion. By default, with `chat_prefill` the closing fence, and with `completion` texts that
+    """Texts that end a completion. The default is the closing fence for `chat_prefill`, and for `completion` texts that
     typically follow a function in a script."""
     banned_patterns: tuple[Annotated[str, AfterValidator(_checked_pattern)], ...] = ()
     """Names and operators that the code must not use; see `banned.py`."""
     tests: tuple[Expression, ...] = Field(min_length=1)
-    """Expressions over `rng`, a seeded random.Random: each draws one input (a tuple of inputs if the function has
-    several parameters). With more varied tests, lucky guesses and constants score lower."""
+    """Expressions over `rng`, a seeded random.Random. Each draws the argument of one test, or a tuple of arguments if
+    the function has several parameters. With more varied tests, lucky guesses and constants score lower."""
     reference: Expression
     """Expression for the expected output, over the parameters' names (or `args`, the tuple of all arguments)."""
     helpers: str = ""
-    """Python source of functions that `tests` and `reference` call. All three are trusted and run in the trainer."""
+    """Python source of functions that `tests` and `reference` may call. `tests`, `reference` and `helpers` are trusted:
+    they run in the trainer, not in a sandbox."""
     timeout_s: float = Field(2.0, gt=0.0, le=600.0)
-    """Time limit in seconds for defining the function and all calls together. A run that exceeds it scores -1."""
+    """Time limit in seconds for the definition of the function and all calls together. An answer that exceeds it scores
+    -1."""
     packages: tuple[str, ...] = ()
-    """Packages that the sandbox preloads, e.g. numpy."""
+    """Packages that the sandbox imports in advance, e.g. numpy."""
     demonstrations: tuple[str, ...] = ()
-    """Solutions for a supervised warm-up (docs/sft.md), each the source of the function. With several different
-    solutions, the policy keeps alternatives that GRPO can choose from. They are never part of the prompt."""
+    """Solutions for a supervised warm-up (docs/sft.md), each the source of the function. Give several different
+    solutions, so that GRPO still has alternatives to choose from. Demonstrations are never part of the prompt."""
     public_tests: tuple[str, ...] = ()
-    """Tests that an agent may see and run: `name(input, …) == output`, with literal values."""
+    """Tests that an agent may see and run, in the form `name(input, …) == output` with literal values."""
     files: dict[FilePath, str] = Field(default_factory=dict)
     """Relative path -> text of the files in an agent's workspace at the start."""
     tools: tuple[str, ...] = CODING_TOOLS
-    """Tools that an agent gets for this task, besides those of `agent.tool_file`. If there are public tests,
-    `run_tests` is added."""
+    """Tools that an agent gets for this task, in addition to those of `agent.tool_file`. The tool `run_tests` is added
+    if there are public tests."""
 
     def __init__(self, **values: object) -> None:
         """Make a task from its fields. Raises InputError: a field is missing or wrong."""
@@ -170,10 +172,11 @@ class CodingTask(BaseModel):
 
     @property
     def public_cases(self) -> tuple[Case, ...]:
-        """Parsed public tests.
+        """The public tests, parsed.
 
         Raises:
-            ValueError: a test has another form, or another number of inputs than the function has parameters.
+            ValueError: a test does not have the form of `public_tests`, or its number of inputs differs from the number
+                of parameters.
         """
         return tuple(read_public_test(test, self.func_name, len(self.parameters)) for test in self.public_tests)
 
@@ -190,11 +193,13 @@ class CodingTask(BaseModel):
             self.cases.check(case, f"public test {number + 1}, `{self.public_tests[number]}`")
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the policy reads. Its `prefill` is the part of the answer that it contains."""
+        """Return the prompt that the policy reads. Its field `prefill` is the part of the answer that the prompt
+        already contains.
+        """
         is_chat = self.prompt_format != "completion"
         prefill = self.answer_prefix
         text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
-        # A chat template contains its special tokens; for a plain prompt the tokenizer adds them.
+        # A chat template writes its own special tokens; for a plain prompt the tokenizer adds them.
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
         stop = _DEFAULT_STOP[self.prompt_format] if self.stop is None else self.stop
         return Prompt(
@@ -207,8 +212,7 @@ class CodingTask(BaseModel):
         )
 
     def agent_start(self) -> AgentStart:
-        """Return the start of an agent (see `AgentTask`): the prompt without prefill, the workspace's files, the
-        tools."""
+        """Return what an agent starts with: the prompt without prefill, the workspace's files, and the tools."""
         files = dict(self.files)
         tools, tools_kwargs = self.tools, {}
         if self.public_tests:
@@ -225,7 +229,7 @@ class CodingTask(BaseModel):
         )
 
     async def check_public(self, answer: str, sandbox: Sandbox) -> PublicVerdict:
-        """Return the verdict of the public tests on an answer. The code is extracted like in `score`.
+        """Run the public tests on an answer and return their verdict. The code is extracted as in `score`.
 
         Raises:
             SandboxError: the sandbox failed.
@@ -250,8 +254,8 @@ class CodingTask(BaseModel):
             case "completion":
                 return self.prompt
             case "chat_prefill":
-                # Don't end with a newline: tokenizers merge a newline with the following indent, so after a newline the
-                # policy would have to sample a first token that was rare in its training.
+                # Don't end with a newline: tokenizers merge a newline with the indent that follows. After a separate
+                # newline, the policy would have to sample a token that was rare in its training.
                 return self.prefill or f"```python\n{self.signature.strip() or self._signature_in_prompt()}"
 
     def _signature_in_prompt(self) -> str:
@@ -260,7 +264,7 @@ class CodingTask(BaseModel):
 
     @property
     def demonstrated_completions(self) -> tuple[str, ...]:
-        """Demonstrations as completions of the prompt; of a `chat_prefill` prompt with the stop text.
+        """The demonstrations, as completions of the prompt. With `chat_prefill` they end in the stop text.
 
         Raises:
             ValueError: a demonstration is not Python, or does not begin with the prompt's prefill.
@@ -273,12 +277,13 @@ class CodingTask(BaseModel):
         if not text.startswith(self.answer_prefix) or parse(code) is None:
             raise ValueError(
                 f"demonstration {number} begins with {text[: len(self.answer_prefix) + 20]!r}: it must be Python that "
-                f"begins with {self.answer_prefix!r}, like the answer"
+                f"begins with {self.answer_prefix!r}, like the answer that the prompt begins"
             )
         return text[len(self.answer_prefix) :]
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the reward of a completion: -1, or the fraction of the seed's tests that pass; see `grading.py`.
+        """Return the reward of a completion: the fraction of the seed's tests that pass, or -1 if the code can't be
+        tested (`grading.py`).
 
         Raises:
             SandboxConfigError: this configuration can never give a sandbox.
@@ -296,7 +301,7 @@ class CodingTask(BaseModel):
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the verdict of the hidden tests on this code."""
+        """Run the hidden tests on this code and return the verdict."""
         # Draw tests in a thread: the reference may be slow and would block other trajectories.
         cases = await asyncio.to_thread(self.cases.draw, seed)
 
@@ -325,7 +330,9 @@ def _parameters(line: str) -> tuple[str, ...]:
 
 
 def _messages(task: CodingTask, told: str = "") -> tuple[dict[str, str], ...]:
-    """Return the messages of the prompt. `told` is the user message's text; if empty, it is the task's prompt."""
+    """Return the messages of the prompt. `told` is the text of the user message; if empty, the task's prompt is
+    used.
+    """
     system = ({"role": "system", "content": task.system},) if task.system else ()
     return (*system, {"role": "user", "content": told or task.prompt})
 

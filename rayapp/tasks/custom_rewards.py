@@ -1,13 +1,14 @@
-"""Calls the user's reward function, sync or async, with a deadline; the config has its import path. Used by
-`answers.py`.
+"""Calls the user's reward function, sync or async, with a deadline. The config names the function; `answers.py` calls
+it.
 
 A function has verl's signature, so reward functions written for verl work unchanged:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
-A function for verl's batch manager, whose parameters are lists (`solution_strs`), gets lists with one answer.
+Functions for verl's batch reward manager also work: their parameters are lists (`solution_strs`, …), and each list has
+one element.
 
-The function is the user's own code and trusted. It must not run code that the model wrote outside a sandbox.
+The function is trusted, because the user wrote it. If it runs code that the model wrote, it must do so in a sandbox.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rayapp.core.trajectories import storable
 
 
 class RewardFailedError(KindError):
-    """A user's function raised, took too long, or returned an unusable value. This is no verdict on the policy.
+    """A user's function raised, took too long, or returned an unusable value. This is not a verdict on the policy.
 
     The kind is reward_error, reward_timeout or reward_nonsense.
     """
@@ -37,7 +38,8 @@ class RewardFailedError(KindError):
 
 @dataclass(slots=True, kw_only=True)
 class CustomReward:
-    """Reward function, given by its name. It can be pickled: each process imports the function at its first call.
+    """A reward function, given by its name. The object can be pickled: each process imports the function at its first
+    call.
 
     Example: `CustomReward(path="my_rewards.py:compute_score")` or `CustomReward(path="package.module:function")`.
     """
@@ -47,10 +49,10 @@ class CustomReward:
     _function: Callable[..., Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def load(self) -> Callable[..., Any]:
-        """Import the function and return it. Call this at the start of a run, to report errors then.
+        """Import the function and return it. Call this at the start of a run, so that errors are reported there.
 
         Raises:
-            ConfigError: the function can't be found, or the name is not that of a function.
+            ConfigError: the function can't be imported, or the name belongs to something else.
         """
         if self._function is None:
             function = load_function(self.path)
@@ -58,10 +60,10 @@ class CustomReward:
         return self._function
 
     async def __call__(self, **arguments: Any) -> dict[str, float]:
-        """Call the function. Returns `{"score": …}` with its further terms, if any.
+        """Call the function. Return its terms: `score`, and any others that it gives.
 
         Raises:
-            RewardFailedError: the function returned no usable value in time.
+            RewardFailedError: the function did not return a usable value in time.
         """
         function = self.load()
         try:
@@ -98,7 +100,9 @@ def _takes_lists(function: Callable[..., Any]) -> bool:
 
 
 def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of one answer that calls verl's function of lists, with lists of one element."""
+    """Wrap a function of verl's batch form, which takes lists, into a function of one answer. The lists then have one
+    element.
+    """
 
     def first(scores: Any) -> Any:
         (score,) = scores
@@ -119,7 +123,7 @@ def load_function(path: str, *, what: str = "reward function", is_reward: bool =
 
     Args:
         what: purpose of the function, for messages.
-        is_reward: True also accepts the name of a reward plug-in.
+        is_reward: if True, `path` may also be the name of a reward plug-in.
     Raises:
         ConfigError: the function can't be imported, doesn't exist, or is not a function.
     """
@@ -159,16 +163,18 @@ def _terms(found: object) -> dict[str, float]:
 
 
 def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numeric terms of a reward, without terms that are NaN or strings.
+    """Return the numeric terms of a reward. Terms that are NaN or strings are left out.
 
     Raises:
-        ValueError: a term is infinite or too large for 32 bits.
+        ValueError: a term is infinite, or too large for a 32-bit float.
     """
     return {str(name): number for name, value in raw.items() if (number := _number(str(name), value)) is not None}
 
 
 def _number(name: str, value: object) -> float | None:
-    """Return one term; None for NaN and for strings, which verl's functions may add (such as the parsed answer)."""
+    """Return one term as a float; None for NaN and for values that are not numbers. verl's functions may add strings,
+    such as the parsed answer.
+    """
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
     try:
@@ -186,8 +192,8 @@ def _number(name: str, value: object) -> float | None:
 
 
 def readable_error(error: BaseException) -> str:
-    """Return an error's message in one line, also if its class is a user's and its `__str__` fails."""
+    """Return an error's message in one line. The error may be of a user's class whose `__str__` fails."""
     try:
         return one_line(error)
-    except Exception:  # boundary: the user's __str__
+    except Exception:  # boundary: the user's __str__ may raise anything
         return "(its message can't be read)"

@@ -1,13 +1,15 @@
-"""Finds the code in a completion. Called by `banned.py`.
+"""Finds the code in a completion; `banned.py` calls this module.
 
-The code is the first of these that exists:
-1. If the answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up
-   to the first closing fence.
+The code of a function is the first of these parts that exists:
+
+1. If the prompt already contains the beginning of the answer (`prefill`): prefill and completion together, without the
+   opening fence, up to the first closing fence.
 2. The last fenced Python block that defines the function: models correct themselves in later blocks.
 3. The text above any fence, from the first line of Python that leads to the function's `def`.
-Text after the function is cut, unless it is another definition: models often append prose or an example call, which are
-not part of the answer and would only raise. Code is neither run nor repaired: a function body that the token limit cut
-off stays broken. Fences are found line by line in linear time; the number of parses is limited.
+
+Text after the function is cut, except further definitions and imports: models often append prose or an example call,
+which are not part of the answer and would only raise. Code is neither run nor repaired: a function body that the token
+limit cut off stays broken. Fences are found line by line in linear time, and the number of parses is limited.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
 _MAX_TRIES = 12
-"""Maximum parses to find the end (or beginning) of the code: a hostile completion must not take seconds."""
+"""Maximum number of parses to find where the code ends (or begins): a hostile completion must not take seconds."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """Return the code of a completion that answers with a function.
+    """Return the code of a completion that has to define a function.
 
     Args:
         prefill: part of the answer that the prompt already contains.
@@ -47,10 +49,10 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
 
 
 def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """Return the code of a completion as a whole module with the function, like the checkers of data sets run it.
+    """Return the code of a completion as a whole module that has the function. The checkers of data sets run this form.
 
-    It is the last block that binds the function's name, uncut. If the answer has no fence, text that is not Python is
-    cut.
+    The code is the last fenced block that binds the function's name, uncut. If the completion has no fence, text that
+    is not Python is cut.
 
     Args:
         prefill: part of the answer that the prompt already contains.
@@ -71,10 +73,10 @@ def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str
 
 
 def extract_program(completion: str) -> str | None:
-    """Return the code of a completion that answers with a whole program.
+    """Return the code of a completion that has to be a whole program.
 
-    It is the last block marked as Python; if there is no such block, the last block that parses; without any fence, the
-    whole completion.
+    The code is the last block marked as Python. If there is no such block, it is the last block that parses. If there
+    is no fence at all, it is the whole completion.
 
     Returns:
         Source, perhaps with a syntax error; None if the completion has no code.
@@ -89,8 +91,10 @@ def extract_program(completion: str) -> str | None:
 
 
 def marked_block(completion: str, languages: frozenset[str]) -> str:
-    """Return the last block marked with one of these languages; if there is none, the last block that names no
-    language; without any fence, all of the text. Empty if there is none."""
+    """Return the last block marked with one of these languages. If there is none, return the last block without a
+    language. If there is no fence at all, return the whole text. If all blocks have other languages, return an empty
+    string.
+    """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = [(language.lower(), body) for language, body in _blocks(text) if body.strip()]
     marked = [body for language, body in blocks if language in languages]
@@ -100,10 +104,10 @@ def marked_block(completion: str, languages: frozenset[str]) -> str:
 
 
 def cut_after_function(source: str, func_name: str) -> str:
-    """Return `source` up to the end of the function, and the definitions and imports below the function.
+    """Return `source` up to the end of the function, and the definitions and imports below it.
 
     Other statements below the function (an example call, a print) are removed. Text below the function that is not
-    Python is removed in whole: cuts are made only at lines that begin in column 0.
+    Python is removed as a whole: cuts are made only at lines that begin in column 0.
     """
     python = _through_last_python(source, func_name)
     tree = parse(python)
@@ -138,7 +142,7 @@ def _binds(source: str, func_name: str) -> bool:
 
 
 def parse(source: str) -> ast.Module | None:
-    """Return the syntax tree; None if the source does not parse. Suppresses Python's warnings about code (`"\\d"`)."""
+    """Return the syntax tree; None if the source does not parse. Python's warnings about the source are suppressed."""
     try:
         return _parsed(source)
     # NUL bytes and lone surrogates raise ValueError; deep nesting raises RecursionError or MemoryError.
@@ -147,7 +151,7 @@ def parse(source: str) -> ast.Module | None:
 
 
 def syntax_problem(source: str) -> str:
-    """Return why `source` does not parse: the line's number, the parser's message and the line; empty if it parses."""
+    """Return why `source` does not parse: line number, the parser's message, and the line. Empty if it parses."""
     try:
         _parsed(source)
     except SyntaxError as error:
@@ -159,8 +163,8 @@ def syntax_problem(source: str) -> str:
 
 
 def _parsed(source: str) -> ast.Module:
-    # Parse under a lock: completions are read in threads, and in Python 3.11 two parses at the same time fail ("AST
-    # constructor recursion depth mismatch"), because all threads share one counter of the depth.
+    # Parse under a lock: completions are read in threads, and in Python 3.11 two simultaneous parses fail ("AST
+    # constructor recursion depth mismatch"), because all threads share one depth counter.
     with _ONE_PARSE, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
@@ -180,7 +184,8 @@ def _until_fence(text: str) -> str:
 
 
 def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
-    """Return the contents of the blocks that may be Python, in order. An unclosed block extends to the end of the text.
+    """Return the contents of the fenced blocks that may be Python, in order. An unclosed block extends to the end of
+    the text.
 
     Args:
         only_marked: leave out blocks without a language.
@@ -193,7 +198,7 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return the language, empty if none is named, and the dedented contents of every block."""
+    """Return a pair for every fenced block: its language (empty if none is named) and its dedented contents."""
     blocks: list[tuple[str, str]] = []
     opening, body = None, list[str]()
     for line in text.split("\n"):
@@ -212,8 +217,9 @@ def _block(marks: str, body: list[str]) -> tuple[str, str]:
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    """Return the fence and the language of a line that opens a block (three or more ` or ~, then text without `); None
-    for other lines."""
+    """Return the fence and the language of a line that opens a block: three or more ` or ~, and then text without `.
+    Return None for any other line.
+    """
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
     num_marks = len(text) - len(language)
@@ -221,10 +227,10 @@ def _fence(line: str) -> tuple[str, str] | None:
 
 
 def _unfenced(text: str, func_name: str) -> str:
-    """Return the code from the first line of Python above the function (a definition, import or decorator).
+    """Return the code of a text without fences, from the first definition, import or decorator above the function.
 
-    The lines from this line to the function's `def` must parse. If there is no such line, the code begins at the `def`,
-    so that the verdict is the function's own syntax error.
+    The lines from there to the function's `def` must parse. If no such line is found, the code begins at the `def`, so
+    that the verdict names a syntax error of the function and not of the prose.
     """
     lines = textwrap.dedent(text).split("\n")
     pattern = _def_pattern(func_name)
@@ -243,7 +249,7 @@ def _def_pattern(func_name: str) -> re.Pattern[str]:
 
 
 def _cuts(lines: list[str], func_name: str) -> list[int]:
-    """Return the numbers of the lines at which the source may be cut: those below the `def` that begin in column 0."""
+    """Return the numbers of the lines at which the source may be cut: lines below the `def` that begin in column 0."""
     pattern = _def_pattern(func_name)
     start = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
     if start is None:
@@ -254,12 +260,14 @@ def _cuts(lines: list[str], func_name: str) -> list[int]:
 
 
 def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
-    """Return all lines up to the function's end, then only definitions and imports; all lines if it is nested."""
+    """Return all lines up to the function's end, and below it only definitions and imports. If the function is nested,
+    return all lines.
+    """
     kept: list[str] = []
     end = 0
     for node in tree.body:
         if kept:
-            # Keep a line only once, even if it has several definitions.
+            # Keep each line once, even if it has several definitions.
             if isinstance(node, _DEFINITIONS) and (first := max(_first_line(node) - 1, end)) < _last_line(node):
                 kept += ["", "", *lines[first : _last_line(node)]]
                 end = _last_line(node)

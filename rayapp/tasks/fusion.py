@@ -1,13 +1,14 @@
-"""SandboxFusion's HTTP protocol over the sandbox service: for verl, the `sandbox-fusion` package and other clients.
+"""Serves SandboxFusion's HTTP protocol in the sandbox service, for verl, the `sandbox-fusion` package and other
+clients.
 
 POST /run_code   one program in a new sandbox: its output and status
-POST /submit     a completion and its hidden tests: extracted, run and compared outside the sandbox
+POST /submit     a completion and its hidden tests: runs the code, and compares results outside the sandbox
 GET /v1/ping     "pong"
 
-`/run_code` answers 504 when no sandbox was free in time: SandboxFusion's clients retry after that status. `/submit`
-needs the row in `config.provided_data`, because the service has no data sets.
+If no sandbox is free in time, `/run_code` answers with status 504, after which SandboxFusion's clients retry. A request
+to `/submit` must have the row in `config.provided_data`, because the service has no data sets.
 
-Source: the request and response types of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_score/sandbox_fusion`.
+The types follow those of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_score/sandbox_fusion`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,13 +32,17 @@ from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
 from rayapp.sandbox.verdict.codec import off_the_loop
-from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.code.languages import Language, language_of
+from rayapp.tasks.code.scoring import CodeProblem, compile_program, spec_of, write_program
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError
 
 _MAX_FILES, _MAX_FILE_BYTES, _MAX_OUTPUT_BYTES = 64, 16 << 20, 1 << 20
 _MIN_MEMORY_MIB = 64
 _MAX_CONTAINERS = 200_000
-_SHELL_FILE = "rayapp_script.sh"
+_RUN_TIMEOUT_S, _COMPILE_TIMEOUT_S = 20.0, 30.0
+"""Limits of a submission that gives none."""
+_NOT_FOUND = 127
+"""Exit status of a shell that does not find a program; a program may also end with it."""
 T = TypeVar("T", bound=BaseModel)
 Seconds = Annotated[float, Field(gt=0, le=600)]
 Path = Annotated[str, Field(min_length=1, max_length=512)]
@@ -47,7 +53,7 @@ class _Request(BaseModel):
 
 
 class RunCode(_Request):
-    """A program to run."""
+    """Body of a request to run a program."""
 
     code: Annotated[str, Field(max_length=4 << 20)]
     language: Annotated[str, Field(max_length=64)] = "python"
@@ -55,23 +61,24 @@ class RunCode(_Request):
     compile_timeout: Seconds = 10.0
     run_timeout: Seconds = 10.0
     memory_mib: Annotated[int | None, Field(ge=-1, le=1 << 20, alias="memory_limit_MB")] = None
-    """Memory limit in MiB; None, 0 or -1 for the service's default."""
+    """Memory limit in MiB. None, 0 and -1 stand for the service's default."""
     files: dict[Path, str | None] = Field(default={}, max_length=_MAX_FILES)
-    """Path -> base64 of the file's bytes; None: an empty file."""
+    """Path -> base64 of the file's bytes, or None for an empty file."""
     fetch_files: list[Path] = Field(default=[], max_length=_MAX_FILES)
 
 
 class SubmitConfig(_Request):
-    """How to score a completion."""
+    """Options for scoring a completion."""
 
     dataset_type: str | None = None
     language: str | None = None
-    run_timeout: Seconds = 20.0
+    compile_timeout: Seconds | None = None
+    run_timeout: Seconds | None = None
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
 class Submit(_Request):
-    """A completion to score."""
+    """Body of a request to score a completion."""
 
     dataset: str = ""
     id: int | str = 0
@@ -80,7 +87,8 @@ class Submit(_Request):
 
 
 def fusion_routes(*, lease_timeout_s: float = 120.0, max_memory_mib: int = 4096) -> Callable[[Clients], list[Route]]:
-    """Return a function that makes the routes, for `rayapp.sandbox.service.app.serving`.
+    """Return a function that makes the routes of the protocol. `rayapp.sandbox.service.app.serving` takes such
+    functions.
 
     Args:
         lease_timeout_s: longest wait for a sandbox.
@@ -103,7 +111,7 @@ async def _ping(request: Request) -> Response:
 
 
 class _Fusion:
-    """The two routes that use sandboxes."""
+    """The handlers of the two routes that use sandboxes."""
 
     def __init__(self, clients: Clients, lease_timeout_s: float, max_memory_mib: int) -> None:
         self._clients = clients
@@ -113,22 +121,27 @@ class _Fusion:
     async def run_code(self, request: Request) -> Response:
         try:
             asked = await _read(RunCode, request)
-            run = RUNNERS.get(asked.language)
-            if run is None:
-                raise InputError(f"language {asked.language!r} is not supported; supported are: {', '.join(RUNNERS)}")
+            language = language_of(asked.language)
             files = await asyncio.to_thread(_decoded, asked.files)
-            async with self._sandboxes(request).lease(self._spec(asked), timeout_s=self._lease_timeout_s) as sandbox:
+            memory_mib = self._memory_mib(asked)
+            spec = _spec(language, memory_mib)
+            async with self._sandboxes(request).lease(spec, timeout_s=self._lease_timeout_s) as sandbox:
                 for path, content in files.items():
                     await sandbox.write_file(path, content)
-                ran = await run(sandbox, asked)
+                compiled, ran = await _run(sandbox, asked, language, memory_mib)
                 found = await _fetched(sandbox, asked.fetch_files)
-        except (ValidationError, InputError, OSError) as error:
+        except (ValidationError, InputError, SandboxConfigError, OSError) as error:
             return _answer(400, "Failed", _first_problem(error))
         except SandboxUnavailableError as error:
             return _answer(504, "SandboxError", f"no sandbox was free in time: {error}")
         except SandboxError as error:
             return _answer(200, "SandboxError", f"the sandbox failed: {error}")
-        return _answer(200, "Success" if ran.ok else "Failed", "", run_result=command_result(ran), files=found)
+        results = {
+            "compile_result": compiled and compile_result(compiled),
+            "run_result": ran and command_result(ran),
+        }
+        is_success = ran is not None and ran.ok
+        return _answer(200, "Success" if is_success else "Failed", "", **results, files=found)
 
     async def submit(self, request: Request) -> Response:
         try:
@@ -137,7 +150,11 @@ class _Fusion:
             return _answer(400, "Failed", _first_problem(error))
         try:
             problem = CodeProblem(
-                ground_truth=ground_truth(asked), rules=CodeSection(test_timeout_s=asked.config.run_timeout)
+                ground_truth=ground_truth(asked),
+                rules=CodeSection(
+                    test_timeout_s=asked.config.run_timeout or _RUN_TIMEOUT_S,
+                    compile_timeout_s=asked.config.compile_timeout or _COMPILE_TIMEOUT_S,
+                ),
             )
             told = await problem.each_test(asked.completion, self._sandboxes(request))
         except (InputError, SandboxConfigError) as error:
@@ -160,20 +177,21 @@ class _Fusion:
     def _sandboxes(self, request: Request) -> SandboxSource:
         return self._clients.of(request.headers[CLIENT_HEADER])
 
-    def _spec(self, asked: RunCode) -> SandboxSpec:
+    def _memory_mib(self, asked: RunCode) -> int:
         if asked.memory_mib is None or asked.memory_mib <= 0:
-            return SandboxSpec()
+            return SandboxSpec().memory_mib
         # Round up to a power of two, because the pool keeps sandboxes separately for each distinct spec.
         wanted = max(_MIN_MEMORY_MIB, 1 << (asked.memory_mib - 1).bit_length())
-        return SandboxSpec(memory_mib=min(wanted, self._max_memory_mib))
+        return min(wanted, self._max_memory_mib)
 
 
 async def _read(kind: type[T], request: Request) -> T:
-    """Return the request's body.
+    """Parse the request's body.
 
     Raises:
         ValidationError: a field is wrong.
-        InputError: the body is not an object, or has so many lists and objects that parsing it would block the service.
+        InputError: the body is not a JSON object, or has so many lists and objects that parsing it would block the
+            service.
     """
     body = await request.body()
     if not body.lstrip().startswith(b"{"):
@@ -183,28 +201,40 @@ async def _read(kind: type[T], request: Request) -> T:
     return await off_the_loop(len(body), lambda: kind.model_validate_json(body))
 
 
-async def _run_python(sandbox: Sandbox, asked: RunCode) -> ExecResult:
-    return await sandbox.run_code(
-        asked.code, timeout_s=asked.run_timeout, stdin=asked.stdin or "", max_output_bytes=_MAX_OUTPUT_BYTES
-    )
+def _spec(language: Language | None, memory_mib: int) -> SandboxSpec:
+    """Return the sandbox of a program. Interpreted programs get the same kind as Python, which starts faster."""
+    if language is None or not language.is_compiled:
+        return SandboxSpec(memory_mib=memory_mib + (language.extra_mib if language else 0))
+    return spec_of(language, memory_mib)
 
 
-async def _run_bash(sandbox: Sandbox, asked: RunCode) -> ExecResult:
-    await sandbox.write_file(_SHELL_FILE, asked.code.encode(errors="surrogateescape"))
-    return await sandbox.run_command(
-        ["/bin/bash", _SHELL_FILE],
-        timeout_s=asked.run_timeout,
-        stdin=asked.stdin or "",
-        max_output_bytes=_MAX_OUTPUT_BYTES,
-    )
+async def _run(
+    sandbox: Sandbox, asked: RunCode, language: Language | None, memory_mib: int
+) -> tuple[ExecResult | None, ExecResult | None]:
+    """Compile and run. Returns both results; None for a step that was not taken."""
+    compiled = None
+    run = partial(sandbox.run_code, asked.code)
+    if language is not None:
+        await write_program(language, asked.code, sandbox)
+        compiling = partial(compile_program, language, asked.code, sandbox, timeout_s=asked.compile_timeout)
+        if language.is_compiled and not (compiled := await compiling()).ok:
+            return compiled, None
+        argv = language.run_command(language.main_class(asked.code), memory_mib, is_test=language.is_compiled)
+        run = partial(sandbox.run_command, argv)
+    ran = await run(timeout_s=asked.run_timeout, stdin=asked.stdin or "", max_output_bytes=_MAX_OUTPUT_BYTES)
+    if ran.exit_code == _NOT_FOUND and language is not None and not language.is_compiled:
+        await compiling()  # says so if the interpreter is missing
+    return compiled, ran
 
 
-RUNNERS = {"python": _run_python, "bash": _run_bash}
+def compile_result(compiled: ExecResult) -> dict[str, Any]:
+    """Return a compile step in SandboxFusion's form, with the compiler's messages as standard error."""
+    return command_result(compiled) | {"stdout": "", "stderr": compiled.stdout + compiled.stderr}
 
 
 def command_result(ran: ExecResult) -> dict[str, Any]:
-    """Return an execution in SandboxFusion's form. Code that was stopped for its memory, output or processes counts as
-    finished with a status other than 0, as if the system had killed it.
+    """Return the result of an execution in SandboxFusion's form. Code that was stopped for its memory, output or
+    processes counts as finished with a status other than 0, as if the system had killed it.
     """
     is_late = ran.stopped_for in (StopCause.TIMEOUT, StopCause.CPU)
     stderr = ran.stderr
@@ -230,7 +260,7 @@ def ground_truth(asked: Submit) -> str:
         row = next((each for each in row if each.get("id") == asked.id), None)
     if row is None:
         raise InputError(
-            f"the service has no data sets, so not {asked.dataset!r} neither: send the row as config.provided_data"
+            f"dataset {asked.dataset!r} is not here: the service has no data sets. Send the row as config.provided_data"
         )
     match asked.config.dataset_type or asked.dataset:
         case "HumanEvalDataset" | "humaneval_python":
@@ -242,6 +272,8 @@ def ground_truth(asked: Submit) -> str:
         case _:
             tests = _plain(row.get("test"))
             fields = _of_oj(tests) if isinstance(tests, list) else {**row}
+            if language := asked.config.language or _struct(row.get("labels")).get("programming_language"):
+                fields["language"] = language
     return json.dumps(fields)
 
 
@@ -256,7 +288,7 @@ def _of_oj(tests: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return a field's value; the field may also be the JSON text of that value."""
+    """Return the value of a field. If the field is a JSON text, return the value that the text encodes."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -285,7 +317,7 @@ def _decoded(files: Mapping[str, str | None]) -> dict[str, bytes]:
 
 
 async def _fetched(sandbox: Sandbox, paths: Sequence[str]) -> dict[str, str]:
-    """Return files of the sandbox as base64; a file that is missing or can't be read is left out."""
+    """Return path -> base64 of files of the sandbox. Files that are missing or can't be read are left out."""
     found, left = {}, _MAX_FILE_BYTES
     for path in paths:
         try:

@@ -1,11 +1,11 @@
-"""Problems of the package reasoning-gym as tasks, generated from a seed without a download.
+"""Problems of the package reasoning-gym as tasks. They are generated from a seed, without a download.
 
     reasoning_gym:chain_sum      reasoning_gym:countdown?size=200&seed=7&max_value=20
 
-Each problem is one task with the generator's name. Some generators score by comparing texts, which this process does.
-Others evaluate the answer (`eval`, sympy's parser): they score it in a sandbox that has the package and gets the
-generator's name and the problem's number. There the answer's code could forge its score, so the verdict counts as
-`verdict/forgeable`.
+Each problem is one task with the generator's name. Some generators score an answer by comparing texts; this process
+does that. Other generators evaluate the answer (`eval`, sympy's parser). They run in a sandbox that has the package,
+and make the problem again from their name and its number. The answer's code could forge its score there, so the verdict
+has the term `verdict/forgeable`.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def {_ENTRY}(name, options, index, answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTask:
-    """One generated problem; see `rayapp.core.protocols.Task`."""
+    """One generated problem, as a `Task` (`rayapp.core.protocols`)."""
 
     name: str
     prompt: str
     answer: str | None
-    """Right answer; None if the generator has none, because any answer with the right properties is right."""
+    """Right answer; None if the generator gives none, because several answers are right."""
     options: str
     """Options of the generator, as JSON."""
     index: int
     is_compared: bool
-    """True if the answer is compared as text, by the package's default rule."""
+    """True if this process compares the answer as text, by the package's default rule; False if a sandbox scores it."""
 
     @property
     def solution(self) -> str | None:
-        """Text that contains a right answer; None if the generator has none."""
+        """Completion that contains the right answer; None if the generator gives none."""
         return None if self.answer is None else f"<answer>{self.answer}</answer>"
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Return the question as a user's message, or as plain text if the model has no chat template."""
+        """Return the prompt: the question as a user message, or as plain text if the model has no chat template."""
         text, is_chat = f"{self._told}\n", bool(getattr(tokenizer, "chat_template", None))
         messages = ({"role": "user", "content": self._told},)
         if is_chat:
@@ -70,7 +70,7 @@ class GeneratedTask:
         return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), messages=messages)
 
     def agent_start(self) -> AgentStart:
-        """Return the start of an agent: the question as a user's message. The tools come from the run's tool file."""
+        """Return what an agent starts with: the question as a user message. The tools come from the run's tool file."""
         return AgentStart(messages=({"role": "user", "content": self._told},))
 
     @property
@@ -123,8 +123,9 @@ def _answer_in(text: str) -> str | None:
 
 
 def _compared(answer: str, wanted: str) -> float:
-    """Return the score by the package's default rule: 1 if both are equal, a fraction if the answer contains
-    `wanted`."""
+    """Return the score by the package's default rule: 1 if the answer equals `wanted`, a fraction if it contains
+    `wanted`.
+    """
     if answer == wanted:
         return 1.0
     return len(wanted) / len(answer) if wanted and wanted in answer else 0.0

@@ -1,4 +1,5 @@
-"""Turns the results of a coding task's tests into a verdict; parses, writes and reports its public tests. No I/O.
+"""Turns the results of a coding task's hidden tests into a verdict. Also parses, writes and reports a task's public
+tests. No I/O.
 
 | event | reward | status |
 |---|---|---|
@@ -10,9 +11,9 @@
 | every call raises, or returns a value that is not plain data | -1 | error |
 | otherwise | passed / number of tests | scored |
 
-If only some calls raise, each of them is a failed test: a function that fails only on the empty list is better than one
-that always fails. A function that always raises scores as an error, like a script that stops at its first exception.
-The number of tests comes from the task, never from the sandbox.
+If only some calls raise, each such call is a failed test: a function that fails only on the empty list is better than
+one that always fails. A function that always raises has the status error, like a script that stops at its first
+exception. The number of tests comes from the task, never from the sandbox.
 
 An agent may read and run the public tests. They reveal nothing about the hidden tests, and don't affect the verdict.
 """
@@ -32,16 +33,16 @@ ERROR_REWARD = -1.0
 
 
 def failure(status: str, detail: str, *, all_raised: bool = False) -> Reward:
-    """Return a verdict of -1."""
+    """Return the verdict -1 with this status."""
     terms = _terms(passed=0, raised=int(all_raised), tests=1)
     return Reward(value=ERROR_REWARD, terms=terms, status=status, detail=detail)
 
 
 def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
-    """Compare the calls' results with the expected values.
+    """Compare the calls' results with the expected values, and return the verdict.
 
     Raises:
-        SandboxProtocolError: the number of results differs from the number of tests: the sandbox failed.
+        SandboxProtocolError: the sandbox failed: the number of results differs from the number of tests.
     """
     ran = report.exec
     if ran.stopped_for is not None:
@@ -82,10 +83,10 @@ _MAX_ERROR_CHARS = 200
 
 
 def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
-    """Parse `name(input, …) == output` into inputs and output.
+    """Parse a public test, `name(input, …) == output`, into inputs and output.
 
     Raises:
-        ValueError: the test has another form, or values that are not literals.
+        ValueError: the test does not have this form, or has values that are not literals.
     """
     tree = parse(test.strip())
     match tree.body if tree is not None else []:
@@ -108,7 +109,7 @@ def public_tests_file(func_name: str, tests: Sequence[str]) -> str:
 
 
 def public_verdict(report: CallReport, cases: Sequence[Case], tests: Sequence[str]) -> PublicVerdict:
-    """Return the pass rate, and a report with one line for each test."""
+    """Return the pass rate of the public tests, and a report with one line for each test."""
     if not report.exec.ok:
         cause = report.exec.stopped_for
         text = f"stopped for {cause.value}" if cause is not None else report.exec.error

@@ -3,14 +3,14 @@
 | source | task |
 |---|---|
 | `sort_numbers` | a shipped task |
-| a YAML file | the fields of `CodingTask`; with `based_on`, a shipped task, only the fields that differ from it |
-| a Python file | binds `TASK` to a `CodingTask` or any object of the `Task` protocol; trusted, runs in this process |
+| a YAML file | the fields of `CodingTask`; with `based_on: TASK`, only the fields that differ from this shipped task |
+| a Python file | its name `TASK`: a `CodingTask`, or any object of the `Task` protocol. Trusted, runs in this process |
 | a folder | one task in Harbor's layout |
 | `benchmark:humaneval`, `reasoning_gym:chain_sum`, `repositories` | all tasks of this benchmark or generator |
 | `swe:rows.parquet?mirrors=FOLDER` | all tasks of a file in SWE-bench's form |
 | a folder of task folders, an environment's YAML file | all tasks in it |
 
-Used by the driver, the rollout workers and `rayapp score`.
+The driver, the rollout workers and `rayapp score` call this module.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def _library() -> Traversable:
 
 
 def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
-    """Return the tasks of a run, in order. A task that is named twice appears twice and is sampled twice as often.
+    """Return the tasks of a run, in order. A task that is named twice is in the result twice, so it is sampled twice as
+    often.
 
     Raises:
-        InputError: there is no task, a task can't be used, or two tasks have the same name.
+        InputError: no task is named, a task can't be used, or two tasks have the same name.
     """
     if not names:
         raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
@@ -79,7 +80,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
 
 
 def load_source(source: str) -> Sequence[Task]:
-    """Return the tasks of one source; all tasks of a benchmark share one name.
+    """Return the tasks of one source. All tasks of a benchmark have the same name.
 
     Raises:
         InputError: the task can't be used.
@@ -98,10 +99,10 @@ def load_source(source: str) -> Sequence[Task]:
 
 
 def single_tasks(source: str) -> list[str]:
-    """Return the sources of the single tasks in a folder of tasks or in `repositories`; any other source unchanged.
+    """Return one source for each task in a folder of tasks or in `repositories`; return any other source unchanged.
 
     Raises:
-        InputError: the folder has no task in it.
+        InputError: the folder contains no task.
     """
     if source == REPOSITORIES:
         return shipped_repositories()
@@ -110,12 +111,13 @@ def single_tasks(source: str) -> list[str]:
         return [source]
     found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
     if not found:
-        raise InputError(f"folder {source} is not a task and contains none: there is no instruction.md in it or below")
+        raise InputError(f"folder {source} is not a task and has no task folder in it: there is no instruction.md")
     return [f"{entry}?{TRUST}" if trusts_script else str(entry) for entry in found]
 
 
 def _folder_of(source: str) -> tuple[Path, bool]:
-    """Return a path, and whether a task folder's `test.sh` may judge (`terminal-bench?trust_test_scripts=true`).
+    """Split a source such as `terminal-bench?trust_test_scripts=true` into a path, and True if a task folder's
+    `test.sh` may judge.
 
     This option is not a key of task.toml: the user who runs a task decides whether to trust it, not the task's author.
     """
@@ -128,7 +130,7 @@ def _folder_of(source: str) -> tuple[Path, bool]:
 
 
 def load_task(source: str) -> Task:
-    """Return one task, checked: its reference has run on the tests of a few seeds.
+    """Return one task, after its reference has run on the tests of a few seeds.
 
     Args:
         source: name of a shipped task, or path of a .yaml or .py file or of a task folder.
@@ -158,7 +160,7 @@ def load_task(source: str) -> Task:
 
 
 def _of_plugin(name: str) -> Task:
-    """Return the task of a plug-in: the plug-in's object itself, or the result of calling it."""
+    """Return the task of a plug-in: the plug-in's object, or the result of calling the object."""
     found = load_plugin("tasks", name)
     made = found() if isinstance(found, type) or not hasattr(found, "score") else found
     return _checked_task(made, f"plug-in {name} must be, or return,")
@@ -184,7 +186,7 @@ def _shipped_text(name: str) -> str:
 
 
 def _fields_of(base: object, source: str) -> dict[str, object]:
-    """Return the fields of the shipped task that another task is based on."""
+    """Return the fields of the shipped task named by another task's `based_on`."""
     if base not in shipped_tasks():
         raise InputError(f"task {source}: based_on is {base!r}: it must be one of {', '.join(shipped_tasks())}")
     fields: dict[str, object] = yaml.safe_load(_shipped_text(str(base)))
@@ -219,8 +221,9 @@ def _from_python(path: Path) -> Task:
     code = _read(path)
     module = ModuleType(f"rayapp_task_{path.stem}")
     module.__file__ = str(path)
-    # Register the module while it runs: dataclasses look it up. Remove it afterwards: otherwise Ray would pickle the
-    # task's class by the module's name, which other processes can't import. Without the module Ray pickles the class.
+    # Register the module while its code runs, because dataclasses look it up. Remove it afterwards: otherwise Ray would
+    # pickle the task's class by the module's name, which other processes can't import. Without the module, Ray pickles
+    # the class itself.
     sys.modules[module.__name__] = module
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)
@@ -228,7 +231,7 @@ def _from_python(path: Path) -> Task:
         raise InputError(f"task {path}: {explain(error, CodingTask)}") from error
     except InputError:
         raise
-    except Exception as error:  # boundary: the user's file
+    except Exception as error:  # boundary: the user's file may raise anything
         raise InputError(f"task file {path} can't be imported: {type(error).__name__}: {error}") from error
     finally:
         del sys.modules[module.__name__]

@@ -1,12 +1,12 @@
-"""Distinguishes local variables from builtins in parsed code, for `banned.py`: `sorted = False` in a bubble sort is
-fine.
+"""Distinguishes local variables from builtins in parsed code. `banned.py` uses it to allow `sorted = False` in a bubble
+sort.
 
 A name counts as local only if it is bound in an enclosing function: then Python never falls back to the builtin. A
 binding in a module or class body, in a comprehension, or under `global` does not count.
 
     one walk over the tree, in order -> on entering a body, push what its scope binds; on leaving it, pop that again
 
-Each name is looked up once, whatever the nesting, so the time is proportional to the code's size.
+Each name is looked up once, however deep the nesting, so the time is proportional to the code's size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEW_SCOPE = (
 
 
 class Scopes:
-    """Parents and local variables of one syntax tree."""
+    """The parent of each node of a syntax tree, and the names in it that are local variables."""
 
     def __init__(self, tree: ast.AST) -> None:
         self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -43,9 +43,10 @@ class Scopes:
 
 
 def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
-    """Yield every use of a name that is a variable of an enclosing function."""
+    """Yield every node that uses a variable of an enclosing function."""
     said: dict[str, list[bool]] = {}
-    """Name -> for each enclosing scope that has the name, innermost last: True if it is a function's variable."""
+    """Name -> one entry for each enclosing scope that has the name, innermost last. An entry is True if the name is a
+    function's variable in this scope."""
     pending: list[ast.AST | _Leave] = [tree]
     while pending:
         node = pending.pop()
@@ -59,7 +60,7 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
         inside = set(body)
         pending += [child for child in ast.iter_child_nodes(node) if child not in inside]
         if body:
-            # Walk the body first, and remove its scope's names before walking the nodes outside the body.
+            # Walk the body first. Remove the scope's names before the walk goes on to nodes outside the body.
             names = _verdicts(node)
             for name, is_local in names.items():
                 said.setdefault(name, []).append(is_local)
@@ -67,14 +68,16 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
 
 
 class _Leave:
-    """Marker for the end of a body in the walk."""
+    """Marker in the walk: a scope's body ends here, so its names are removed."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
 
 
 def _scope_body(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes that run inside a scope. Defaults, decorators, bases and annotations run in the outer scope."""
+    """Return the nodes that run inside a scope; empty if the node is not a scope. Defaults, decorators, bases and
+    annotations are left out, because they run in the outer scope.
+    """
     match node:
         case ast.Lambda(body=expression):
             return [expression]
@@ -85,7 +88,9 @@ def _scope_body(node: ast.AST) -> list[ast.AST]:
 
 
 def _verdicts(scope: ast.AST) -> dict[str, bool]:
-    """Return name -> True if the name is a variable of this function, False if it is looked up elsewhere."""
+    """Return the names that a scope binds or declares global -> True for a variable of this function, False for a name
+    that is looked up elsewhere.
+    """
     nodes = list(_own_nodes(scope))
     global_names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     outer_names = {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}
@@ -96,7 +101,7 @@ def _verdicts(scope: ast.AST) -> dict[str, bool]:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a scope's body. A nested scope's node is yielded, but not the nodes inside it."""
+    """Yield the nodes of a scope's body. Of a nested scope, only its own node is yielded, not the nodes inside."""
     pending = _scope_body(scope)
     while pending:
         node = pending.pop()

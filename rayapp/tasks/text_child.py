@@ -1,10 +1,10 @@
-"""The program of the text process: runs one call after the other, each with a limit of CPU time.
+"""The program of the text process. It runs one call after the other, each with a limit of CPU time.
 
-A call arrives as a pickle, so its arguments may be any plain data. The result is sent back as JSON, which can't contain
+A call arrives as a pickle, so its arguments may be any plain data. Its result is sent back as JSON, which can't contain
 code.
 
-`text_process.py` starts it and explains its purpose. It can import the standard library, and modules of rayapp that
-need nothing else. It has no environment variables and no standard output.
+`text_process.py` starts this program and explains its purpose. The program can import only the standard library, and
+modules of rayapp that need nothing else. It has no secrets in its environment and no standard output.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _MEMORY_BYTES = 1 << 30
-"""Maximum address space. Exceeding it raises MemoryError; `ast.parse` may exceed it for a hostile text."""
+"""Maximum address space in bytes. `ast.parse` may exceed it for a hostile text, and then raises MemoryError."""
 
 
 def write_call(stream: BufferedRWPair, call: tuple[Any, ...]) -> None:
-    """Write a call: (function, arguments, seconds of CPU time). Raises PickleError, TypeError or AttributeError if it
-    can't be pickled."""
+    """Write a call: (function, arguments, seconds of CPU time). Raises PickleError, TypeError or AttributeError: the
+    call can't be pickled.
+    """
     _write(stream, pickle.dumps(call))
 
 
 def write_frame(stream: BufferedRWPair, value: object) -> None:
-    """Write one JSON value. Raises TypeError or ValueError for values that JSON can't represent."""
+    """Write one JSON value. Raises TypeError or ValueError: JSON can't represent the value."""
     _write(stream, json.dumps(value).encode())
 
 
@@ -41,7 +42,7 @@ def _write(stream: BufferedRWPair, data: bytes) -> None:
 
 
 def read_frame(stream: BufferedRWPair) -> Any:
-    """Read the next value. Raises EOFError if the other process has ended."""
+    """Read the next value. Raises EOFError: the other process has ended."""
     return json.loads(_read(stream))
 
 
@@ -58,8 +59,9 @@ def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
 
 
 def main() -> None:
-    """Serve the calls that arrive on the socket at standard input, and write the results to it."""
-    # Ignore Ctrl-C, which every process of the terminal gets: the parent ends this process by closing its socket.
+    """Read calls from the socket at standard input, run them, and write the results to the same socket."""
+    # Ignore Ctrl-C, whose signal goes to every process of the terminal: the parent ends this process by closing its
+    # socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for kind, limit in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
@@ -77,20 +79,21 @@ def main() -> None:
 def _answer(call: bytes) -> tuple[str, object]:
     try:
         function, arguments, cpu_s = pickle.loads(call)  # the parent wrote it: plain data and functions of rayapp
-        # Without a signal handler, the kernel ends this process when the time is up, whatever the interpreter does.
+        # Set no signal handler: the kernel then ends this process when the time is up, whatever the interpreter is
+        # doing.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         return "returned", function(*arguments)
-    except Exception as error:  # boundary: reported to the caller, which handles errors of a rule
+    except Exception as error:  # boundary: the function may raise anything; the parent handles it
         return "raised", f"{type(error).__name__}: {error}"[:300]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def is_held(condition: Callable[[Any], object], values: object) -> bool:
-    """Return True if the condition returns a true value for these values; False if it raises."""
+    """Return True if the condition returns a true value for `values`; False if it raises."""
     try:
         return bool(condition(values))
-    except Exception:  # boundary: a comparison that these values don't support, e.g. abs("x")
+    except Exception:  # boundary: the values may not support the comparison, e.g. abs("x")
         return False
 
 

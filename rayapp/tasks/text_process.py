@@ -1,13 +1,14 @@
-"""Runs rayapp's functions on a model's text in a separate process, which can be ended and doesn't block this one.
+"""Runs rayapp's functions on a model's text in a separate process, which can be killed and doesn't block this process.
 
     await on_text(function, text, …) -> text process: function(text, …), limited CPU time -> JSON -> value
     await holds(condition, values)   -> text process: condition(values), limited CPU time         -> bool
 
-A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds or never end. Meanwhile
-they hold the interpreter's lock, and a thread can't be ended. Therefore each rollout worker has one small process (13
-MB, the standard library, no environment variables) that runs one call after the other. The kernel ends it when a call
-exceeds its CPU time, and the next call starts another process. The limit is CPU time, because a verdict must not depend
-on how busy the machine is. The process runs only functions of rayapp: a model's *code* must run in a sandbox.
+A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds, or forever. Meanwhile they
+hold the interpreter's lock, and a thread can't be killed. Therefore each rollout worker has one small text process (13
+MB, only the standard library, no secrets in its environment) that runs one call after the other. The kernel kills the
+process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU time, because a
+verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's *code* must run
+in a sandbox.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ from rayapp.core.errors import KindError
 from rayapp.tasks.text_child import is_held, read_frame, write_call
 
 MAX_TEXT_CHARS = 1 << 20
-"""Maximum characters of a text, about 250,000 tokens; longer texts are not read."""
+"""Maximum characters of a text (about 250,000 tokens). Longer texts are not read."""
 CPU_LIMIT_S = 2.0
-"""Maximum CPU time of one call, in seconds. A normal answer takes under a millisecond, 100,000 characters of code about
-a second."""
+"""Maximum CPU time of one call, in seconds. A normal answer takes less than a millisecond; 100,000 characters of code
+take about a second."""
 _WALL_LIMIT_S = 60.0
-"""Maximum wall-clock time of one call, in seconds. A call that takes longer is due to the machine, not to the text."""
+"""Maximum wall-clock time of one call, in seconds. If a call takes longer, the cause is the machine and not the
+text."""
 _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class TextTooCostlyError(KindError):
-    """A text is too long, takes too much time, or crashes the process that reads it. This is a verdict on the text.
+    """A text is too long, takes too much time to read, or crashes the process that reads it. This is a verdict on the
+    text.
 
-    The kind, too_long or unreadable, becomes the status of the reward.
+    The error's kind, too_long or unreadable, becomes the status of the reward.
     """
 
 
 class TextReadingFailedError(KindError):
-    """A function raised, or the text process itself failed. This is no verdict on the text.
+    """A function raised, or the text process itself failed. This is not a verdict on the text.
 
-    The kind is reward_error or text_process.
+    The error's kind is reward_error (the function) or text_process.
     """
 
 
@@ -77,8 +80,8 @@ class _TextChild:
             return cls(process, ours.makefile("rwb"))
 
     def end(self) -> int:
-        """End the process, if it still runs. Returns its exit status, or -N if signal N ended it."""
-        with contextlib.suppress(OSError):  # the process may not have read all of the call
+        """End the process if it still runs. Return its exit status, or -N if signal N ended it."""
+        with contextlib.suppress(OSError):  # the process may have ended before it read the whole call
             self.stream.close()
         try:
             return self.process.wait(timeout=1.0)
@@ -89,20 +92,20 @@ class _TextChild:
 
 @dataclass(slots=True)
 class TextProcess:
-    """Runs calls in a child process, started at the first call and again after it has ended.
+    """Runs calls in a child process. The first call starts the child; a call after the child's end starts it again.
 
-    Use `on_text`, which shares one text process.
+    Callers use `on_text` and `holds`, which share one such process.
     """
 
     cpu_limit_s: float = CPU_LIMIT_S
     _child: _TextChild | None = field(default=None, init=False)
-    # A thread of its own keeps calls in order, and no other work waits for a hostile text.
+    # Run calls in a separate thread: they stay in order, and no other work waits for a hostile text.
     _thread: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "text-process"))
 
     async def call(self, function: Callable[..., Any], text: object, *arguments: object) -> Any:
-        """Return the result of a call; see `on_text`."""
+        """Return `function(text, *arguments)`, with the rules and errors of `on_text`."""
         if isinstance(text, str) and len(text) > MAX_TEXT_CHARS:
-            raise TextTooCostlyError(f"it has {len(text)} characters, over {MAX_TEXT_CHARS}", "too_long")
+            raise TextTooCostlyError(f"the text has {len(text)} characters, more than {MAX_TEXT_CHARS}", "too_long")
         call = (function, (text, *arguments), self.cpu_limit_s)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, call)
 
@@ -112,7 +115,7 @@ class TextProcess:
         return self._child.process.pid if self._child is not None else None
 
     def close(self) -> None:
-        """End the child; a later call starts another child."""
+        """End the child. A later call starts another one."""
         child, self._child = self._child, None
         if child is not None:
             child.end()
@@ -128,13 +131,13 @@ class TextProcess:
             self.close()
             raise TextReadingFailedError(f"{name}: {type(error).__name__}: {error}", "text_process") from error
         if not how:
-            raise TextReadingFailedError(f"{name}: its process was killed by another program, twice", "text_process")
+            raise TextReadingFailedError(f"{name}: another program killed the text process twice", "text_process")
         if how == "raised":
             raise TextReadingFailedError(f"{name}: {value}", "reward_error")
         return value
 
     def _exchange(self, call: tuple[Any, ...]) -> tuple[str, object] | None:
-        """Return kind and value of the answer; None if another program killed the child."""
+        """Send a call to the child. Return kind and value of its answer; None if another program killed the child."""
         if self._child is None:
             self._child = self._started()
         try:
@@ -174,17 +177,17 @@ async def on_text(function: Callable[..., Any], text: str, *arguments: object) -
     """Return `function(text, *arguments)`, computed in the text process.
 
     Args:
-        function: function of a module that imports only the standard library. It takes plain data and returns JSON
-            values: tuples become lists.
+        function: function of a module that imports only the standard library. It takes plain data and returns a value
+            that JSON can represent; tuples become lists.
     Raises:
-        TextTooCostlyError: the text exceeds MAX_TEXT_CHARS or CPU_LIMIT_S, or the process crashed.
+        TextTooCostlyError: the text is longer than MAX_TEXT_CHARS, takes more than CPU_LIMIT_S, or crashed the process.
         TextReadingFailedError: the function raised, or the process can't be started.
     """
     return await _shared.call(function, text, *arguments)
 
 
 async def holds(condition: Callable[[Any], object], values: object) -> bool:
-    """Return True if a condition holds for values from a sandbox (plain data); False if it raises or exceeds
+    """Return True if a condition holds for values from a sandbox (plain data); False if it raises or takes more than
     CPU_LIMIT_S.
 
     Args:
@@ -199,6 +202,8 @@ async def holds(condition: Callable[[Any], object], values: object) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the child's environment: no secrets, and a fixed hash seed, which gives sets a fixed order."""
+    """Return the child's environment variables. They have no secrets, and a fixed hash seed, so that sets have a fixed
+    order.
+    """
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return needed | {"PYTHONPATH": str(_PACKAGE_ROOT), "PYTHONHASHSEED": "0"}

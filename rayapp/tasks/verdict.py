@@ -2,11 +2,11 @@
 
     score() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
 
-Tasks, reward functions and judges are foreign code: if one raises or returns nonsense, at most one trajectory fails.
+Tasks, reward functions and judges may be users' code: if it raises or returns nonsense, only one trajectory fails.
 
 `shape_group` adds DAPO's soft overlong punishment (arXiv:2503.14476, §3.4) to the rewards of a training group, if
-`algorithm.overlong.buffer_tokens` is set. Evaluation never adds it. Like in verl, the length counts all tokens after
-the prompt, tool results included; `rollout.max_completion_tokens` limits this length.
+`algorithm.overlong.buffer_tokens` is set. Evaluation never adds it. As in verl, the length is the number of all tokens
+after the prompt, tool results included; `rollout.max_completion_tokens` limits this length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rayapp.core.types import Group, GroupSummary, Prompt, Reward, SandboxSpec, 
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error, storable_terms
 
 Scorer = Callable[[], Awaitable[Reward]]
-"""Function that scores one answer: that of a task, a rule, a user's reward function or an environment."""
+"""Function that scores one answer. A task, a rule, a user's reward function or an environment supplies it."""
 ENDS_GROUP = (
     SandboxConfigError,
     EngineError,
@@ -43,12 +43,12 @@ ENDS_GROUP = (
     ProcessDiedError,
     ObjectsLostError,
 )
-"""Errors that are not about one trajectory: a configuration that can never work, and lost processes of rayapp."""
+"""Errors that concern more than one trajectory: a configuration that can never work, and lost processes of rayapp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of the terms that are added to the value of a score."""
+    """Weights of the terms that are added to a score."""
 
     format: float = 0.0
     tool: float = 0.0
@@ -64,14 +64,14 @@ class ToolRewards:
     """Rewards that a trajectory's tools gave."""
 
     calls: float = 0.0
-    """Sum of the rewards of single calls."""
+    """Sum of the rewards of single tool calls."""
     verdicts: float = 0.0
-    """Sum of the tools' verdicts on the whole trajectory."""
+    """Sum of the rewards that tools gave for the whole trajectory."""
 
 
 PLAIN = Weights()
 LEASE_TIMEOUT_S = 120.0
-"""Maximum wait for a sandbox, in seconds. A busy pool is normal, but a pool without a free sandbox for two minutes is
+"""Maximum wait for a sandbox, in seconds. A busy pool is normal, but a pool that has no free sandbox for two minutes is
 broken."""
 
 
@@ -82,16 +82,16 @@ async def verdict(
     tools: ToolRewards | None = None,
     judge: Callable[[Reward], Awaitable[Reward]] | None = None,
 ) -> Reward:
-    """Return the reward of one answer.
+    """Score one answer and return its reward.
 
     Args:
         score: function that scores the answer.
-        tools: rewards of tools; None if the reward has no terms for tools.
-        judge: function that adds the scores of judges; None if there are none.
+        tools: rewards that tools gave; with None, the reward has no terms for tools.
+        judge: function that adds the scores of judges; None if there are no judges.
     Returns:
-        A reward whose numbers are finite. If `score` or a judge fails, it is invalid and has a failure kind:
-        reward_error for an exception, reward_nonsense for a wrong type or number, sandbox_gone and others for errors of
-        a sandbox, or the error's own kind.
+        A reward with finite numbers. If `score` or a judge fails, the reward is invalid. Its failure kind is
+        reward_error for an exception, reward_nonsense for a wrong type or number, sandbox_gone or a similar kind for
+        errors of a sandbox, or else the error's own kind.
     Raises:
         One of `ENDS_GROUP`.
     """
@@ -109,17 +109,18 @@ async def verdict(
 
 
 async def task_verdict(task: Task, prompt: Prompt, text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-    """Return the verdict of a task on a completion, without tools and judges. Raises one of `ENDS_GROUP`."""
+    """Return the verdict of a task on a completion, without terms of tools and judges. Raises one of `ENDS_GROUP`."""
     return await verdict(lambda: task.score(prompt, text, sandboxes, seed=seed))
 
 
 def settled(reward: object) -> Reward:
-    """Return the reward with plain finite numbers. If a number is not finite, or the value is not a Reward, return an
-    invalid reward of kind reward_nonsense."""
+    """Return the reward, with its numbers as plain floats. If a number is not finite, or the value is not a Reward,
+    return an invalid reward of kind reward_nonsense.
+    """
     try:
         return _checked(reward)
     except Exception as error:  # boundary: a reward may hold objects of the user's classes
-        return Reward.invalid("reward_nonsense", f"can't be trained on: {readable_error(error)}")
+        return Reward.invalid("reward_nonsense", f"the reward can't be used: {readable_error(error)}")
 
 
 def _checked(reward: object) -> Reward:
@@ -141,8 +142,8 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
 
 
 def named(error: BaseException) -> Exception:
-    """Return the error that a trajectory fails with: errors in `ENDS_GROUP` unchanged, any other error as an error with
-    a failure kind.
+    """Return the error with which a trajectory fails. Errors in `ENDS_GROUP` are returned unchanged; any other error
+    becomes an error with a failure kind.
     """
     if isinstance(error, ENDS_GROUP):
         return error
@@ -156,8 +157,8 @@ def named(error: BaseException) -> Exception:
 async def judged_in_sandbox(
     sandboxes: SandboxSource, spec: SandboxSpec, judge: Callable[[Sandbox], Awaitable[Reward]]
 ) -> Reward:
-    """Return the verdict of `judge`, which gets its own sandbox. If the sandbox fails, `judge` runs once more in
-    another one; if this one fails too, the verdict is invalid.
+    """Call `judge` with a new sandbox and return its verdict. If the sandbox fails, `judge` is called once more with
+    another sandbox. If that fails too, the verdict is invalid.
 
     Raises:
         SandboxConfigError: this configuration can never give a sandbox.
@@ -176,7 +177,9 @@ async def judged_in_sandbox(
 
 
 def failure_kind(error: SandboxError) -> str:
-    """Return the kind of an invalid reward: `SandboxGoneError` -> `sandbox_gone`."""
+    """Return an invalid reward's failure kind, made from the class of the error: `SandboxGoneError` ->
+    `sandbox_gone`.
+    """
     words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in type(error).__name__)
     return words.strip("_").removesuffix("_error")
 
@@ -185,11 +188,12 @@ PENALTY_TERM = "overlong_penalty"
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the term to add to the reward: 0 up to `max_tokens - buffer_tokens`, then decreasing linearly.
+    """Return the term to add to the reward. It is 0 up to `max_tokens - buffer_tokens`, and then decreases linearly.
 
-    At `max_tokens` the term is -penalty.
+    From `max_tokens` on, the term is -penalty.
 
-    Example: 90, 100, 110 and 120 tokens of at most 120, buffer 20, penalty 1 -> 0, 0, -0.5, -1.
+    Example: with max_tokens 120, buffer_tokens 20 and penalty 1, the terms for 90, 100, 110 and 120 tokens are 0, 0,
+        -0.5 and -1.
     """
     if buffer_tokens == 0:
         return 0.0
@@ -198,8 +202,9 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
 
 
 def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Group, GroupSummary]:
-    """Return the group with the overlong penalty added to its rewards and recorded as a term; unchanged if the penalty
-    is not configured."""
+    """Add the overlong penalty to the rewards of a group, and record it as a term. Return the group unchanged if the
+    penalty is not configured.
+    """
     if config.algorithm.overlong.buffer_tokens == 0:
         return group, summary
     shaped = replace(group, trajectories=tuple(_shaped(t, config) for t in group.trajectories))
@@ -207,7 +212,7 @@ def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Gr
 
 
 def _response_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens after the prompt in the longest branch. Each branch is a separate conversation."""
+    """Return the number of tokens after the prompt, in the longest branch. Each branch is a separate conversation."""
     sampled = (trajectory.response_mask[branch] for branch in branches(trajectory.num_tokens, trajectory.forks))
     return max(mask.size - int(mask.argmax()) if mask.any() else 0 for mask in sampled)
 

@@ -1,4 +1,4 @@
-"""An engine without a model, with scripted completions. For tests and benchmarks of tasks, tools and loops.
+"""An engine that has no model and returns scripted completions, for tests and benchmarks of tasks, tools and loops.
 
 ScriptedEngine(tokenizer, lambda request_id, prompt_ids: "text of this turn")
 """
@@ -15,21 +15,22 @@ from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 
 Script = Callable[[RequestId, Sequence[int]], str | Sequence[int]]
-"""Function of request id and prompt ids that returns a turn: text (tokenized and ended) or token ids (unchanged)."""
+"""Function of request id and prompt ids that returns a turn. A text is tokenized, and ended with the end token; token
+ids are used unchanged."""
 
 
 class ScriptedEngine:
     """A `rayapp.core.protocols.RolloutEngine` with scripted completions.
 
     Args:
-        encode: maps text to token ids, without adding special tokens.
-        decode: maps token ids to text.
-        script: returns each turn; an exception that it raises is raised by `generate`.
-        end_id: token that ends a turn, appended to texts.
-        latency_s: duration of each call.
-        token_s: additional duration of each token of a streamed call.
+        encode: function from text to token ids that adds no special tokens.
+        decode: function from token ids to text.
+        script: function that returns each turn. If it raises an exception, `generate` raises this exception.
+        end_id: token that ends a turn. It is appended to texts.
+        latency_s: duration of each call in seconds.
+        token_s: additional seconds for each token of a streamed call.
         policy_version: policy version of every completion.
-        max_model_tokens: prompt and completion together; longer prompts are refused.
+        max_model_tokens: maximum tokens of prompt and completion together. Longer requests are refused.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ScriptedEngine:
         self._max_model_tokens = max_model_tokens
         self.policy_version = policy_version
         self.requests: list[tuple[RequestId, tuple[int, ...], SamplingParams]] = []
-        """Every call so far, if `record` is set."""
+        """Every call so far, if `record` is True."""
         self.record = False
 
     async def generate(
@@ -62,8 +63,9 @@ class ScriptedEngine:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Return the script's turn, cut to `sampling.max_tokens`; the token at index i has log-prob -0.5 - i / 1000.
-        The likeliest tokens are 0, 1, 2 …, with log-probs -1, -2, -3 …"""
+        """Return the script's turn, cut to `sampling.max_tokens`. The token at index i has the log-prob -0.5 - i /
+        1000. The likeliest tokens are reported as 0, 1, 2 …, with the log-probs -1, -2, -3 …
+        """
         await asyncio.sleep(self._latency_s)
         if self.record:
             self.requests.append((request_id, tuple(prompt_ids), sampling))

@@ -3,8 +3,8 @@
     from rayapp.testing.plugins import check_task
     def test_it_is_a_task(): check_task(MY_TASK)
 
-A failing check raises AssertionError with the reason. No check needs a GPU, a model or a network; tasks and tools that
-run code get real sandboxes of this machine.
+A check that fails raises AssertionError with the reason. No check needs a GPU, a model or a network. Tasks and tools
+that run code get real sandboxes on this machine.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ def check_plugin(plugin: Plugin) -> None:
 
     Raises:
         ConfigError: the plug-in can't be loaded.
-        AssertionError: the plug-in breaks its contract; the message says how.
+        AssertionError: the plug-in breaks its contract. The message says how.
     """
     _CHECKS[plugin.kind](plugin.load())
 
 
 def check_task(task: Any) -> None:
-    """Check a `Task`: it has a name and a prompt, scores every text, equally for equal seeds, and can be pickled."""
+    """Check a `Task`: it has a name and a prompt, scores every text, gives equal scores for equal seeds, and can be
+    pickled.
+    """
     task = task() if isinstance(task, type) or not hasattr(task, "score") else task
-    assert isinstance(task.name, str), "a task has a name"
-    assert task.name, "a task has a name"
+    assert isinstance(task.name, str), "a task's name must be a string"
+    assert task.name, "a task's name must not be empty"
     assert callable(getattr(task, "render", None)), f"task {task.name} has no method render"
     if isinstance(task, CodingTask):
         task.check()
     other = pickle.loads(pickle.dumps(task))
-    assert other.name == task.name, f"task {task.name} changes when it is pickled: its name is different afterwards"
+    assert other.name == task.name, f"task {task.name} changes when it is pickled: its name is then {other.name}"
 
     async def verdicts() -> list[Reward]:
         prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
@@ -62,12 +64,12 @@ def check_task(task: Any) -> None:
     found = asyncio.run(verdicts())
     for one, same in zip(found[::2], found[1::2], strict=True):
         _check_verdict(one, f"task {task.name}")
-        assert one.value == same.value, f"task {task.name} gives {one.value} and {same.value} for one text and seed"
+        assert one.value == same.value, f"task {task.name} gives {one.value} and {same.value} for equal inputs"
 
 
 def _check_verdict(reward: Any, where: str) -> None:
     found = settled(reward)
-    assert found.failure_kind != "reward_nonsense", f"{where} gives a reward that {found.detail}"
+    assert found.failure_kind != "reward_nonsense", f"{where}: {found.detail}"
 
 
 def check_reward(function: Any) -> None:
@@ -95,7 +97,7 @@ def check_tool(kind: Any) -> None:
             tool = kind({}, None, ToolContext(sandboxes=sandboxes))
             assert tool.schema.name, "a tool's schema must have a name"
             assert tool.timeout_s > 0, f"tool {tool.schema.name} must have timeout_s above 0"
-            ToolSet([tool])  # checks that its parameters are a JSON schema
+            ToolSet([tool])  # this also checks that the parameters are a JSON schema
             state = await tool.create({})
             try:
                 verdict = await tool.reward(state)
@@ -135,11 +137,11 @@ def check_loss(function: Any) -> None:
     """Check a policy loss of verl's signature: it returns a finite loss with a gradient, and metrics."""
     import torch
 
-    assert callable(function), f"it must be a function, not a {type(function).__name__}"
+    assert callable(function), f"a loss must be a function, not a {type(function).__name__}"
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     missing = [name for name in ("old_log_prob", "log_prob", "advantages", "response_mask") if name not in parameters]
-    assert takes_any or not missing, f"it does not take {', '.join(missing)}"
+    assert takes_any or not missing, f"a loss must take the arguments {', '.join(missing)}"
     log_prob = torch.full((2, 3), -1.0, requires_grad=True)
     arguments = {
         "old_log_prob": torch.full((2, 3), -1.1),
@@ -153,9 +155,9 @@ def check_loss(function: Any) -> None:
     extra = {"loss_agg_mode": "token-mean", "config": make_actor_config(Config(), scale), "rollout_is_weights": None}
     loss, metrics = function(**arguments, **extra)
     assert loss.ndim == 0, f"a loss must be one number, not an array of shape {tuple(loss.shape)}"
-    assert torch.isfinite(loss), f"the loss is {loss}"
+    assert torch.isfinite(loss), f"a loss must be finite, not {loss}"
     loss.backward()
-    assert log_prob.grad is not None, "the loss does not depend on log_prob"
+    assert log_prob.grad is not None, "a loss must depend on log_prob: it has no gradient"
     assert isinstance(metrics, Mapping), "a loss must return (loss, metrics)"
 
 
@@ -167,9 +169,9 @@ def check_estimator(function: Any) -> None:
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     found = function(token_level_rewards=rewards, response_mask=mask, index=np.array([0, 0]), config=None)
     advantages, returns = found
-    assert advantages.shape == mask.shape, f"advantages are {tuple(mask.shape)}, not {tuple(advantages.shape)}"
-    assert returns.shape == mask.shape, f"returns are {tuple(mask.shape)}, not {tuple(returns.shape)}"
-    assert torch.isfinite(advantages).all(), "advantages are finite"
+    assert advantages.shape == mask.shape, f"advantages must be {tuple(mask.shape)}, not {tuple(advantages.shape)}"
+    assert returns.shape == mask.shape, f"returns must be {tuple(mask.shape)}, not {tuple(returns.shape)}"
+    assert torch.isfinite(advantages).all(), "advantages must be finite"
     assert bool((advantages[mask == 0] == 0).all()), "tokens that were not sampled must have advantage 0"
 
 
@@ -177,12 +179,14 @@ def check_agent(make: Any) -> None:
     """Check an agent factory: a function of the process's tool agent that returns an object with an async `run`."""
     assert callable(make), f"an agent must be a function of the tool agent, not a {type(make).__name__}"
     assert len(inspect.signature(make).parameters) >= 1, (
-        "an agent factory must take the process's AgentLoop as its argument"
+        "an agent factory must take the process's AgentLoop as argument"
     )
 
 
 def check_provider(make: Any) -> None:
-    """Check a provider factory: a function of the section's options. `sandbox_contract` checks its sandboxes."""
+    """Check a provider factory: it makes a provider from the options of a config section. `sandbox_contract` checks
+    sandboxes.
+    """
     provider = make({})
     for name in ("create", "attach", "list", "kill", "close"):
         assert callable(getattr(provider, name, None)), f"a sandbox provider must have a method {name}"

@@ -1,4 +1,4 @@
-"""Checks that every sandbox provider must pass: rayapp's own, real services, and a provider of your own.
+"""Checks that every sandbox provider must pass: rayapp's own providers, remote services, and providers that you write.
 
     for check in CHECKS: await check(provider)          each makes its sandboxes and ends them
 
@@ -27,7 +27,7 @@ _READY_S = 90.0
 
 @asynccontextmanager
 async def made(provider: SandboxProvider, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    """Yield a sandbox for the length of a block."""
+    """Context manager with a sandbox, which is ended after the block."""
     sandbox = await provider.create(spec or SandboxSpec(), labels=LABELS, ttl_s=300.0, timeout_s=_READY_S)
     try:
         yield sandbox
@@ -39,7 +39,7 @@ async def code_prints_reads_and_ends(provider: SandboxProvider) -> None:
     async with made(provider) as sandbox:
         result = await sandbox.run_code("print('got', input())", timeout_s=20, stdin="a line\n")
         assert (result.outcome, result.exit_code, result.stdout) == (ExecOutcome.OK, 0, "got a line\n"), result
-        assert result.isolation, "a result says what kept the code in"
+        assert result.isolation, "a result must name the isolation"
         assert 0 <= result.duration_s < 20
 
 
@@ -80,7 +80,7 @@ async def an_endless_loop_is_stopped_in_time(provider: SandboxProvider) -> None:
         result = await sandbox.run_code("while True: pass", timeout_s=1.0)
         assert (result.outcome, result.stopped_for) == (ExecOutcome.CODE_STOPPED, StopCause.TIMEOUT), result
         assert time.monotonic() - started < 15
-        assert await sandbox.alive(), "it was the code that hung, not the sandbox"
+        assert await sandbox.alive(), "the code hung, not the sandbox"
 
 
 async def a_flood_of_output_is_cut_and_stopped(provider: SandboxProvider) -> None:
@@ -93,8 +93,8 @@ async def a_flood_of_output_is_cut_and_stopped(provider: SandboxProvider) -> Non
 
 
 async def a_flood_past_the_watcher_is_the_codes_failure(provider: SandboxProvider) -> None:
-    """Code may flood the output of the process that watches it: the report is lost, and that counts as the code's
-    failure.
+    """Code may flood the output of the process that watches it. Then the watcher's report is lost, which counts as the
+    code's failure.
     """
     code = (
         "import os\n"
@@ -164,7 +164,7 @@ async def a_process_left_behind_ends_with_its_run(provider: SandboxProvider) -> 
         started = time.monotonic()
         result = await sandbox.run_code(code, timeout_s=20)
         assert time.monotonic() - started < 15, "the call waited for the daemon"
-        assert result.outcome in (ExecOutcome.OK, ExecOutcome.CODE_FAILED), result  # level ll forbids fork
+        assert result.outcome in (ExecOutcome.OK, ExecOutcome.CODE_FAILED), result  # level ll (Landlock) forbids fork
 
 
 async def a_command_runs_with_its_input(provider: SandboxProvider) -> None:
@@ -195,7 +195,9 @@ async def the_environment_is_the_specs(provider: SandboxProvider) -> None:
 
 
 async def texts_are_hashed_alike_in_every_sandbox(provider: SandboxProvider) -> None:
-    """Otherwise the order of a set of strings, and so a verdict, would depend on the sandbox."""
+    """Check that sandboxes have the same hash seed. Otherwise the order of a set of strings, and so a verdict, would
+    depend on the sandbox.
+    """
     outputs = []
     for _ in range(2):
         async with made(provider) as sandbox:
@@ -297,7 +299,9 @@ async def what_programs_connect_to_on_their_loopback_is_accepted_here(provider: 
 
 
 async def _answer_backwards(accept: Accept, number: int) -> list[int]:
-    """Accept this number of connections, answer each one's first line reversed, and return the lines' lengths."""
+    """Accept `number` connections, answer the first line of each with the reversed line, and return the lengths of the
+    lines.
+    """
 
     async def answer(one: socket.socket) -> int:
         reader, writer = await asyncio.open_connection(sock=one, limit=1 << 20)

@@ -1,9 +1,9 @@
-"""The interface of tools: a JSON schema that the policy reads, and four methods, which the agent loop calls.
+"""The interface of tools: a JSON schema that the policy reads, and four methods that the agent loop calls.
 
     create(kwargs of the data row) -> state -> execute(state, arguments) ... -> reward(state) -> release(state)
 
-A tool object serves many trajectories at once; data of one trajectory belongs in its state. To add a tool, write one
-file with one class (see docs/tools.md).
+A tool object serves many trajectories at the same time, so data of one trajectory belong in its state. To add a tool,
+write one file with one class (see docs/tools.md).
 
 A `ToolCallParser` finds the tool calls in the policy's text. Runs use vLLM's (`rayapp.engine.vllm_tool_parser`); tests
 without vLLM use `support.hermes`. A parser raises no exception for a policy's text: it returns an unreadable call as a
@@ -37,14 +37,15 @@ class ToolSchema:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of the arguments. Calls whose arguments don't fit the schema never reach the tool."""
+    """JSON schema of the arguments. Calls whose arguments don't fit the schema are not passed to the tool."""
 
     @classmethod
     def from_openai(cls, schema: Mapping[str, Any], *, where: str) -> ToolSchema:
-        """Read OpenAI's form, `{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}`.
+        """Read a schema in OpenAI's form, `{"type": "function", "function": {"name": …, "description": …, "parameters":
+        {…}}}`.
 
         Raises:
-            ConfigError: the schema has another form.
+            ConfigError: the schema is not in OpenAI's form.
         """
         function = schema.get("function")
         if schema.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
@@ -62,27 +63,27 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutput:
-    """Result of one call."""
+    """Result of one call of a tool."""
 
     text: str
     """Text for the policy; the agent loop cuts it to length."""
     reward: float | None = None
-    """The tool's own verdict on this call, recorded as an intermediate reward."""
+    """The tool's verdict on this call, which is recorded as an intermediate reward; None if it has none."""
     waited_s: float = 0.0
-    """Seconds that the call waited for a rate limit or a free sandbox; they don't count as the tool's time."""
+    """Seconds that the call waited for a rate limit or a free sandbox; these seconds don't count as the tool's time."""
     execs: tuple[ExecRecord, ...] = ()
-    """Executions in sandboxes during the call, for the rollout's trace."""
+    """Executions in sandboxes during the call, for the trace of the rollout."""
     answer: str | None = None
-    """The trajectory's answer, which is scored instead of the policy's last turn; only from a tool with `ends_episode`.
-    """
+    """The trajectory's answer, which is then scored in place of the policy's last turn. Only for tools with
+    `ends_episode`."""
 
 
 class ToolFailedError(Exception):
-    """A call failed, and the policy reads why: the text becomes the tool's result, and the trajectory continues.
+    """A call failed. The policy reads the text as the tool's result, and the trajectory continues.
 
     Args:
         text: text for the policy.
-        kind: kind of failure in the metrics, e.g. failed or timeout.
+        kind: kind of the failure in the metrics, e.g. failed or timeout.
     """
 
     def __init__(self, text: str, kind: str = "failed") -> None:
@@ -95,7 +96,7 @@ class ToolFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """Services that a process offers to its tools."""
+    """Services of the process that its tools can use."""
 
     sandboxes: SandboxSource | None = None
     """Source of sandboxes, for tools that run code; None if the process has none."""
@@ -106,7 +107,7 @@ class ToolContext:
 class Tool(Protocol):
     """One tool of the policy. Its methods may run concurrently, for different trajectories and for calls of one turn.
 
-    Raises, from create, execute and reward:
+    The methods create, execute and reward may raise:
         ToolFailedError: the policy reads the message.
         RayappError: the trajectory fails and gets no reward.
         Any other exception counts as a crash of the tool; the policy reads only that the call failed.
@@ -121,7 +122,7 @@ class Tool(Protocol):
         ...
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        """Return the state of one trajectory. This must be cheap: leave expensive work to the first `execute`.
+        """Return the state for one trajectory. This must be cheap: leave expensive work to the first `execute`.
 
         Args:
             kwargs: `extra_info.tools_kwargs.<name>.create_kwargs` of the data row.
@@ -131,7 +132,7 @@ class Tool(Protocol):
         ...
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
-        """Run one call, whose arguments fit the schema. Returns its result."""
+        """Run one call and return its result. The arguments fit the schema."""
         ...
 
     async def reward(self, state: Any) -> float | None:
@@ -139,26 +140,28 @@ class Tool(Protocol):
         ...
 
     async def release(self, state: Any) -> None:
-        """Release the resources of the state. It is called exactly once, also after failures."""
+        """Release the resources of the state. Called exactly once, also after failures."""
         ...
 
 
 class ToolConfig(BaseModel):
-    """`config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`; other keys are errors."""
+    """Section `config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`. Unknown keys are
+    errors.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: str = "native"
     timeout: float | None = Field(None, gt=0)
-    """Deadline of one call in seconds. null: the class's `timeout_s`."""
+    """Deadline of one call in seconds. null: `timeout_s` of the tool's class."""
 
 
 class ToolBase:
-    """Base class of most tools. Subclasses add `schema` and `execute`; if they have their own keys, `Config`; if they
-    keep state, the other three methods.
+    """Base class of most tools. Subclasses add `schema` and `execute`. Those with config keys of their own add
+    `Config`; those that keep state add `create`, `reward` and `release`.
 
     Args:
         config: section `config` of the tool's entry.
-        schema: `tool_schema` of the entry; None for the class's own schema.
+        schema: `tool_schema` of the entry; None: the schema of the class.
         context: services of the process.
     Raises:
         ConfigError: `config` has a key that `Config` lacks, or a wrong value.
@@ -169,8 +172,8 @@ class ToolBase:
     schema: ToolSchema
     timeout_s: float = 30.0
     ends_episode = False
-    """True for a tool whose output may contain the trajectory's answer and so end it. Such a tool also runs in the last
-    turn."""
+    """True if an output of the tool may contain the trajectory's answer, which ends the trajectory. Calls of such a
+    tool also run in the last turn."""
 
     def __init__(
         self,
@@ -200,21 +203,21 @@ class ToolBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawCall:
-    """A call as the policy wrote it, not yet checked against a schema."""
+    """A tool call as the policy wrote it, before it is checked with a schema."""
 
     name: str = ""
     arguments: str = "{}"
-    """JSON text of the arguments."""
+    """The arguments, as a JSON text."""
     problem: str = ""
     """Reason why the call is unreadable; empty if it is readable."""
 
 
 class ToolCallParser(Protocol):
-    """Finds tool calls in a turn's text."""
+    """Parser that finds the tool calls in a turn's text."""
 
     @property
     def start(self) -> str:
-        """Text that begins the first call of every turn with calls; empty: there is no such text."""
+        """Text with which the first call of every turn begins; empty if there is no such text."""
         ...
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
@@ -222,16 +225,16 @@ class ToolCallParser(Protocol):
         ...
 
     def words(self, text: str) -> str:
-        """Return the part of a turn's text outside its calls. The text must have calls."""
+        """Return the part of a turn's text that is outside its calls. The text must contain a call."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCall:
-    """Example of a call in the form of a model's chat template, to test whether a parser finds it."""
+    """A call, with texts in which a model's chat template may write it. It tests whether a parser finds calls."""
 
     texts: tuple[str, ...]
-    """Texts of an assistant's turn with this call. The parser must find the call in one of them."""
+    """Texts of an assistant's turn with this call, of which the parser must find the call in one."""
     name: str
     arguments: dict[str, object]
 
@@ -248,11 +251,12 @@ class SampleCall:
 
 
 MAX_CALLS = 64
-"""Maximum calls that are read in one turn: a call of only a few tokens costs a parse, a record and a result."""
+"""Maximum number of calls that are read in one turn, because even a call of a few tokens costs a parse, a record and a
+result."""
 
 
 def thoughts_of(text: str) -> str:
-    """Return a turn's thoughts: the text up to the last `</think>`, without the tags."""
+    """Return the reasoning in a turn: the text before the last `</think>`, without the tags."""
     thoughts, end, _ = text.rpartition("</think>")
     if not end:
         return "" if after_thoughts(text) else text.strip().removeprefix("<think>").strip()
@@ -260,6 +264,8 @@ def thoughts_of(text: str) -> str:
 
 
 def after_thoughts(text: str) -> str:
-    """Return the part of a turn after the last `</think>`. Only calls in this part count, not calls in the thoughts."""
+    """Return the part of a turn after the last `</think>`. Only calls in this part count, not calls in the
+    reasoning.
+    """
     _, end, rest = text.rpartition("</think>")
     return "" if not end and text.lstrip().startswith("<think>") else rest

@@ -1,4 +1,4 @@
-"""Tools of an agent that writes code. They work in the trajectory's workspace; `loading.py` makes them.
+"""Tools for an agent that writes code. They work in the trajectory's workspace; `loading.py` makes them.
 
 | tool | effect |
 |---|---|
@@ -6,10 +6,10 @@
 | `bash` | runs a command line |
 | `edit` | writes a file, or replaces a text in it |
 | `run_tests` | runs the task's public tests on a file |
-| `submit` | hands in the answer, or the whole workspace |
+| `submit` | submits the answer, or the whole workspace |
 
-With `stateful: false` each call of `python` gets its own sandbox, without the workspace's files. Coding tasks bring
-these tools; other runs name them in their tool file.
+With `stateful: false` each call of `python` gets a new sandbox, without the workspace's files. Coding tasks bring these
+tools; for other tasks, name them in the tool file.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PythonToolConfig(WorkspaceConfig):
     """Section `config` of the Python tool's entry."""
 
     stateful: bool = True
-    """If False, every call gets its own sandbox: no state is kept, and fewer sandboxes are enough for more
-    trajectories."""
+    """If false, every call gets a new sandbox. Then no state is kept, and fewer sandboxes are enough for the same
+    number of trajectories."""
 
 
 class PythonTool(WorkspaceTool):
@@ -74,7 +74,9 @@ class PythonTool(WorkspaceTool):
 
 
 def result_text(result: ExecResult, *, stateful: bool = False) -> str:
-    """Return an execution as text for the policy: its output, like in a terminal, and why it was stopped, if it was."""
+    """Return the result of an execution as text for the policy: the output, like in a terminal, and the cause if it was
+    stopped.
+    """
     parts = [result.stdout, result.stderr]
     if result.error and result.error not in result.stderr:
         parts.append(result.error)
@@ -88,11 +90,11 @@ def result_text(result: ExecResult, *, stateful: bool = False) -> str:
 
 
 Check = Callable[[str, Sandbox], Awaitable[PublicVerdict]]
-"""Function that runs a task's public tests on an answer's text in a sandbox."""
+"""Function that runs a task's public tests in a sandbox on the text of an answer."""
 _NO_SUCH_PROGRAM = 127
 _SHELL = ("env", "PYTHONDONTWRITEBYTECODE=1", "bash", "-c")
-"""Start of a shell command. Bytecode is not cached: Python detects a changed file by its size and its time in whole
-seconds, and an agent may edit a file twice in a second."""
+"""First words of a command that runs a command line. Bytecode is not cached: Python detects a changed file by its size
+and its time in whole seconds, and an agent may edit a file twice in a second."""
 _PATH = {"type": "string", "description": "Path of a file, relative to your workspace"}
 
 
@@ -126,7 +128,7 @@ class BashTool(WorkspaceTool):
 
 
 def _check_shell(probe: ExecResult) -> None:
-    """Raise SandboxConfigError if this probe shows that command lines can't run in the sandbox."""
+    """Raise SandboxConfigError if the result of a probe shows that command lines can't run in the sandbox."""
     if probe.isolation.startswith("ll"):
         why = "at isolation level ll a program can't start another program"
     elif probe.exit_code == _NO_SUCH_PROGRAM:
@@ -198,7 +200,7 @@ async def _write(sandbox: Sandbox, path: str, text: str) -> None:
     except OSError as error:
         if isinstance(error, SandboxError):
             raise
-        # Hide the error's own text: it contains the sandbox's id, which differs between runs.
+        # The error's own text is hidden, because it contains the sandbox's id, which differs between runs.
         raise ToolFailedError(f"{path} can't be written: the path is not allowed, or the disk is full") from None
 
 
@@ -217,8 +219,8 @@ class _Tested:
 class RunTestsTool(WorkspaceTool):
     """Tool `run_tests`: runs the task's public tests on a file of the workspace.
 
-    The reward of a call is the increase of the pass rate over the trajectory's best one so far. So the rewards of all
-    calls add up to the best pass rate.
+    The reward of a call is the increase of the pass rate over the trajectory's best pass rate so far, so the rewards of
+    all calls add up to the best pass rate.
     """
 
     schema = ToolSchema(
@@ -231,7 +233,7 @@ class RunTestsTool(WorkspaceTool):
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Tested:
         if not callable(kwargs.get("check")):
             raise InputError(
-                f"tool {self.schema.name}: the task has no public tests. Add some (docs/tasks.md), or leave it out"
+                f"tool {self.schema.name}: the task has no public tests. Add tests (docs/tasks.md), or leave it out"
             )
         return _Tested(workspace, kwargs["check"])
 
@@ -248,7 +250,7 @@ class RunTestsTool(WorkspaceTool):
 
 
 class SubmitTool(WorkspaceTool):
-    """Tool `submit`: hands in the answer, which ends the trajectory."""
+    """Tool `submit`: submits the answer, which ends the trajectory."""
 
     ends_episode = True
     schema = ToolSchema(
@@ -286,7 +288,7 @@ class _Work:
 
 
 class SubmitWorkTool(WorkspaceTool):
-    """Tool `submit` for tasks whose answer is the workspace itself: the task collects the files."""
+    """Tool `submit` for tasks whose answer is the workspace itself. The task collects the answer's files from it."""
 
     ends_episode = True
     schema = ToolSchema(name="submit", description="Hands in your workspace as it is and ends your work.")
@@ -307,7 +309,7 @@ class SubmitWorkTool(WorkspaceTool):
 
 
 def fenced(code: str) -> str:
-    """Return a file's content as one fenced code block. The fence is longer than any fence in the content."""
+    """Return a file's content as one fenced code block, whose fence is longer than any fence in the content."""
     longest = max((len(marks) for marks in re.findall("`+|~+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}python\n{code.rstrip()}\n{fence}\n"

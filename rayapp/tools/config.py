@@ -33,10 +33,10 @@ class McpSection(_Frozen):
     """Section `mcp` of an entry: the MCP servers, and the tools to take from them."""
 
     mcp_servers_config_path: str
-    """Path of the file with `mcpServers`. A relative path is searched beside the tool file, then in the working
+    """Path of the file with `mcpServers`. A relative path is looked up in the tool file's folder, then in the working
     directory."""
     tool_selected_list: tuple[str, ...] = ()
-    """Names of the tools that the policy gets; empty for all."""
+    """Names of the tools that the policy gets; empty: all tools."""
 
 
 class ToolEntry(_Frozen):
@@ -53,27 +53,29 @@ class McpToolConfig(_Frozen):
 
     type: Literal["mcp"] = "mcp"
     rate_limit: float = Field(120.0, gt=0)
-    """Maximum calls per second of one worker. It is also the number of calls that may start at once after a pause."""
+    """Maximum number of calls per second of one worker, and the number of calls that may start together after a
+    pause."""
     timeout: float = Field(30.0, gt=0)
-    """Deadline of one call in seconds, from when it is sent."""
+    """Deadline of one call, in seconds after it is sent."""
     max_wait: float = Field(300.0, gt=0)
-    """Maximum wait of a call for the rate limit, in seconds."""
+    """Maximum seconds for which a call waits for the rate limit."""
     reconnect_timeout: float = Field(30.0, gt=0)
-    """Seconds for which a worker tries to reconnect to a lost server, with growing pauses. After that, trajectories
+    """Seconds for which a worker tries to connect again to a lost server, with growing pauses. After that, trajectories
     that need the server fail."""
     session: Literal["worker", "trajectory"] = "worker"
-    """`worker`: all trajectories of a worker share one session. `trajectory`: each has its own, for stateful tools."""
+    """`worker`: all trajectories of a worker share one session. `trajectory`: each trajectory has its own, for stateful
+    tools."""
 
 
 class McpServer(_Frozen):
     """One entry of the object `mcpServers`."""
 
     url: str = Field(min_length=1)
-    """Endpoint for streamable HTTP, e.g. http://127.0.0.1:8082/mcp."""
+    """URL of the server (streamable HTTP), e.g. http://127.0.0.1:8082/mcp."""
     api_key: str = ""
     """Key that is sent in the header `api_key_header`. ${VARIABLE} stands for the value of an environment variable."""
     api_key_env: str = ""
-    """Name of the environment variable with the key; an alternative to `api_key`."""
+    """Name of the environment variable that holds the key; used in place of `api_key`."""
     api_key_header: str = "E2B-API-KEY"
     auth_token: str = ""
     """Token that is sent as `Authorization: Bearer …`; it may contain ${VARIABLE}."""
@@ -115,7 +117,7 @@ def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
     """Return the entries of a tool file.
 
     Raises:
-        ConfigError: the file can't be read, or has another form.
+        ConfigError: the file can't be read, or an entry is wrong.
     """
     path = Path(path)
     data = _load(path, "tool file")
@@ -146,7 +148,7 @@ def parse(data: object, section: type[Section], *, where: str) -> Section:
     """Return a section of a file as its pydantic model.
 
     Raises:
-        ConfigError: a key is wrong; the message names the key and the permitted values.
+        ConfigError: a key or value is wrong; the message names the key and the allowed values.
     """
     try:
         return section.model_validate(data)
@@ -156,7 +158,7 @@ def parse(data: object, section: type[Section], *, where: str) -> Section:
 
 def _load(path: Path, what: str) -> Any:
     try:
-        # Read .json files as YAML too: YAML is a superset of JSON, and existing files contain comments.
+        # JSON files are also read as YAML, a superset of JSON, because existing files contain comments.
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} can't be read: {getattr(error, 'strerror', None) or error}") from error

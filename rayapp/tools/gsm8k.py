@@ -1,7 +1,7 @@
 """Tool `calc_gsm8k_reward`: checks the policy's answer to a GSM8K problem. `loading.py` makes it.
 
-The rule is that of verl's Gsm8kTool: the answer is the last number in the argument. A call that does not score higher
-than the trajectory's best call so far has a small negative reward, to discourage repeated guesses.
+The rule is the same as in verl's Gsm8kTool: the answer is the last number in the argument. A call that does not score
+higher than the trajectory's best call so far has a small negative reward, which discourages repeated guesses.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Gsm8kTool(ToolBase):
 
 
 def last_number(text: str) -> str:
-    """Return the last number in a text as it is written; empty if there is none."""
+    """Return the last number in a text, as it is written there; empty if there is none."""
     found = [number for number in _NUMBER.findall(text) if number not in ("", ".")]
     return found[-1] if found else ""
 
 
 def score_answer(answer: str, ground_truth: str) -> float:
-    """Return 1.0 if the answer's last number equals the ground truth as text, else 0.0: verl's method `flexible`."""
+    """Return 1.0 if the answer's last number has the same text as the ground truth, else 0.0, as verl's method
+    `flexible` does.
+    """
     return float(last_number(answer) == ground_truth and bool(ground_truth))

@@ -1,7 +1,7 @@
-"""Makes a `ToolSet` from a tool file. Called by rollout workers and by tests; each worker opens its own.
+"""Makes a `ToolSet` from a tool file. Each rollout worker opens a set of its own.
 
-Class names of verl stand for the classes of this package. Any other class is named by its import path or its file:
-`dice.py:Dice`. Such a file is the user's own, is trusted, and runs in this process.
+Class names of verl stand for classes of this package. Any other class is named by its import path, or by its file:
+`dice.py:Dice`. A file is the user's own code: it is trusted and runs in this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHIPPED = {
     "submit": "rayapp.tools.coding.SubmitTool",
     "submit_work": "rayapp.tools.coding.SubmitWorkTool",
 }
-"""Short name -> class, for tool files and for tasks that bring tools."""
+"""Short name -> class, for tool files and for the tools of tasks."""
 KNOWN = SHIPPED | {
     "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
@@ -53,9 +53,9 @@ async def open_tools(
 
     Args:
         path: path of the tool file; empty if there is none.
-        brought: short names or class names of tools without a config. A tool of the file with the same name replaces
-            one of them.
-        made: tools that are made already.
+        brought: short names or class names of a task's tools, which have no config. A tool of the file replaces one
+            with the same name.
+        made: tools that already exist and are added.
     Raises:
         ConfigError: the file is wrong, a tool does not exist, or an MCP server can't be used.
     """
@@ -96,7 +96,7 @@ def _native_tool(entry: ToolEntry, folder: Path, context: ToolContext, where: st
         _ = tool.schema.name, tool.timeout_s
     except UserError:
         raise
-    except Exception as error:  # boundary: the user's class
+    except Exception as error:  # boundary: the constructor of the user's class may raise anything
         raise ConfigError(f"{where} can't be made: {type(error).__name__}: {error}") from error
     return tool
 
@@ -143,7 +143,7 @@ def _connector(name: str, server: McpServer, config: McpToolConfig, context: Too
 
 
 def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
-    """Return the class of a native tool.
+    """Return the class of a tool that is not on an MCP server.
 
     Args:
         name: a short name, an import path, or `file.py:Class`.
@@ -179,7 +179,7 @@ def _hint(name: str) -> str:
 def _run_file(path: Path, where: str) -> ModuleType:
     module = ModuleType(f"rayapp_tool_{path.stem}")
     module.__file__ = str(path)
-    # Register the module before it runs: dataclasses look up their module in sys.modules.
+    # The module is registered before it runs, because dataclasses look up their module in sys.modules.
     sys.modules[module.__name__] = module
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
@@ -187,6 +187,6 @@ def _run_file(path: Path, where: str) -> ModuleType:
         raise ConfigError(f"{where}: there is no file {path}") from None
     except UserError:
         raise
-    except Exception as error:  # boundary: the user's file
+    except Exception as error:  # boundary: the user's file may raise anything
         raise ConfigError(f"{where}: {path} can't be imported: {type(error).__name__}: {error}") from error
     return module

@@ -1,11 +1,11 @@
-"""Tools of an MCP server as tools of the policy. `loading.py` makes them from an entry with `type: mcp`.
+"""Makes the tools of an MCP server tools of the policy. `loading.py` uses this module for an entry with `type: mcp`.
 
-    McpTool -> McpLink: reopens a lost session -> PatientTransport: repeats requests answered with 429 or 503 -> server
+    McpTool -> McpLink: replaces a lost session -> PatientTransport: repeats requests answered with 429 or 503 -> server
 
 All tools of a server share its rate limit and, by default, one session per worker. Calls of a session run concurrently;
-if the session is lost, its callers share one attempt to open another. The HTTP transport waits for a busy server,
-because the MCP SDK reports all refusals alike. A server that runs code returns structured output (stdout, stderr,
-error); the policy reads this output like in a terminal.
+if the session is lost, its callers share one attempt to open another. The HTTP transport, not the caller, waits for a
+busy server, because the MCP SDK raises the same error for all refusals. A server that runs code returns structured
+output (stdout, stderr, error), which the policy reads like in a terminal.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S = 0.5, 30.0
 
 
 class PatientTransport(httpx2.AsyncBaseTransport):
-    """HTTP transport that repeats requests answered with 429 or 503: the server has not executed such requests.
+    """HTTP transport that repeats requests answered with 429 or 503, which the server has not executed.
 
     Args:
         inner: transport that sends the requests.
-        max_wait_s: maximum total wait for one request; after it, the refusal is returned.
-        sleep: function that waits; tests replace it.
+        max_wait_s: maximum seconds to wait in total for one request. Then the server's refusal is returned.
+        sleep: function that waits for a number of seconds; tests replace it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ _CONNECT_TIMEOUT_S, _PING_TIMEOUT_S = 30.0, 5.0
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpLink:
-    """Connection to an MCP server that opens a new session if the current session is lost."""
+    """Connection to an MCP server. It opens a new session if the current one is lost."""
 
     name: str
     """Name of the server, for messages."""
@@ -87,10 +87,10 @@ class McpLink:
     """Headers of every request, including the key."""
     _: KW_ONLY
     reconnect_timeout_s: float
-    """Seconds for which the link tries to reach a lost server; after that, calls fail."""
+    """Seconds for which the link tries to reach a lost server before a call fails."""
     keeps_state: bool = False
-    """True if calls depend on earlier calls of their session. Then a session that is lost after its first answer is not
-    replaced: the policy would be trained on errors about variables that it had defined."""
+    """True if calls depend on earlier calls of their session. A session that is lost after its first answer is then not
+    replaced, because the policy would be trained on errors about variables that it had defined."""
     _has_state: bool = False
     _session: McpSession | None = None
     _opening: asyncio.Task[McpSession] | None = None
@@ -101,7 +101,7 @@ class McpLink:
         return f"MCP server {self.name!r} at {self.url}"
 
     async def list_tools(self) -> list[Any]:
-        """Return the server's tools. The connection is tried once, so that a wrong address is reported immediately.
+        """Return the server's tools. The link tries to connect only once, so that a wrong address is reported at once.
 
         Raises:
             ConfigError: the server can't be reached, refuses the key, or is not an MCP server.
@@ -111,20 +111,21 @@ class McpLink:
                 self._session = await self._connect()
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 return await self._session.list_tools()
-        except Exception as error:  # boundary: the SDK raises groups of many types of errors
+        except Exception as error:  # boundary: the SDK raises exception groups of many types
             raise ConfigError(
                 f"{self.where} can't be used: {_describe(error)}. Start it (e.g. `rayapp sandbox serve`), or correct "
                 "its url and key in the file that mcp_servers_config_path names"
             ) from error
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Return the server's answer. If the session is lost, the call is sent once more, so it may run twice.
+        """Call a tool and return the server's answer.
 
-        If sessions keep state, a call is sent again only before the session's first answer.
+        If the session is lost, the call is sent once more, so it may run twice. If sessions keep state, a call is sent
+        again only if the session has not answered any call.
 
         Raises:
-            TimeoutError: the server is alive, but did not answer in time.
-            ToolUnavailableError: the server, or the session's state, is lost.
+            TimeoutError: the server is alive but did not answer in time.
+            ToolUnavailableError: the server can't be reached, or the session's state is lost.
             RpcError: the server answered with a protocol error.
         """
         for attempt in range(2):
@@ -139,7 +140,8 @@ class McpLink:
                     self._drop(session)
                     raise ToolUnavailableError(f"{self.where} does not answer any more") from None
                 raise
-            except Exception as error:  # boundary: any error of the SDK without an answer means a lost session
+            # boundary: every error of the SDK that is not an answer means that the session is lost
+            except Exception as error:
                 if isinstance(error, RpcError) and not error.is_lost:
                     self._has_state = self.keeps_state
                     raise
@@ -172,7 +174,7 @@ class McpLink:
             raise ToolUnavailableError(f"{self.where}: the session of this trajectory and its state are lost")
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self.url}")
-        # Shielded from this caller's cancellation: other callers also wait for this attempt.
+        # The attempt is shielded from this caller's cancellation, because other callers also wait for it.
         return await asyncio.shield(self._opening)
 
     async def _reopen(self) -> McpSession:
@@ -181,7 +183,7 @@ class McpLink:
         while True:
             try:
                 self._session = await self._connect()
-            except Exception as error:  # boundary: the SDK raises groups of many types of errors
+            except Exception as error:  # boundary: the SDK raises exception groups of many types
                 if time.monotonic() + (pause_s := next(pauses)) >= ends_at:
                     raise ToolUnavailableError(
                         f"{self.where} could not be reached for {self.reconnect_timeout_s:g} s: {_describe(error)}"
@@ -195,9 +197,9 @@ class McpLink:
         session = McpSession(self.url, self.headers, wrap=PatientTransport)
         try:
             await session.open(timeout_s=_CONNECT_TIMEOUT_S)
-        except Exception as error:  # boundary: the SDK raises groups of many types of errors
+        except Exception as error:  # boundary: the SDK raises exception groups of many types
             if session.status >= 400:
-                # The SDK's error does not tell a refused key from other failures; the HTTP status does.
+                # The HTTP status shows that the server refused the key; the SDK's error does not.
                 raise ConnectionError(f"it answered with HTTP {session.status}") from error
             raise
         return session
@@ -214,11 +216,12 @@ _INFRASTRUCTURE = (-32001, -32002, -32003)
 """Error codes with which sandbox servers report failures of infrastructure: key refused, no sandbox, sandbox failed."""
 _CODE_TIMEOUT = -32005
 _MARGIN_S = 20.0
-"""Seconds by which the agent loop's deadline exceeds the tool's own deadlines: it ends only a tool that hangs."""
+"""Seconds by which the agent loop's deadline is longer than the tool's own deadlines together, so that it ends only a
+tool that hangs."""
 
 
 class McpTool:
-    """One tool of an MCP server; see `rayapp.tools.base.Tool`.
+    """One tool of an MCP server. `tools.base.Tool` describes its methods.
 
     Args:
         info: the server's description of the tool.
@@ -237,11 +240,12 @@ class McpTool:
         self._connect = connect
         self._shared = shared
         self._bucket = bucket
-        # Allow for the call, the wait for the rate limit, and two reconnections: before and during the call.
+        # The deadline allows for the call, the wait for the rate limit, and two reconnections: one before and one
+        # during the call.
         self.timeout_s = config.timeout + config.max_wait + 2 * config.reconnect_timeout + _MARGIN_S
 
     async def create(self, kwargs: Mapping[str, Any]) -> McpLink:
-        """Return the link for this trajectory's calls; the first call opens it."""
+        """Return the link for this trajectory's calls. The first call opens the link's session."""
         return self._connect() if self._config.session == "trajectory" else self._shared
 
     async def execute(self, state: McpLink, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -287,7 +291,7 @@ class McpTool:
 
 
 def answer_text(answer: Any) -> str:
-    """Return an MCP answer as text for the policy."""
+    """Return a server's answer as text for the policy."""
     content = answer.structured_content
     if isinstance(content, dict) and isinstance(content.get("logs"), dict):
         return _code_text(content)
@@ -297,7 +301,7 @@ def answer_text(answer: Any) -> str:
 
 
 def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
-    """Return the record of an execution, if the answer is from a server that runs code; empty otherwise."""
+    """Return the record of an execution if the answer is from a server that runs code; otherwise ()."""
     content = answer.structured_content
     if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
         return ()
@@ -330,7 +334,9 @@ def _command_text(content: Mapping[str, Any]) -> str:
 
 
 def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without titles: generators of schemas add them, and they cost tokens without information."""
+    """Return the schema without titles, which generators of schemas add and which cost tokens but give no
+    information.
+    """
     found = {key: value for key, value in schema.items() if key != "title"}
     properties = found.get("properties")
     if isinstance(properties, Mapping):

@@ -1,12 +1,12 @@
 """The tools of one process, their states in each trajectory, and the checks of a call's arguments.
 
-ToolSet(tools) --trajectory(start)--> ToolStates --state(name)--> Tool.execute
+ToolSet(tools) --trajectory(kwargs)--> ToolStates --state of each tool--> Tool.execute
                                           |--one Workspace for the tools that work in it
                                           '--close: every state is released, also after failures
 
-Called by the agent loop and the rollout worker. The JSON text of a call's arguments may be hostile, and the event loop
-is blocked while it is read and checked. So the text's size is limited, and each step takes linear time or has a
-deadline. If arguments are refused, the policy reads why.
+The agent loop and the rollout worker call this module. A call's arguments are a JSON text that may be hostile, and the
+event loop is blocked while they are read and checked. So the size of the text is limited, and each step takes linear
+time or has a deadline. If arguments are refused, the policy reads the reason.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from rayapp.tools.workspace import Workspace, WorkspaceTool, open_workspace
 
 MAX_CHARS = 1 << 18
 MAX_VALUES = 5_000
-"""Maximum number of names and values in a call. jsonschema takes about 25 us for each: it blocks the event loop for up
-to 0.13 s."""
+"""Maximum number of names and values in a call's arguments. jsonschema takes about 25 us for each, so it blocks the
+event loop for at most 0.13 s."""
 _MAX_DIGITS = 300
-"""Maximum digits of a number: a larger number does not fit a float, which keywords such as multipleOf need."""
+"""Maximum number of digits of a number. A longer number may not fit a float, which keywords such as multipleOf need."""
 _MAX_ERRORS = 16
-"""Maximum errors to collect; the policy reads the best match among them."""
+"""Maximum number of errors to collect. The policy reads the error among them that jsonschema ranks as most relevant."""
 _PATTERN_TIMEOUT_S = 0.1
 
 
 def read_arguments(text: str) -> dict[str, object]:
-    """Parse the JSON object with a call's arguments. Its strings are valid UTF-8, and its numbers fit a float.
+    """Parse the JSON object with a call's arguments. The strings of the result are valid UTF-8, and its numbers fit a
+    float.
 
     Raises:
-        ToolFailedError: with kind `malformed`: the text is not valid JSON, or a value is not valid UTF-8 or does not
-            fit a float; with kind `bad_arguments`: the text is too long, not an object, or has too many values.
+        ToolFailedError: of kind `malformed` if the text is not valid JSON, or a value is not valid UTF-8 or does not
+            fit a float; of kind `bad_arguments` if the text is too long, is not an object, or has too many values.
     """
     if len(text) > MAX_CHARS:
         raise ToolFailedError(f"the arguments are longer than {MAX_CHARS} characters", "bad_arguments")
@@ -84,7 +85,7 @@ def _number(digits: str) -> float:
 
 
 def _values(value: object) -> Iterator[object]:
-    """Yield a value and all names and values inside it. Raises UnicodeEncodeError: a string isn't UTF-8."""
+    """Yield a value and all names and values inside it. Raises UnicodeEncodeError: a string is not valid UTF-8."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -98,7 +99,7 @@ def _values(value: object) -> Iterator[object]:
 
 
 class ArgumentChecker:
-    """Checks arguments against a tool's schema.
+    """Checks whether arguments fit a tool's schema.
 
     Args:
         schema: JSON schema of the arguments.
@@ -110,14 +111,14 @@ class ArgumentChecker:
         _Validator.check_schema(dict(schema))
         if any(isinstance(part, dict) and "patternProperties" in part for part in _values(dict(schema))):
             raise SchemaError("patternProperties can't be checked within a deadline: list the properties by name")
-        # Use an empty registry: the default registry would fetch a `$ref` from the network.
+        # The registry is empty, because the default registry would fetch a `$ref` from the network.
         self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
 
     def problem(self, arguments: object) -> str:
         """Return the reason why these arguments don't fit the schema; empty if they fit."""
         try:
             error = best_match(islice(self._validator.iter_errors(arguments), _MAX_ERRORS))
-        except Exception as reason:  # boundary: jsonschema computes with foreign values and schemas
+        except Exception as reason:  # boundary: jsonschema may raise anything for hostile values and schemas
             return f"the arguments can't be checked: {type(reason).__name__}: {reason}"
         if error is None:
             return ""
@@ -126,19 +127,19 @@ class ArgumentChecker:
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
-    """Check the keyword `pattern` with a deadline, which jsonschema lacks: a pattern like `(a+)+$` can take hours."""
+    """Check the keyword `pattern` with a deadline. jsonschema has none, and a pattern like `(a+)+$` can take hours."""
     if isinstance(text, str) and not regex.search(pattern, text, timeout=_PATTERN_TIMEOUT_S):
         yield ValidationError(f"{text!r} does not match {pattern!r}")
 
 
 def _unique_items(validator: Any, is_wanted: bool, items: object, schema: object) -> Iterator[ValidationError]:
-    """Check the keyword `uniqueItems` in linear time; jsonschema takes quadratic time for objects."""
+    """Check the keyword `uniqueItems` in linear time. jsonschema would take quadratic time for objects."""
     if is_wanted and isinstance(items, list) and len({_key(item) for item in items}) < len(items):
         yield ValidationError("some items are equal")
 
 
 def _key(value: object) -> object:
-    """Return a hashable key that only equal JSON values share: True differs from 1, but 1.0 equals 1."""
+    """Return a hashable key that is the same only for equal JSON values: True differs from 1, but 1.0 equals 1."""
     if isinstance(value, dict):
         return "object", frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):
@@ -146,7 +147,7 @@ def _key(value: object) -> object:
     return isinstance(value, bool), value
 
 
-_extend: Any = validators.extend  # untyped
+_extend: Any = validators.extend  # jsonschema has no type information
 _Validator = _extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
 
 
@@ -156,7 +157,7 @@ _RELEASE_TIMEOUT_S = 30.0
 
 
 class ToolSet:
-    """Set of tools with different names.
+    """The tools of one process. Their names must differ.
 
     Args:
         tools: the tools.
@@ -194,8 +195,8 @@ class ToolSet:
         return self._checkers[name].problem(arguments)
 
     def ends_episode(self, name: str) -> bool:
-        """Return True for a tool whose output may contain the trajectory's answer."""
-        # The attribute is optional: the protocol `Tool` doesn't have it.
+        """Return True if an output of this tool may contain the trajectory's answer."""
+        # The attribute is optional, because it is not part of the protocol `Tool`.
         return bool(getattr(self._tools.get(name), "ends_episode", False))
 
     def trajectory(
@@ -207,11 +208,11 @@ class ToolSet:
         spec: SandboxSpec | None = None,
         setup: tuple[str, ...] = (),
     ) -> ToolStates:
-        """Return a context manager with the tools' states for one trajectory, to be entered before the first call.
+        """Return a context manager that holds the tools' states for one trajectory. Enter it before the first call.
 
         Args:
-            tools_kwargs: the data row's `extra_info.tools_kwargs`, by tool.
-            files, packages, spec, setup: contents of the workspace; see `open_workspace`.
+            tools_kwargs: name of a tool -> its entry in the data row's `extra_info.tools_kwargs`.
+            files, packages, spec, setup: contents of the workspace, as for `open_workspace`.
         """
         working = [tool for tool in self._tools.values() if isinstance(tool, WorkspaceTool)]
         workspace = open_workspace(working, files=files, packages=packages, spec=spec, setup=setup) if working else None
@@ -225,14 +226,17 @@ class ToolSet:
 
 @dataclass(slots=True, eq=False, repr=False)
 class ToolStates:
-    """Tools' states in one trajectory. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
+    """The states of the tools in one trajectory. Example: `async with tools.trajectory(kwargs) as states:
+    states["calc"]`.
+    """
 
     tools: Mapping[str, Tool]
     kwargs: Mapping[str, Mapping[str, Any]]
     workspace: Workspace | None
-    """Workspace that the tools share, closed when the first of them is released; None if no tool needs one."""
+    """Workspace that the tools share; None if no tool needs one. It is closed when the first of these tools is
+    released."""
     answer: str | None = None
-    """The trajectory's answer, from the first output of a tool that contains one; None so far."""
+    """The trajectory's answer: that of the first output that contains one; None until then."""
     _states: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -254,7 +258,8 @@ class ToolStates:
         return self._states[name]
 
     async def rewards(self) -> dict[str, float]:
-        """Return tool name -> verdict on the whole trajectory, for the tools that have a verdict.
+        """Return the tools' verdicts on the whole trajectory, by name of the tool. Tools without a verdict are left
+        out.
 
         Raises:
             ToolFailedError: a tool crashed, or its verdict is not a finite number.
@@ -266,7 +271,7 @@ class ToolStates:
         return {name: value for name, value in found.items() if value is not None}
 
     async def __aexit__(self, *exc: object) -> None:
-        # Shield the release: a cancelled trajectory must return its sandboxes too.
+        # The release is shielded, because a cancelled trajectory must also return its sandboxes.
         await asyncio.shield(self._release())
 
     async def _release(self) -> None:
@@ -275,14 +280,14 @@ class ToolStates:
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     await guarded(partial(self.tools[name].release, state))
-            except Exception as error:  # boundary: after one tool's failure, release the other tools' states too
+            # boundary: if a tool fails, the states of the other tools must still be released
+            except Exception as error:
                 log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
 
 
 def infrastructure(error: RayappError, what: str) -> RayappError:
-    """Translate a RayappError from a tool into an error that fails the trajectory without a verdict on the policy.
-
-    If the sandbox pool or another process died or does not answer, the error is ToolUnavailableError.
+    """Convert a RayappError of a tool to an error that ends the trajectory without a verdict on the policy. If the
+    sandbox pool or another process died or does not answer, this is a ToolUnavailableError.
     """
     if isinstance(error, SandboxError | ToolUnavailableError | InputError):
         return error
@@ -302,6 +307,7 @@ async def _guarded(call: Coroutine[Any, Any, Any], what: str) -> Any:
         raise infrastructure(error, what) from error
     except ToolFailedError:
         raise
-    except Exception as error:  # boundary: a tool is foreign code; its crash fails one trajectory, not the group
+    # boundary: a tool is foreign code, and its crash must end only one trajectory, not the group
+    except Exception as error:
         log.warning("%s crashed", what, exc_info=True)
         raise ToolFailedError(f"{what} crashed: {type(error).__name__}: {error}", "crash") from error

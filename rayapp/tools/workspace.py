@@ -1,9 +1,10 @@
-"""The workspace: one sandbox per trajectory, which its tools for files and code share. `ToolSet` makes it.
+"""The workspace: the sandbox of one trajectory, which the trajectory's tools for files and code share. `ToolSet` makes
+it.
 
     first call of any tool -> lease -> write the task's files -> all calls, one after the other -> release
 
-Nothing in the workspace outlives the trajectory, and no verdict is computed there: answers are scored in another
-sandbox, after the workspace has ended.
+The workspace ends with the trajectory. No verdict is computed in it: answers are scored in another sandbox, after the
+workspace has ended.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from rayapp.tools.config import parse
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 18
-"""Maximum bytes of a file that a tool reads or writes."""
+"""Maximum number of bytes of a file that a tool reads or writes."""
 _SETUP_TIMEOUT_S = 30.0
 
 
 class WorkspaceConfig(ToolConfig):
-    """Section `config` of a tool that uses the workspace. The largest values among a trajectory's tools apply."""
+    """Section `config` of a tool that uses the workspace. Of several tools of a trajectory, the largest value of each
+    key applies.
+    """
 
     timeout: float = Field(10.0, gt=0)
     """Time limit of the code in one call, in seconds."""
     lease_timeout: float = Field(120.0, gt=0)
-    """Maximum wait for a free sandbox, in seconds. A trajectory keeps its sandbox to the end: allow as many sandboxes
+    """Maximum seconds to wait for a free sandbox. A trajectory keeps its sandbox to its end, so allow as many sandboxes
     as there are concurrent trajectories."""
     packages: tuple[str, ...] = ()
     memory_mib: int = Field(512, ge=64)
@@ -46,25 +49,26 @@ class Used(Generic[T]):
 
     value: T
     waited_s: float
-    """Seconds spent waiting for the sandbox; 0 after the first use."""
+    """Seconds for which the call waited for the sandbox; 0 after the first use."""
     ran: ExecRecord
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Workspace:
-    """The sandbox of one trajectory, leased at the first use."""
+    """The sandbox of one trajectory. It is leased at the first use."""
 
     sandboxes: SandboxSource
     spec: SandboxSpec
     _: KW_ONLY
     lease_timeout_s: float
-    """Maximum wait for the sandbox, in seconds."""
+    """Maximum seconds to wait for the sandbox."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Relative path -> text of the files at the start."""
+    """Files with which the workspace starts: relative path -> text."""
     setup: Sequence[str] = ()
-    """Command that runs after the files are written; its failure is ignored. Empty for none."""
+    """Command that runs after the files are written; empty: none. If the command fails, the workspace is used as it
+    is."""
     has_shell: bool = False
-    """True after a probe has shown that command lines work in the sandbox."""
+    """True when a probe has shown that command lines can run in the sandbox."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lease: SandboxLease | None = None
     _sandbox: Sandbox | None = None
@@ -72,9 +76,8 @@ class Workspace:
     _is_closed: bool = False
 
     async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
-        """Run `work` in the sandbox, after the uses that were requested before: calls of a turn run in written order.
-
-        If the sandbox is dead at the first use, it is replaced, because it holds no state yet.
+        """Run `work` in the sandbox. Uses run one after the other, so calls of a turn run in the order in which they
+        were written. If the sandbox is dead at the first use, it is replaced, because it holds no state yet.
 
         Raises: SandboxError: no sandbox is available, or the sandbox died with the trajectory's state.
         """
@@ -115,7 +118,7 @@ class Workspace:
         try:
             await self._fill(sandbox)
         except BaseException:
-            # A call that exceeds its deadline gets here too; the next call opens the workspace again.
+            # A call that exceeds its deadline also ends here. The next call opens the workspace again.
             await self._give_back()
             raise
         self._sandbox = sandbox
@@ -144,8 +147,9 @@ class Workspace:
 
 
 class WorkspaceTool(ToolBase):
-    """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`; they add `join`
-    if their state is more than the workspace."""
+    """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`, and `join` if
+    their state is more than the workspace.
+    """
 
     Config: type[WorkspaceConfig] = WorkspaceConfig
     config: WorkspaceConfig
@@ -157,7 +161,8 @@ class WorkspaceTool(ToolBase):
         context: ToolContext | None = None,
     ) -> None:
         super().__init__(config, schema, context)
-        # Allow for waiting for a sandbox and running the code, twice if the first sandbox is dead.
+        # The deadline allows for the wait for a sandbox and the code's time, twice, because the first sandbox may be
+        # dead.
         self.timeout_s = 2 * (self.config.timeout + self.config.lease_timeout) + 30.0
         if self.context.sandboxes is None:
             raise ConfigError(f"tool {self.schema.name}: it needs sandboxes, and this process has none")
@@ -165,8 +170,11 @@ class WorkspaceTool(ToolBase):
 
     @classmethod
     def holds_sandbox(cls, config: Mapping[str, Any], *, where: str) -> bool:
-        """Return True if, with this `config`, a trajectory keeps a sandbox from the tool's first call to its end.
+        """Return True if a trajectory with this tool keeps a sandbox from the tool's first call to the trajectory's
+        end.
 
+        Args:
+            config: section `config` of the tool's entry.
         Raises:
             ConfigError: the config can't be read.
         """
@@ -193,12 +201,12 @@ def open_workspace(
     spec: SandboxSpec | None = None,
     setup: Sequence[str] = (),
 ) -> Workspace:
-    """Return the workspace that these tools share. It leases a sandbox only when a tool needs it.
+    """Return a workspace that the tools share. It leases a sandbox when a tool first needs one.
 
     Args:
-        packages: packages to preload, besides those of the spec and the tools.
-        spec: the task's requirements. The tools may require more memory; without a spec, the tools determine all.
-        files, setup: see `Workspace`.
+        packages: packages to preload, in addition to those of the spec and the tools.
+        spec: requirements of the task. Tools may add to them, e.g. more memory. None: only the tools have requirements.
+        files, setup: fields of `Workspace`.
     """
     asked = spec or SandboxSpec()
     spec = replace(
@@ -213,7 +221,7 @@ def open_workspace(
 
 
 async def read_text(sandbox: Sandbox, path: str) -> str:
-    """Return the text of a file in the workspace.
+    """Return the text of a file in the workspace's sandbox.
 
     Raises:
         ToolFailedError: the file doesn't exist, is not UTF-8 text, or is too large.

@@ -1,7 +1,7 @@
-"""Prometheus alerts of a run, each with what to do about it. Made from `operator_metrics`; see `write.py`.
+"""Prometheus alerts of a run, each with steps to take. They are made from `operator_metrics`; `write.py` writes them.
 
-An alert reports what is wrong with *this run*; faults of Ray or the node are left to their own alerts. Each `expr`
-names metrics through `m`, which fails for one that is not defined.
+An alert reports a fault of *this run*; Ray and nodes have their own alerts. Each `expr` names metrics through `m`,
+which fails for a metric that is not defined.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Severity = Literal["critical", "warning", "info"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """Alerting rule of Prometheus."""
+    """An alerting rule of Prometheus."""
 
     name: str
     expr: str
     for_: str
-    """Time for which the expression must hold, in Prometheus' notation."""
+    """Time for which the expression must hold before the alert fires, in Prometheus' notation."""
     severity: Severity
     summary: str
-    """Sentence that describes the alert; it may contain Prometheus' templates."""
+    """Sentence that describes the alert. It may contain Prometheus' templates."""
     runbook: tuple[str, ...]
-    """Steps to take, in this order."""
+    """Steps to take, in order."""
 
 
 def m(name: str, labels: str = "") -> str:
-    """Return a metric's exported name, with an optional selector."""
+    """Return a metric's exported name, with a selector if `labels` is given."""
     return BY_NAME[name].exported + (f"{{{labels}}}" if labels else "")
 
 

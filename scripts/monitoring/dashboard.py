@@ -1,7 +1,7 @@
-"""The Grafana dashboard of a run, made from `operator_metrics`; written by `write.py`.
+"""The Grafana dashboard of a run. It is made from `operator_metrics`; `write.py` writes it.
 
-A panel names metrics and their unit; the queries follow from the kind of metric. Series of several processes are merged
-to one per run, or one per label. Pure: plain dicts in Grafana's JSON model.
+A panel names metrics and their unit. The queries follow from the kind of metric. Series of several processes are merged
+into one series per run, or one per label. Pure functions, which return plain dicts in Grafana's JSON model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 from rayapp.runs.tracking.operator_metrics import BY_NAME, Metric, Unit
 
 FILTER = 'run=~"$run",ray_io_cluster=~"$cluster"'
-"""A label that is absent, as ray_io_cluster is outside Kubernetes, matches the variable's `.*`."""
+"""Selector of the chosen runs and clusters. A label that is absent, as ray_io_cluster is outside Kubernetes, matches
+the variable's `.*`."""
 GRAFANA_UNITS: dict[Unit, str] = {
     "": "short", "s": "s", "share": "percentunit", "bytes": "bytes", "tokens/s": "short", "time": "s",
 }  # fmt: skip
@@ -25,9 +26,9 @@ class Panel:
 
     title: str
     metrics: tuple[str, ...] = ()
-    """Names of metrics; the kind of each decides how it is drawn."""
+    """Names of metrics. The kind of each metric decides how it is drawn."""
     queries: tuple[tuple[str, str, Unit], ...] = ()
-    """More queries: (PromQL with `#` in place of FILTER, legend, unit)."""
+    """Further queries: (PromQL with `#` in place of FILTER, legend, unit)."""
 
 
 def _name(name: str) -> str:
@@ -124,7 +125,7 @@ def _queries_of(metric: Metric) -> list[tuple[str, str, Unit]]:
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana's JSON."""
+    """Return the dashboard in Grafana's JSON model."""
     return {
         "title": "rayapp",
         "uid": "rayapp",

@@ -1,8 +1,7 @@
-"""Write the files of Prometheus and Grafana: `python -m scripts.monitoring.write`. A test fails when they are out of
-date.
+"""Writes the files of Prometheus and Grafana: `python -m scripts.monitoring.write`. A test finds stale files.
 
-They are in the Helm chart, which can read only files in its own folder; configs/monitoring/prometheus.yml refers to
-them there.
+The files are in the Helm chart, because a chart can read only files in its own folder.
+configs/monitoring/prometheus.yml refers to these files.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NOTE = "# Made by `python -m scripts.monitoring.write`; edit scripts/monitoring/
 
 
 def files() -> dict[Path, str]:
-    """Return the text of every file."""
+    """Return path -> text of every file."""
     alerts = NOTE + yaml.safe_dump(rule_file(), sort_keys=False, allow_unicode=True, width=1000)
     board = json.dumps(dashboard(), indent=1) + "\n"
     chart = CONFIGS / "kuberay" / "chart" / "files"

@@ -189,7 +189,7 @@ def test_run_of_the_same_name_elsewhere_is_refused_and_the_first_goes_on(trainin
     refused = training.head.run(*program, RAY_ADDRESS=training.head.gcs)
 
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert "namespace rayapp-jobs of this Ray already: another run has the same run.name" in refused.stderr
+    assert "already runs in namespace rayapp-jobs of this Ray: another run has the same run.name" in refused.stderr
     training.head.until(lambda: steps(training.run) >= before + 2, lambda: "the first run stands still")
 
 

@@ -128,7 +128,7 @@ async def test_what_cannot_be_placed_is_refused_with_what_was_asked_and_what_the
 
     message = str(caught.value)
     assert "not be placed within cluster.start_timeout_s = 2 s" in message
-    assert "Asked for: 1 x (CPU 0.1, GPU 8), each on one node" in message
+    assert "Requested: 1 x (CPU 0.1, GPU 8), each on one node" in message
     assert "2 node(s): CPU 2, GPU 4; CPU 2, GPU 4" in message
     groups = ray.util.placement_group_table().values()
     assert group_name("wide") not in {group["name"] for group in groups if group["state"] != "REMOVED"}

@@ -104,6 +104,48 @@ def test_two_judges_reward_a_run_a_failure_costs_one_trajectory_and_rescoring_co
         assert JUDGE_KEY.encode() not in path.read_bytes(), path
 
 
+def test_a_run_ends_at_the_cap_saved_and_goes_on_with_a_larger_one(
+    tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
+) -> None:
+    stub = JudgeStub(lambda text: len(text) % 11, key=JUDGE_KEY)
+    file, log, folder = tmp_path / "config.yaml", tmp_path / "log", tmp_path / "run"
+
+    def train(*overrides: str) -> int:
+        code: int = standing_ray.train(str(file), *overrides, log=log).wait(timeout=1200)
+        return code
+
+    with served(stub) as url:
+        judge = {"name": "quality", "base_url": f"{url}/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
+        # The first judged step costs more than the cap, so the run ends when the costs are counted next.
+        judge |= {"rubric": [{"name": "long", "text": "It is long."}], "input_price": 1e6, "cache": False}
+        config = short_run(tmp_path, train={"num_steps": 100_000}, checkpoint={"every_steps": 100_000}) | {
+            "judges": [judge],
+            "reward": {"judges": {"quality": 1.0}},
+            "budget": {"node_hour": 0.36, "cap": 1.0},
+        }
+        file.write_text(yaml.safe_dump(config))
+        assert train() == 3, log.read_text()
+        said, spent = log.read_text(), json.loads((folder / "costs.json").read_text())
+        last = len((folder / "metrics.jsonl").read_text().splitlines())
+        saved = [path.name for path in (folder / "checkpoints").glob("step=*")]
+        assert train() == 3, log.read_text()
+        assert json.loads((folder / "costs.json").read_text()) == spent
+        assert train("budget.cap=1e12", f"train.num_steps={last + 2}") == 0, log.read_text()
+
+    assert "budget.cap is 1. To continue, raise budget.cap" in said
+    assert saved == [f"step={last:06d}"]
+    costs = [
+        record["cost/total"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if (record := json.loads(line))
+    ]
+    assert len(costs) == last + 2
+    assert costs == sorted(costs)
+    assert costs[last] > sum(spent.values()) >= costs[last - 1]
+    assert spent["judges"] > 1.0
+    assert spent["node"] > 0.0
+
+
 @pytest.fixture
 def reward_model(tiny_model: Path, tmp_path: Path) -> Path:
     """One number for a text, from random weights."""

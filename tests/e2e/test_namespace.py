@@ -26,6 +26,8 @@ def attached(standing_ray: Any) -> Iterator[None]:
 def test_second_run_of_a_name_is_refused_with_both_ways_out() -> None:
     first = spawn("sandbox-pool", "sandbox-pool", SandboxConfig(), "twice")
 
-    with pytest.raises(ConfigError, match="namespace rayapp-twice of this Ray already: another run has the same"):
+    with pytest.raises(
+        ConfigError, match="already runs in namespace rayapp-twice of this Ray: another run has the same"
+    ):
         spawn("sandbox-pool", "sandbox-pool", SandboxConfig(), "twice")
     kill(first)

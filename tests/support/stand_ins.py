@@ -150,7 +150,7 @@ class ScriptedServer(VllmServer):
 
     def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float, scripts: Scripts = ()) -> None:
         self._seeded = SeededEngine(latency_s, scripts)
-        super().__init__(config, index, must_sync, cast("StartEngine", self._start_seeded))
+        super().__init__(config, index, must_sync, start_engine=cast("StartEngine", self._start_seeded))
 
     async def _start_seeded(self, config: Config, *, seed: int) -> SeededEngine:
         return self._seeded

@@ -1,6 +1,7 @@
 """The table of checks in their order, with needs, deadline and function of each, and the types they share.
 
-Also the model of random weights, its tokenizer and the task that checks use, so that nothing is downloaded.
+The module also makes the model with random weights, the tokenizer and the task that checks use, so that nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CheckContext:
 
     device: Literal["gpu", "cpu"]
     num_gpus: int
-    """GPUs to use; not read on a CPU."""
+    """Number of GPUs to use; ignored on a CPU."""
     model: str
     """The user's model; empty: the check makes one with random weights."""
     folder: Path
@@ -116,7 +117,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 
 LETTERS = ["<pad>", "<eos>", *(letter for letter in string.printable if letter not in "\t\n\r\x0b\x0c")]
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
-"""Shape of 0.5 billion parameters: 1 GB of weights to send, and products large enough to be fast."""
+"""Shape with 0.5 billion parameters: 1 GB of weights to send, and matrix products large enough to be fast."""
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 TASK = '''

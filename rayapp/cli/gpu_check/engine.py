@@ -111,7 +111,7 @@ async def _sleep_and_wake(engine: Any) -> dict[str, float]:
 
 
 async def _tokens_over_a_sleep(engine: Any, prompt: list[int], sampling: SamplingParams) -> int:
-    """Let the engine sleep in the middle of a completion; return the tokens that it sampled after it woke.
+    """Let the engine sleep in the middle of a completion; return the number of tokens that it sampled after it woke.
 
     Raises:
         DeadlineError: the completion did not go on.

@@ -19,27 +19,29 @@ MAX_LOG_PROB_DIFFERENCE = 0.05
 
 
 def train_split(context: CheckContext) -> CheckResult:
-    """Train with servers and learners on separate GPUs; weights over NCCL, or over gloo on a CPU."""
+    """Train with servers and learners on separate GPUs; weights are sent over NCCL, or over gloo on a CPU."""
     return _train(context, "split", "nccl" if context.on_gpu else "gloo")
 
 
 def train_split_store(context: CheckContext) -> CheckResult:
-    """Train split with weights through Ray's object store, the way a restarted server gets them."""
+    """Train with servers and learners on separate GPUs; weights are sent through Ray's object store, as to a restarted
+    server."""
     return _train(context, "split", "object_store")
 
 
 def train_colocated(context: CheckContext) -> CheckResult:
-    """Train with servers and learners taking turns on the same GPUs; weights over CUDA IPC."""
+    """Train with servers and learners that take turns on the same GPUs; weights are sent over CUDA IPC."""
     return _train(context, "colocated", "ipc" if context.on_gpu else "object_store")
 
 
 def train_adapters(context: CheckContext) -> CheckResult:
-    """Train only adapters, colocated; the adapters go to servers through Ray's object store."""
+    """Train only adapters, on shared GPUs; the adapters are sent to servers through Ray's object store."""
     return _train(context, "colocated", "object_store", {"learner": {"lora": {"rank": 8, "alpha": 16}}})
 
 
 def train_partial(context: CheckContext) -> CheckResult:
-    """Train colocated with partial rollouts: servers sleep with requests in flight, which go on after the sync."""
+    """Train on shared GPUs with partial rollouts: servers sleep with requests in flight, which continue after the
+    sync."""
     kept: dict[str, dict[str, Any]] = {
         "train": {"max_staleness": 1, "partial_rollouts": True},
         "algorithm": {"rollout_correction": {"level": "token"}},
@@ -159,7 +161,7 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> CheckResult:
 
 
 def sync_gb_s(rows: list[dict[str, Any]]) -> float:
-    """Return the rate of the fastest weight sync in GB/s: the first one is slow, as it also forms the group."""
+    """Return the rate of the fastest weight sync in GB/s. (The first sync is slow, because it also forms the group.)"""
     rates = [
         float(row["weight_sync/bytes"])
         / (float(row["weight_sync/load_s"]) + float(row.get("weight_sync/export_s", 0.0)))

@@ -218,7 +218,7 @@ def merged(below: Values, above: Values) -> dict[str, Any]:
 
 
 def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
-    """Read values from files and from `key.sub=value` settings in Helm's notation; later ones win.
+    """Read values from files and from `key.sub=value` settings in Helm's notation; later ones take precedence.
 
     Raises:
         ConfigError: a file can't be read or is not a YAML map, or a setting is malformed.

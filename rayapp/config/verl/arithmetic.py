@@ -19,7 +19,7 @@ _KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
 _TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
-"""Keys with the number of the servers' GPUs in verl's one_step_off_policy."""
+"""verl's keys for the number of GPUs of the servers, in one_step_off_policy."""
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip
@@ -129,7 +129,7 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
 
 
 def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
-    """Return the number of GPUs that two keys give: GPUs of a node, and nodes."""
+    """Return the number of GPUs: the values of two keys, GPUs per node and nodes, multiplied."""
     return int(values[names[0]]) * int(values[names[1]])
 
 
@@ -414,5 +414,5 @@ def data_files(target: str) -> Rule:
 
 
 def at_least_zero(value: Any) -> int:
-    """Return 0 for verl's -1, which means never."""
+    """Return the number; 0 for verl's -1, which means never."""
     return max(0, int(value))

@@ -88,8 +88,8 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
     file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         raise ConfigError(
-            f"verl script {path}: {folders[0] / name}.yaml is not here. Give the file and the overrides without the "
-            "script: --verl FILE.yaml KEY=VALUE ..."
+            f"verl script {path}: {folders[0] / name}.yaml does not exist. Give the file and the overrides without "
+            "the script: --verl FILE.yaml KEY=VALUE ..."
         )
     return file, [*found, *overrides]
 

@@ -1,10 +1,9 @@
-"""The rest of the import's table: verl's keys without a counterpart in rayapp, each with the reason. Joined in
-`keys.py`.
+"""Rest of the import's table: verl's keys without a counterpart in rayapp, each with the reason. `keys.py` includes it.
 
 Most belong to features that are off by default. The value for "off" is accepted, any other is refused, because it would
 change the training. Keys that concern only verl's internals are accepted with any value, and have no effect.
 
-The rule of the import for verl's `distillation`. Used by `keys_without_counterpart.py`.
+The module also has the rule for verl's section `distillation`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ _ESTIMATED = {
     (False, "k3"): "forward",
     (False, "low_var_kl"): "forward",
 }
-"""KL over sampled tokens: (use_policy_gradient, loss_mode) -> direction of the KL that has this gradient."""
+"""verl's (use_policy_gradient, loss_mode) for a KL over sampled tokens -> direction of the KL with the same
+gradient."""
 
 
 _OF_LOSS = {
@@ -41,7 +41,7 @@ _OF_LOSS = {
     "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
     "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
 }
-"""Key of distillation's policy loss -> the policy's own key, and its default."""
+"""Option of the loss in verl's section `distillation` -> the key of the policy's own loss, and this key's default."""
 
 
 def distillation(key: str, value: Any, values: Values) -> Landing:

@@ -2,8 +2,8 @@
 A rule takes a key's value and all values, and returns rayapp's settings, or the reason why the key has no effect. For
 an unsupported value it raises: nothing that changes the training is dropped silently.
 
-Rules of the import for whole features: DAPO's groups and lengths, reward managers, traces. Used by
-`keys_without_counterpart.py`.
+The rules for whole features (DAPO's groups and lengths, reward managers, traces) are here too;
+`keys_without_counterpart.py` uses them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ _MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
-    """Map the replacement of groups with equal rewards: verl limits generated batches, rayapp replaced groups."""
+    """Map the replacement of groups with equal rewards: verl limits the number of generated batches, rayapp the number
+    of replaced groups."""
     settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(value)}
     if not value:
         return Landing(settings=settings)

@@ -1,7 +1,7 @@
 """Read the verl command of a launch script without running the script. Called by `importing.py`.
 
-It knows a small part of bash: variables, arrays, quotes, `${NAME:-default}`, `$((1024 * 8))`, simple tests, and the
-programs `date`, `pwd`, `echo`, `tr`, `basename`, `dirname` and `readlink`. Tests for files look at this machine's
+The parser knows a small part of bash: variables, arrays, quotes, `${NAME:-default}`, `$((1024 * 8))`, simple tests, and
+the programs `date`, `pwd`, `echo`, `tr`, `basename`, `dirname` and `readlink`. Tests for files look at this machine's
 files. An error names the values that can't be computed.
 """
 
@@ -215,7 +215,7 @@ class _Block:
     runs: bool | None
     """True: its commands run. False: they don't. None: unknown."""
     was_true: bool | None = False
-    """True if an earlier branch ran; None if unknown."""
+    """True if an earlier branch ran; None if this is unknown."""
     subject: str = ""
     is_pattern: bool = False
 
@@ -384,7 +384,7 @@ class _Expansion:
         self._current: str | None = None
 
     def fields(self) -> list[str]:
-        """Expand the whole word."""
+        """Expand the word and return its fields."""
         self._walk(self._raw, is_quoted=False)
         return [*self._fields, *([] if self._current is None else [self._current])]
 

@@ -1,4 +1,4 @@
-"""Packs weights for sending: a few large buffers instead of hundreds of tensors.
+"""Packs weights for sending, into a few large buffers in place of hundreds of tensors.
 
 learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 ONE_IN = 8
 NUM_COLUMNS = 128
 MAX_VALUES = 1 << 24
-"""Number of a tensor's first values that its checksum covers; computing it takes a fraction of a second on one core."""
+"""Maximum number of values that a checksum covers. The checksum of so many values takes a fraction of a second on one
+core.
+"""
 
 
 class Sampler:
-    """Chooses a sample of a model's tensors, one after the other: the first of every kind, all norms, and one in eight
-    of the rest.
+    """Chooses the tensors that are checked, in the order of a model's tensors: the first of every kind, all norms, and
+    one in eight of the rest.
 
     A kind is a name without its numbers, such as `model.layers..mlp.experts..down_proj.weight`.
     """
@@ -48,10 +50,10 @@ class Sampler:
 
 
 def columns_of(name: str, width: int) -> list[int]:
-    """Return the columns of a tensor that its checksum covers: random, but the same in every process.
+    """Return the columns of a tensor that its checksum covers: a random choice, which is the same in every process.
 
-    Each column holds a value of every row. Few columns cost little: if a kernel packs a matrix, the layer itself
-    computes each column (see `held`).
+    Each column holds a value of every row. Checking few columns is cheap, although each one is computed by the layer
+    itself if a kernel packs the matrix (see `held`).
     """
     every = range(width)
     return sorted(random.Random(name).sample(every, NUM_COLUMNS)) if width > NUM_COLUMNS else list(every)
@@ -63,7 +65,7 @@ def part_of(name: str, tensor: Tensor) -> Tensor:
 
 
 def checksum_of(part: Tensor) -> int:
-    """Return the CRC-32 of the values as bfloat16, in order, whatever the device or layout; -0 counts as 0."""
+    """Return the CRC-32 of the values as bfloat16, in row-major order on any device; -0 counts as 0."""
     import torch
 
     values = part.detach().reshape(-1)[:MAX_VALUES].bfloat16() + 0.0
@@ -71,10 +73,11 @@ def checksum_of(part: Tensor) -> int:
 
 
 TensorEntry = tuple[str, str, tuple[int, ...], int, int]
-"""(name, dtype, shape, offset, nbytes); the dtype as torch prints it without `torch.`, e.g. bfloat16."""
+"""Place of a tensor in a buffer: (name, dtype, shape, offset, nbytes). The dtype is torch's name of it, e.g. bfloat16.
+"""
 
 ALIGNMENT = 64
-"""Alignment of tensors in bytes, a cache line: views of a mapped buffer are read with vector instructions."""
+"""Alignment of tensors in bytes. It is a cache line, because vector instructions read views of a mapped buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +89,9 @@ class WeightBucket:
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8]
-    """(nbytes,) contiguous; the object store maps it without a copy."""
+    """Bytes of the tensors, (nbytes,) and contiguous, so that the object store maps them without a copy."""
     checksums: tuple[tuple[str, int], ...] = ()
-    """(name, CRC-32) of its tensors that are in the sample (`Sampler`)."""
+    """(name, CRC-32) of the bucket's tensors that `Sampler` chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +102,14 @@ class SharedWeights:
     """Path such as /proc/PID/fd/NUMBER."""
     entries: tuple[TensorEntry, ...]
     checksums: Mapping[str, int]
-    """CRC-32 by name of the tensors that are in the sample."""
+    """CRC-32, by name, of the tensors that `Sampler` chooses."""
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Copy tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
     Args:
-        tensors: tensors in host memory; each is copied before the next one is requested, and may then be freed.
+        tensors: tensors in host memory. Each is copied before the next one is requested, and may be freed after that.
     """
     filling, sampler = None, Sampler()
     for name, tensor in tensors:
@@ -128,7 +131,7 @@ class _Filling:
     the copy.
 
     Args:
-        capacity: bytes; only the filled part takes up memory.
+        capacity: size of the buffer in bytes, of which only the filled part takes up memory.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -160,7 +163,7 @@ def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple
     """Yield views of the tensors in a buffer, without copying.
 
     Args:
-        data: (nbytes,) uint8.
+        data: bytes of the buffer, (nbytes,) uint8.
     """
     import torch
 

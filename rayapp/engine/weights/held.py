@@ -1,8 +1,8 @@
-"""Reads back the weights that an engine's worker computes with, as parts of the tensors that the learners sent.
+"""Reads back the weights with which an engine's worker computes, in the form of the tensors that the learners sent.
 
-vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. A
-linear layer maps a unit vector exactly to a column of its matrix, in whatever form vLLM stores the matrix. So
-`held_parts` computes the columns that the checksum covers with the layer's own kernel, and gathers them over the ranks.
+vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. In
+whatever form vLLM stores a matrix, its linear layer maps a unit vector exactly to a column of the matrix. So
+`held_parts` computes the columns that a checksum covers with the layer's own kernel, and gathers them over the ranks.
 
 vLLM keeps a layer's experts stacked, split over tensor-parallel ranks, and on CPU in the order of its kernel.
 `held_experts` yields them before they are packed; `pack_experts` packs them, and compares the output of one expert of
@@ -27,7 +27,7 @@ from torch.nn import functional
 from rayapp.engine.weights.buckets import columns_of, part_of
 
 EXACT = (torch.bfloat16, torch.float32)
-"""Number formats that hold the sent values exactly; other formats round them."""
+"""Number formats that hold the sent values (bfloat16) exactly; other formats round them."""
 _MERGED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -35,15 +35,16 @@ _MERGED: Mapping[str, tuple[str, ...]] = {
 
 
 def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, part of the tensor) for those of these names whose values can be read back from the model.
+    """Yield (name, part of the tensor) for each name in `names` whose values can be read back from the model.
 
-    A collective call of the tensor-parallel ranks, which pass the names in the same order. It leaves out tensors that
-    vLLM holds in a type that rounds, and, with several ranks, tensors that mixers split in their own way.
+    All tensor-parallel ranks call it together, with the names in the same order. It leaves out tensors that vLLM stores
+    in a rounding number format. With several ranks it also leaves out tensors that mixers (linear attention, mamba)
+    split in their own way.
 
     Args:
-        tied: the embedding is also the output layer's matrix; it is yielded a second time, as the output layer computes
-            it.
-        rounded: yield only the matrices of layers that round them, as those layers compute.
+        tied: the embedding is also the matrix of the output layer; it is then yielded a second time, as the output
+            layer computes it.
+        rounded: yield only the matrices of layers that round, computed by these layers.
     """
     from vllm.distributed import get_tp_group
 
@@ -65,12 +66,13 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = 
             elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
-                yield name, (-modules[owner].A).log()  # mamba's mixers hold it as -exp(A), in float32
+                yield name, (-modules[owner].A).log()  # mamba's mixers hold -exp(A_log), in float32
 
 
 def place_of(name: str) -> str:
-    """Return a tensor's name without the prefixes that families add, in checkpoints and in vLLM, to the language
-    model."""
+    """Return a tensor's name without the prefixes `model.` and `language_model.`, which checkpoints and vLLM add
+    differently.
+    """
     return re.sub(r"^((language_)?model\.)+", "", name)
 
 
@@ -81,10 +83,10 @@ def _renamed(model: Any, name: str) -> str:
 
 
 def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tuple[Any, list[int]] | None:
-    """Return the layer that holds a matrix or bias, and the indices of its merged parts (all, if the checkpoint merges
-    them too).
+    """Return the layer that holds a matrix or bias, and the indices of the parts that form it among the layer's merged
+    parts (all indices if the checkpoint merges the parts like vLLM).
 
-    None if vLLM reorders rows as it loads: heads of q, k and v interleaved (GPT-NeoX).
+    Return None if vLLM reorders rows as it loads, as for the interleaved heads of q, k and v of GPT-NeoX.
     """
     own = name.rpartition(".")[0].rpartition(".")[2]
     parent, _, kind = owner.rpartition(".")
@@ -164,7 +166,7 @@ def _is_split_plainly(layer: Any, which: list[int]) -> bool:
 
 
 def _tied(model: Any) -> tuple[Any, list[Any]]:
-    """Return the embedding that output layers are tied to (the first one), and those layers."""
+    """Return the first embedding, to which output layers are tied, and the output layers."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
@@ -181,7 +183,7 @@ def _head(layer: Any, name: str) -> Iterator[Tensor]:
 
 def _convolution(layer: Any, mixer: Any) -> Iterator[Tensor]:
     if layer.tp_size == 1 and layer.params_dtype in EXACT:
-        # On CPUs the weights are packed, and the layer also keeps the unpacked weights, with which some mixers compute.
+        # On CPUs the layer holds packed weights and also the unpacked weights, with which some mixers compute.
         unpacked = getattr(layer, "_cpu_unpacked_conv_weight", layer.weight)
         yield getattr(mixer, "conv_weights", unpacked)
 
@@ -207,8 +209,9 @@ def _whole(owner: Any, kind: str) -> Tensor | None:
 
 
 MAX_ROUNDING = 0.1
-"""Error of the columns of a matrix that was rounded to 8 bits, relative to their norm: a value is off by at most 1/16.
-Above 1 if the matrix is another one."""
+"""Limit for the error of a matrix's checked columns after rounding to 8 bits, relative to their norm. Rounding changes
+a value by at most 1/16; with another matrix the error is above 1.
+"""
 
 
 def is_rounded(layer: Any) -> bool:
@@ -219,7 +222,9 @@ def is_rounded(layer: Any) -> bool:
 
 
 def keep_sent_parts(model: Any) -> None:
-    """Make `load_weights` keep the checked columns of each matrix; do nothing if no layer rounds. Idempotent."""
+    """Make the model's `load_weights` keep the checked columns of each matrix that arrives. Does nothing if no layer
+    rounds. Idempotent.
+    """
     if hasattr(model, "sent_parts") or not any(map(is_rounded, model.modules())):
         return
     model.sent_parts, load_weights = {}, model.load_weights
@@ -234,7 +239,8 @@ def keep_sent_parts(model: Any) -> None:
 
 
 def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
-    """Compare the rounded layers with the matrices of the last load. Returns the names of those that were compared.
+    """Compare the matrices of rounded layers with the matrices of the last load. Returns the names of the compared
+    matrices.
 
     Raises:
         ValueError: a layer computes with another matrix.
@@ -249,7 +255,7 @@ def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
         if not error <= MAX_ROUNDING:
             raise ValueError(
                 f"{name}: the layer computes with another matrix than the learner sent: its columns differ by "
-                f"{error:.2g} of their norm, and rounding to 8 bits explains {MAX_ROUNDING:g}"
+                f"{error:.2g} of their norm, but rounding to 8 bits explains only {MAX_ROUNDING:g}"
             )
         compared.add(name)
     sent.clear()
@@ -257,7 +263,9 @@ def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
 
 
 MAX_ERROR = 0.05
-"""Error of an expert in bfloat16, relative to its largest output; about 1 if its matrices are in another order."""
+"""Limit for the error of an expert's output in bfloat16, relative to its largest value. With matrices in a wrong order
+the error is about 1.
+"""
 
 
 def _gated(activation: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -279,9 +287,10 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def held_experts(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, part of the tensor) for the experts' matrices among these names. Call it before `pack_experts`.
+    """Yield (name, part of the tensor) for each name in `names` that is a matrix of experts. Call it before
+    `pack_experts`.
 
-    A collective call of the tensor-parallel ranks. Layers whose kernel keeps experts in another order yield nothing.
+    All tensor-parallel ranks call it together. Layers whose kernel stores experts in an order of its own yield nothing.
     """
     from vllm.distributed import get_tp_group
 
@@ -301,8 +310,9 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
-    """Yield (name, this rank's parts of the merged tensor, dimension along which ranks split each part) of each
-    tensor."""
+    """Yield, for each tensor of experts, its name, this rank's parts of the merged tensor, and the dimension along
+    which ranks split each part.
+    """
     backend = getattr(getattr(layer.quant_method, "unquantized_backend", None), "name", "")
     if backend not in ("CPU", "TRITON") or not layer.moe_config.is_act_and_mul or layer.expert_map is not None:
         return
@@ -316,7 +326,7 @@ def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
                 f"{place}.down_proj_bias",
                 [layer.w2_bias.detach()],
                 1,
-            )  # in other models only the first rank has this bias
+            )  # in models other than gpt-oss only the first rank has this bias
         return
     gates, ups = gate_up.chunk(2, dim=1)
     block = place.rpartition(".")[0]
@@ -329,10 +339,10 @@ def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
 
 
 def pack_experts(model: Any) -> None:
-    """Bring experts into the order that the CPU kernel reads; do nothing on a GPU.
+    """Bring the experts' matrices into the order that the CPU kernel reads. Does nothing on a GPU.
 
-    vLLM 0.30 does so only at the first load, when it makes the kernel. After a second load the kernel would read plain
-    matrices as if they were packed, and checksums of norms and biases would not reveal it.
+    vLLM 0.30 does this only at the first load, when it makes the kernel. After a second load the kernel would read
+    plain matrices as if they were packed, and checksums of norms and biases would not reveal it.
 
     Raises:
         ValueError: an expert's output is not the product with its matrices.
@@ -358,7 +368,7 @@ def check_computes(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """Compare an expert's output with the product computed from these matrices. Raises as `pack_experts`."""
+    """Compare an expert's output with the product computed from these matrices. Raises ValueError if they differ."""
     probe = torch.randn(1, down.shape[0], generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     hidden = _ACTIVATIONS[layer.activation.value](functional.linear(probe.float(), gate_up, gate_up_bias))
     expected = functional.linear(hidden, down, down_bias)

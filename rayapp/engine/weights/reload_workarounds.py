@@ -22,9 +22,9 @@ _PARTS = {
 def mend_reload(model: Any) -> None:
     """Make `load_weights` load all of gpt-oss; do nothing for other models. Idempotent.
 
-    vLLM copies stacked experts and sinks straight into its parameters, which have no memory during a reload: the engine
-    would continue with the old values. This function passes experts one by one, so that their layer's loader handles
-    them, and copies sinks after the reload. Needed with vLLM 0.30.
+    vLLM copies stacked experts and sinks directly into its parameters, which have no memory during a reload, so the
+    engine would continue with the old values. This function makes `load_weights` pass experts one by one, so that their
+    layer's loader handles them, and copy sinks after the reload. Needed with vLLM 0.30.
     """
     if type(model).__name__ != "GptOssForCausalLM" or hasattr(model, "late_sinks"):
         return
@@ -44,7 +44,9 @@ def _one_by_one(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor])
 
 
 def copy_sinks(model: Any) -> None:
-    """Copy the sinks of the last reload into attention, on each rank those of its heads. Needed with vLLM 0.30."""
+    """Copy the sinks of the last reload into the attention layers; each rank copies the sinks of its own heads. Needed
+    with vLLM 0.30.
+    """
     from vllm.distributed import get_tensor_model_parallel_rank
 
     parameters = dict(model.named_parameters())
@@ -54,10 +56,10 @@ def copy_sinks(model: Any) -> None:
 
 
 def copy_convolutions(model: Any) -> None:
-    """Copy the convolutions of the last reload into mixers; do nothing if none is packed.
+    """Copy the convolutions of the last reload into the mixers; does nothing if no convolution is packed.
 
     On a CPU with AVX512-BF16 the layer packs the loaded weights into new memory, but mixers compute with a view of the
-    old ones. Needed with vLLM 0.30.
+    old weights. Needed with vLLM 0.30.
     """
     for mixer in model.modules():
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
@@ -69,7 +71,7 @@ def tie_again(model: Any, architecture: Any) -> None:
     """Copy the new embedding into a tied output layer.
 
     vLLM reloads layer by layer and skips an output layer that has no weights of its own in the checkpoint. On CPU that
-    layer holds a repacked copy of the embedding: without this call the engine would keep sampling with the old one.
+    layer holds a repacked copy of the embedding: without this call the engine would keep sampling with the old copy.
     Needed with vLLM 0.30.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding

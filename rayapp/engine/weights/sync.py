@@ -1,4 +1,4 @@
-"""Sends weights from the learners to the servers: chooses transport and ranks, and does one sync after the other.
+"""Sends weights from the learners to the servers: chooses transport and ranks, and makes one sync at a time.
 
     nccl, gloo     a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
     ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
@@ -7,8 +7,8 @@
     sync: Carrier.send -> every server holds the version, or is returned with its error
     catch_up: a restarted server loads the learners' weights from buckets
 
-Tensors never pass through the driver, which calls this. Senders and receivers are protocols, so that tests need neither
-Ray nor vLLM.
+The driver calls this module, but tensors never pass through the driver. Senders and receivers are protocols, so that
+tests need neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, Weigh
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of a bucket: large enough that the transfer dominates its cost, small enough that two in flight fit any object
-store.
+"""Bytes of a bucket: large enough that the transfer dominates a bucket's cost, and small enough that any object store
+has room for two buckets in flight.
 """
 
 
 class WeightGiver(Protocol):
-    """The learners, as senders of weights."""
+    """Learners, as senders of weights."""
 
     def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """Yield references to `WeightBucket`s of the present weights, as policy version `version`."""
         ...
 
     async def open_weight_group(self, servers: Sequence[Any], timeout_s: float) -> None:
-        """Form a new group with these servers, and leave the older one."""
+        """Form a new process group with these servers, and leave the earlier group."""
         ...
 
     async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
@@ -48,31 +48,33 @@ class WeightGiver(Protocol):
 
 
 class WeightTaker(Protocol):
-    """A server, as receiver of weights."""
+    """Server, as receiver of weights."""
 
     @property
     def name(self) -> str: ...
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
-        """Load a version from references to buckets, and serve with it. Returns bytes and seconds."""
+        """Load a policy version from references to buckets, and sample with it. Returns bytes and seconds."""
         ...
 
     async def go_on(self, timeout_s: float) -> int:
-        """Serve with the weights that the group sent, if they are complete. Returns the policy version; -1 for none."""
+        """Sample with the weights that the group sent, if they are complete. Returns the policy version that the server
+        holds; -1 for none.
+        """
         ...
 
 
 class Sent(NamedTuple):
-    """The outcome of one sync."""
+    """Outcome of one sync."""
 
     metrics: dict[str, float]
-    """`weight_sync/*`"""
+    """Metrics `weight_sync/*`."""
     failed: dict[str, RayappError]
-    """Servers that don't hold the version, by name, with their errors."""
+    """Error of each server that doesn't hold the version, by the server's name."""
 
 
 class Carrier(Protocol):
-    """A transport of weights from the learners to the servers."""
+    """Transport of weights from the learners to the servers."""
 
     needs_all_servers: bool
     """True if a sync must wait for a server that is starting."""
@@ -81,7 +83,7 @@ class Carrier(Protocol):
         """Connect the learners to the servers, unless they are connected.
 
         Raises:
-            WeightSyncError: a server did not join; all servers are unchanged.
+            WeightSyncError: a server did not join; the servers keep their weights.
         """
         ...
 
@@ -95,7 +97,9 @@ class Carrier(Protocol):
         ...
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Return references to buckets of the weights of the last sync, for one server; none before the first sync."""
+        """Return references to buckets with the weights of the last sync, for one server; empty before the first
+        sync.
+        """
         ...
 
 
@@ -122,17 +126,17 @@ class WeightSync:
     ) -> Sent:
         """Make `version` the policy version that all servers hold.
 
-        Servers that don't hold it are named with their errors. They refuse to generate; each must be replaced, and
-        then calls `catch_up`.
+        The result names the servers that don't hold it, with their errors. These servers refuse to generate. Each must
+        be replaced, and the new server gets its weights by `catch_up`.
 
         Args:
-            settled: returns when every server is up.
+            settled: waits until every server is up.
         Raises:
             LearnersLostError: the learners are gone.
             WeightSyncError: the learners did not give their weights in time.
         """
         if self._carrier.needs_all_servers:
-            # If joining fails, try once more: it has not changed the servers that are up.
+            # If joining fails, try once more: the servers that are up have kept their weights.
             await settled()
             if not await self._joins(learners, servers):
                 await settled()
@@ -143,7 +147,7 @@ class WeightSync:
         return sent
 
     async def _joins(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> bool:
-        """Try to connect; False if a server did not join."""
+        """Connect the learners to the servers. Returns False if a server did not join."""
         async with self._is_syncing:
             try:
                 await self._carrier.join(learners, servers)
@@ -155,12 +159,12 @@ class WeightSync:
     async def catch_up(self, server: WeightTaker) -> None:
         """Send the weights of the last sync to a server that has just started.
 
-        If those weights were lost with the learners' node, the server gets none: it serves nothing until the next sync,
-        and `are_lost` is True.
+        If those weights were lost with the learners' node, the server gets no weights: it generates nothing until the
+        next sync, and `are_lost` is True.
 
         Raises:
             LearnersLostError: the learners are gone.
-            WeightSyncError: or another error of `load_weights`; the server must be replaced.
+            WeightSyncError: `load_weights` failed, possibly with another RayappError; the server must be replaced.
         """
         # Hold the sync's lock: otherwise an older version could arrive last.
         async with self._is_syncing:
@@ -179,8 +183,8 @@ class WeightSync:
 
 
 class StoreCarrier:
-    """Transport that puts buckets into Ray's object store: written once, and read by all servers of a node without a
-    copy.
+    """Transport that puts buckets into Ray's object store. A bucket is written once, and all servers of a node read it
+    without a copy.
 
     Args:
         timeout_s: deadline of the export, and of each server's load.
@@ -196,7 +200,7 @@ class StoreCarrier:
         """Do nothing: this transport has no group."""
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
-        """See `Carrier`."""
+        """Put the weights into the object store, and load them into every server."""
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -219,8 +223,9 @@ class StoreCarrier:
         return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
 
     async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
-        """Let one server load the buckets. Returns its answer or its error, so that one server's failure doesn't hide
-        the others' success."""
+        """Load the buckets into one server. Returns the server's answer or its error, so that one failure doesn't hide
+        the success of other servers.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(version, buckets)
@@ -232,7 +237,7 @@ class StoreCarrier:
             )
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Return the references of the last sync, which the driver keeps alive."""
+        """Return the references of the last sync. The driver holds them, so the buckets stay in the object store."""
         return self._buckets
 
 
@@ -250,7 +255,7 @@ class GroupCarrier:
         self._timeout_s = timeout_s
         self._joined_by: WeightGiver | None = None
         self._joined_s = 0.0
-        """Seconds that forming a group took since the last sync."""
+        """Seconds spent on forming groups since the last sync."""
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
         """Form the group, unless these learners have formed it."""
@@ -262,8 +267,9 @@ class GroupCarrier:
         self._joined_s += time.monotonic() - started
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
-        """See `Carrier`. If one server fails, every server that lacks the version has failed: they wait for each
-        other."""
+        """Send `version` through the group. If one server fails, so does every server that lacks the version, because
+        they wait for each other.
+        """
         started, facts, error = time.monotonic(), dict[str, float](), None
         try:
             await self.join(learners, servers)
@@ -284,12 +290,13 @@ class GroupCarrier:
     async def _without(
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
-        """Call `go_on` on all servers. Returns the servers that don't hold the version, by name, with the reason.
+        """Call `go_on` on all servers. Returns the error of each server that doesn't hold the version, by the server's
+        name.
 
-        Called when every learner has finished: only then may servers take back the memory of shared GPUs.
+        Call it when every learner has finished sending: only then may servers take back the memory of shared GPUs.
         """
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
-        reason = error or WeightSyncError(f"it does not hold version {version} although the sync succeeded")
+        reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
         held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]
         return {s.name: answer for s, answer in zip(servers, held, strict=True) if isinstance(answer, RayappError)}
 
@@ -300,9 +307,9 @@ class GroupCarrier:
             return error
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Export the learners' weights, and form a new group at the next sync: the present one has lost a member.
+        """Export the learners' weights. The next sync forms a new group, because the present group has lost a member.
 
-        Waits for a step that is being trained, and then returns that step's weights.
+        While a step is being trained, the call waits; it then returns the new weights.
         """
         self._joined_by = None
         return [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
@@ -313,7 +320,7 @@ Transport = Literal["object_store", "gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferRanks:
-    """Ranks of one process group over learner 0 and all servers.
+    """Ranks of the process group of learner 0 and all workers of the servers.
 
     Example: 4 servers of TP 2 -> world_size 9, rank_offsets (1, 3, 5, 7).
     """
@@ -321,7 +328,7 @@ class TransferRanks:
     transport: Transport
     world_size: int
     rank_offsets: tuple[int, ...]
-    """Rank of each server's first worker. vLLM adds the tensor-parallel rank."""
+    """Rank of each server's first worker. vLLM adds the tensor-parallel rank to get a worker's rank."""
     bucket_bytes: int
 
 
@@ -335,8 +342,8 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if config.learner.lora.sends_adapter:
         if asked not in ("auto", "object_store"):
             raise ConfigError(
-                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter: a "
-                "few megabytes that go through object_store. Leave it auto, or set learner.lora.send: merged."
+                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter, "
+                "and adapters go through object_store. Leave the transport auto, or set learner.lora.send: merged."
             )
         return "object_store"
     if asked == "auto":
@@ -351,12 +358,12 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if asked == "ipc" and placement == "split":
         raise ConfigError(
             "server.weight_transport is ipc, which needs a learner on every GPU of every server, but "
-            "cluster.placement is split. Use nccl, or placement colocated."
+            "cluster.placement is split. Use nccl, or set cluster.placement: colocated."
         )
     if asked == "nccl" and placement == "colocated":
         raise ConfigError(
             "server.weight_transport is nccl, but cluster.placement is colocated: two ranks of one NCCL group can't "
-            "share a GPU. Use ipc, or placement split."
+            "share a GPU. Use ipc, or set cluster.placement: split."
         )
     return asked
 

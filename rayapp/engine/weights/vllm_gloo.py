@@ -1,8 +1,8 @@
-"""Weights over gloo, as a backend of vLLM's weight-transfer API: the same handshake, ranks and lifecycle as its NCCL
-backend, on a machine without GPUs.
+"""Sends weights over gloo, as a backend of vLLM's weight-transfer API. Handshake, ranks and lifecycle are those of
+vLLM's NCCL backend, but the machine needs no GPU.
 
-Registered on both sides: in the engine's workers by `vllm_worker`, in the learners by `sender`. One group of learner 0
-and all workers, made once and kept between syncs; a lost peer is an error after the deadline.
+Both sides register the backend: `vllm_worker` in the engine's workers, `sender` in the learners. There is one group of
+learner 0 and all workers, made once and kept between syncs. A lost peer is an error after the deadline.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class GlooGroup:
-    """The group of learner 0 and all workers, with the two methods of vLLM's NCCL communicator that a sync uses.
+    """Group of learner 0 and all workers. It has the two methods of vLLM's NCCL communicator that a sync uses.
 
     Args:
-        is_hopeless: called while rank 0 waits for the others; raises if one of them will never join.
+        is_hopeless: called while rank 0 waits for the other ranks; raises an error if one of them will never join.
     Raises:
         RuntimeError: a rank did not join in time, or the port is taken.
     """
@@ -80,7 +80,7 @@ class GlooGroup:
         timeout = timedelta(seconds=timeout_s)
         is_master = rank == SENDER
         store = TCPStore(address, port, world_size, is_master=is_master, timeout=timeout, wait_for_workers=False)
-        # First wait until every rank has reported: forming the group's connections waits for all, and can't be
+        # First wait until every rank has reported: forming the group's connections waits for all ranks and can't be
         # interrupted.
         store.set(f"here/{rank}", "")
         if is_master:
@@ -89,15 +89,15 @@ class GlooGroup:
         self._destroyed: Future[None] = Future()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Return when the tensor is sent, or has arrived.
+        """Send the tensor on rank `src`, receive it on the other ranks; return when this is done.
 
         Raises:
             RuntimeError: a peer is gone, or the deadline passed, or `destroy` was called.
         """
         if self._destroyed.done():
             raise RuntimeError("the group is destroyed")
-        # gloo's own abort does not interrupt a waiting broadcast. The thread keeps a reference to the group, because
-        # destroying the group would wait too.
+        # Broadcast in a thread, because gloo's own abort does not interrupt a waiting broadcast. The thread keeps a
+        # reference to the group: freeing the group would also wait.
         group = self._group
         sent = in_thread(lambda: group.broadcast(tensor, src).wait(), name="weight-sync")
         wait((sent, self._destroyed), return_when=FIRST_COMPLETED)
@@ -123,7 +123,9 @@ def _wait_for(store: TCPStore, keys: list[str], timeout_s: float, is_hopeless: C
 
 
 def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
-    """Yield the positions of tensors that are sent together: at most bucket_bytes, or one tensor that is larger."""
+    """Yield the positions of tensors that are sent together: at most bucket_bytes in total, or a single larger
+    tensor.
+    """
     start, filled = 0, 0
     for position, size in enumerate(sizes):
         if position > start and filled + size > bucket_bytes:
@@ -135,7 +137,7 @@ def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """The engine worker's side: receives buckets and loads them layer by layer."""
+    """The engine worker's side of the transfer: receives buckets and loads them layer by layer."""
 
     init_info_cls = GlooInitInfo
 
@@ -169,7 +171,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
-    """The learner's side: vLLM's own sequence of calls, with gloo in place of NCCL."""
+    """The learner's side of the transfer: vLLM's own sequence of calls, with gloo in place of NCCL."""
 
     init_info_cls = GlooTrainerInitInfo
     _bucket_bytes = 0
@@ -182,8 +184,8 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
             return engine
         wanted = {key: value for key, value in asdict(init_info).items() if key != "rank"}
         with ThreadPoolExecutor(max_workers=1) as joining:
-            # Joining blocks on both sides until the other side joins: the workers join in a thread, learner 0 in this
-            # call.
+            # Joining blocks each side until the other side joins. So another thread makes the workers join, while this
+            # thread joins for learner 0.
             workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
             engine.model_update_group = GlooGroup(
                 init_info.master_address,
@@ -212,8 +214,9 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
 
 
 def _raise_if_failed(workers: Future[None]) -> None:
-    """Raise the workers' error: torch knows only how many ranks are missing, the client knows which servers they
-    are."""
+    """Raise the workers' error, if there is one: it names the servers that are missing, while torch knows only their
+    number.
+    """
     if workers.done():
         workers.result()
 

@@ -1,7 +1,8 @@
-"""Advantages: verl's estimators, called with the data of this project's groups.
+"""Computes advantages with verl's estimators.
 
-Called by the learner once a step, on every trajectory of the step (some estimators whiten over all of them), on every
-rank alike. It never sees invalid trajectories and never computes a baseline of its own.
+The learner calls it once a step, on every rank, with all trained trajectories of the step, because some estimators
+whiten over all of them. Invalid trajectories have been left out before the call. This module computes no baseline of
+its own.
 
 Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
 """
@@ -33,38 +34,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """B trajectories, T response tokens in the longest.
+    """Inputs of an estimator for B trajectories, of which the longest has T response tokens.
 
     Example: two groups of two, one trajectory of the second invalid and left out -> B = 3, group_index [0, 0, 1].
     """
 
     rewards: FloatArray
-    """(B,)"""
+    """Reward of each trajectory, (B,)."""
     num_response_tokens: NDArray[np.int64]
-    """(B,) number of response tokens of each trajectory, at least 1."""
+    """Number of response tokens of each trajectory, (B,), at least 1."""
     group_index: NDArray[np.int64]
-    """(B,) equal for trajectories of one prompt."""
+    """Number of each trajectory's group, (B,): equal for trajectories of one prompt."""
     reward_terms: dict[str, FloatArray]
-    """Values (B,) of each reward term; gdpo normalises each term separately."""
+    """Values (B,) of each reward term, by name. gdpo normalises each term separately."""
     baselines: FloatArray | None = None
-    """(B,) reward of the group's greedy trajectory, for remax."""
+    """Reward of the greedy trajectory of each trajectory's group, (B,); only for remax."""
     kl_penalty: Tensor | None = None
-    """(B, T) reward that each token loses for its KL to the reference, 0 past a row's own tokens; None: no penalty."""
+    """Reward that each token loses for its KL to the reference, (B, T), 0 past a row's own tokens; None: no penalty."""
     old_log_probs: Tensor | None = None
-    """(B, T), for the optimal token baselines."""
+    """Log-probs at the start of the step, (B, T); only for the optimal token baselines."""
     sum_pi_squared: Tensor | None = None
-    """(B, T) sum over the vocabulary of squared probabilities, for the optimal token baselines."""
+    """Sum over the vocabulary of squared probabilities, (B, T); only for the optimal token baselines."""
     is_weights: Tensor | None = None
-    """(B, T) rollout correction weights, or None."""
+    """Importance weights of the rollout correction, (B, T); None if they are off."""
 
 
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> Tensor:
-    """Return the advantage of every response token.
+    """Return the advantage of each response token.
 
     Returns:
         (B, T) float32, 0 past a row's own tokens.
     Raises:
-        ConfigError: an unknown estimator, one that needs a critic, or a gdpo term that no reward has.
+        ConfigError: the estimator is unknown or needs a critic, or a reward lacks a term that gdpo uses.
         LearnerError: a reward is not finite, so a scorer has a bug.
     """
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -79,7 +80,7 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
 
 
 def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSection) -> FloatArray:
-    """Estimate the KL to the reference at each of R sampled tokens, (R,)."""
+    """Return an estimate of the KL to the reference, (R,), for each of R sampled tokens."""
     import torch
     from verl.trainer.ppo.core_algos import kl_penalty
 
@@ -88,20 +89,22 @@ def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSe
 
 
 class KlPenalty(NamedTuple):
-    """The KL to the reference that is subtracted from the rewards of a step."""
+    """KL to the reference that is subtracted from the rewards of a step."""
 
     rewards: Tensor
-    """(B, T) reward that each token loses."""
+    """Reward that each token loses, (B, T)."""
     mean_kl: float
     """Mean over trajectories of their mean KL per token."""
     next_coef: float
-    """Coefficient of the next step."""
+    """Coefficient of the KL at the next step."""
 
 
 def kl_penalty_of(
     kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
 ) -> KlPenalty:
-    """Multiply the KL of every token (B, T) by the coefficient, and update the coefficient with verl's controller."""
+    """Multiply the KL of every token (B, T) by the coefficient, and let verl's controller compute the next
+    coefficient.
+    """
     import torch
     from verl.trainer.config import KLControlConfig
     from verl.trainer.ppo.core_algos import get_kl_controller
@@ -125,7 +128,7 @@ def check_estimator(name: str) -> None:
 
 
 def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """Return (B, T) float32: 1 on a row's own tokens. T is the longest row, at least 1."""
+    """Return a mask (B, T) float32: 1 on a row's own tokens, else 0. T is the length of the longest row, at least 1."""
     import torch
 
     lengths = torch.as_tensor(np.asarray(num_response_tokens))
@@ -161,8 +164,9 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    """Return the arguments of gdpo, which reads each reward term from the batch and puts it on the last token
-    itself."""
+    """Return the additional arguments of gdpo, which reads the reward terms from the batch and itself puts each term on
+    the last token.
+    """
     import torch
 
     if not algorithm.gdpo_reward_terms:
@@ -171,15 +175,19 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
-        raise ConfigError(f"algorithm.gdpo_reward_terms names {missing}, but all rewards have only {sorted(whole)}")
+        raise ConfigError(
+            f"algorithm.gdpo_reward_terms names {missing}, which some rewards lack; all rewards have only "
+            f"{sorted(whole)}"
+        )
     prompts = torch.zeros(mask.shape[0], 0)
     terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
     return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}
 
 
 def _algo_config(algorithm: AlgorithmSection) -> Any:
-    """Return the part of verl's AlgoConfig that estimators read, as a DictConfig: gdpo reads keys that AlgoConfig
-    lacks."""
+    """Return the keys that estimators read from verl's AlgoConfig. It is a DictConfig, because gdpo reads keys that
+    AlgoConfig lacks.
+    """
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
@@ -192,9 +200,10 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Return (B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 the mean would
-    differ by rounding, and a group without signal would be trained with noise: advantages of about 1e-9 / (0 + 1e-6).
-    Token baselines accept only float32."""
+    """Return a tensor (B, T) with each reward on the row's last token. It is float64, so that the mean of equal rewards
+    is exactly that reward. In float32 rounding would give a group without signal advantages of about 1e-9 / (0 + 1e-6),
+    which are noise. Only for token baselines, which accept nothing else, it is float32.
+    """
     import torch
 
     dtype = torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64

@@ -1,9 +1,9 @@
 """On-policy distillation: the KL between policy and teacher on tokens that the policy sampled.
 
-`log_probs` calls `kl` a chunk of positions at a time, if the loss needs the whole distribution; the step calls
-`teacher_advantages`, if it needs the sampled tokens alone. Either KL: arXiv:2306.13649 (GKD); the reverse KL:
-arXiv:2306.08543 (MiniLLM). The log-ratio of a sampled token as its advantage, without a discount, is the form of
-Thinking Machines' "On-Policy Distillation" (2025). This module doesn't use the model itself.
+If the loss needs the whole distribution, `log_probs` calls `kl` for a chunk of positions at a time. If it needs only
+the sampled tokens, the step calls `teacher_advantages`. Forward and reverse KL: arXiv:2306.13649 (GKD); reverse KL:
+arXiv:2306.08543 (MiniLLM). Thinking Machines' "On-Policy Distillation" (2025) uses the log-ratio of a sampled token as
+its advantage, without a discount. This module doesn't use the model itself.
 
 `VerdictReader` puts the verdict on an answer before the prompt that the teacher reads. The response's tokens stay the
 same, so the difference of a token's two log-probs is negative if the verdict makes the token less likely:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 LARGEST_LOG_RATIO = 20.0
-"""Limit of the forward KL's weights, which are exponentials, if the config sets none."""
+"""Limit of the log-ratios in the forward KL, which are exponentiated, if the config sets no limit."""
 _LOG_OF_NOTHING = -87.0
-"""Log-prob that replaces those of outcomes too improbable for float32."""
+"""Lower limit of an outcome's log-prob: its probability is about the smallest in float32."""
 
 
 def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSection) -> Tensor:
@@ -43,10 +43,10 @@ def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSectio
     tokens.
 
     Args:
-        teacher, old: log-probs of the sampled tokens, under the teacher and under the policy that takes the step.
+        teacher, old: log-probs of the sampled tokens, under the teacher and under the policy at the start of the step.
     Returns:
-        For the reverse KL log q - log p; for the forward KL q / p - 1, whose gradient is that of the k3 estimator.
-        Multiplied by the section's weight, without a gradient.
+        For the reverse KL: log q - log p. For the forward KL: q / p - 1, which gives the gradient of the k3 estimator.
+        Both are multiplied by the section's weight and carry no gradient.
     """
     log_ratio = (teacher - old).detach()
     limit = section.max_log_ratio
@@ -57,10 +57,10 @@ def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSectio
 
 
 def kl(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the KL at each of C positions, (C,).
+    """Return the KL between policy and teacher at each of C positions, (C,).
 
     Args:
-        log_p, log_q: (C, V) of the policy and of the teacher.
+        log_p, log_q: log-probs (C, V) of the policy and of the teacher.
     """
     log_q = _told_apart(log_p, log_q, section)
     above, below = (log_p, log_q) if section.kl == "reverse" else (log_q, log_p)
@@ -68,8 +68,9 @@ def kl(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
 
 
 def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the gradient of `kl` with respect to the policy's logits, (C, V): reverse p (log p - log q - KL), forward
-    p - q."""
+    """Return the gradient of `kl` with respect to the policy's logits, (C, V). Reverse KL: p (log p - log q - KL);
+    forward KL: p - q.
+    """
     log_q = _told_apart(log_p, log_q, section)
     if section.kl == "forward":
         return log_p.exp() - log_q.exp()
@@ -78,8 +79,8 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the teacher's log-probs, (C, V). If `top_k` is set, all tokens outside the top k count as one outcome.
-    The KL and its gradient are those of a teacher that distributes the outcome's probability over its tokens in
+    """Return the teacher's log-probs (C, V) that `kl` compares with the policy's. With `kl_over: top_k` all tokens
+    outside the top k count as one outcome: the teacher's probability of that outcome is distributed over its tokens in
     proportion to the policy's probabilities.
     """
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
@@ -96,11 +97,11 @@ _TEXT = "An answer to the task that follows was judged: {status}, reward {value:
 
 
 class VerdictReader:
-    """Puts verdicts before prompts.
+    """Puts the verdict on an answer before the prompt that the teacher reads.
 
     Args:
-        tokenizer: the policy's, from transformers.
-        max_tokens: limit of a message; a longer verdict is cut.
+        tokenizer: tokenizer of the policy, from transformers.
+        max_tokens: maximum length of the message; a longer verdict is cut.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
@@ -117,8 +118,8 @@ class VerdictReader:
                 token_ids=np.concatenate([message, trajectory.token_ids]),
                 response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
                 rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
-                routed_experts=None,  # no server has routed tokens of this longer prompt
-                # A fork with after -1 begins a new conversation: let it continue from the message too.
+                routed_experts=None,  # the server has chosen no experts for this longer prompt
+                # A fork with after=-1 begins a new conversation, which must also begin with the message.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
             ),
         )
@@ -132,7 +133,9 @@ class VerdictReader:
         return np.array(self._rendered(text)[: self._max_tokens], np.int32)
 
     def _rendered(self, text: str) -> list[int]:
-        """Return the token ids of the text as a user's message; of the plain text if there is no chat template."""
+        """Return the token ids of the text as a user's message. Without a chat template, return the token ids of the
+        text alone.
+        """
         if getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -140,12 +143,12 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """Return log-probs (R,) of each trajectory's response tokens under the teacher, by row.
+    """Return log-probs (R,) of each trajectory's response tokens under a teacher on a server, by row.
 
     Args:
-        num_ranks: learners that call the server at the same time.
+        num_ranks: number of learners that call the server at the same time.
     Raises:
-        LearnerError: the server does not answer, or not with log-probs.
+        LearnerError: the server does not answer, or its answer has no log-probs.
     """
     try:
         return asyncio.run(_all(items, section, num_ranks))
@@ -166,7 +169,7 @@ async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ran
 
 
 async def _scored(item: TrainItem, section: DistillationSection, client: EndpointClient) -> FloatArray:
-    """Return the (R,) log-probs of one item: one request for each branch of a tree that has trained tokens."""
+    """Return the log-probs (R,) of one item. Each branch of the trajectory with trained tokens takes one request."""
     trajectory = item.trajectory
     log_probs = np.zeros(trajectory.num_tokens, np.float32)
     for path, responses in trained_branches(trajectory):
@@ -179,13 +182,13 @@ async def _scored(item: TrainItem, section: DistillationSection, client: Endpoin
 
 
 def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
-    """Return the (T,) log-prob of each token given the tokens before it; 0 for the first token."""
+    """Return the log-probs (T,) of the tokens, each given the tokens before it; 0 for the first token."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], entries[1:], strict=True)
         return np.array([0.0, *(float(entry[str(token)]["logprob"]) for token, entry in pairs)], np.float32)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise LearnerError(
-            "distillation.base_url: its answers don't have prompt_logprobs for every token "
-            f"({type(error).__name__}: {error}). It must be a vLLM server (vllm serve MODEL)."
+            "distillation.base_url: the server's answers don't have prompt_logprobs for every token "
+            f"({type(error).__name__}: {error}). Use a vLLM server (vllm serve MODEL)."
         ) from error

@@ -1,14 +1,15 @@
-"""Policy losses: verl's functions with verl's `ActorConfig`, normalised so that the result doesn't depend on how the
-batch is split.
+"""Computes policy losses with verl's functions and verl's `ActorConfig`, normalised so that the result doesn't depend
+on how the batch is split.
 
 The learner calls `policy_loss` for every micro-batch. verl's `agg_loss` divides by the global counts in
-`global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. geo_mean takes the mean over
-its own rows instead; `policy_loss` rescales it, so that micro-batches and ranks always add up.
+`global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. The loss geo_mean divides by
+the number of rows of the micro-batch. `policy_loss` rescales it, so that the losses of micro-batches and ranks always
+add up.
 
 `coupled_gradients` serves losses that depend on the whole mini-batch (clip_cov, kl_cov, normalized weights). Every rank
-computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps
-d loss / d log-prob, with which the backward of its own micro-batches starts. So the result depends on neither
-micro-batches nor ranks, random choices included.
+computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps d loss / d
+log-prob, with which the backward of its own micro-batches starts. So the result, including random choices, depends on
+neither micro-batches nor ranks.
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ if TYPE_CHECKING:
 
 
 _LEAST_MEAN = 1e-8
-"""Mean importance weight below which verl doesn't normalize."""
+"""Mean importance weight below which verl doesn't normalise the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """The divisors of every loss of one optimizer step: counts over all ranks and all micro-batches."""
+    """Divisors of the losses of one optimizer step: counts over all ranks and all micro-batches."""
 
     num_tokens: int
-    """Number of response tokens of trainable trajectories."""
+    """Number of response tokens of the trajectories in the loss."""
     num_trajectories: int
-    """Number of trainable trajectories."""
+    """Number of trajectories in the loss."""
     dp_size: int
     """Number of ranks, whose gradients FSDP averages."""
     max_response_tokens: int
-    """Divisor of seq-mean-token-sum-norm (Dr. GRPO): a constant, never the longest row of a micro-batch."""
+    """Divisor of seq-mean-token-sum-norm (Dr. GRPO). It is a constant and not the length of a micro-batch's longest
+    row.
+    """
     mean_weight: float = 1.0
     """Divisor of importance weights: their mean over the step, if rollout_correction.batch_normalize is on."""
 
@@ -66,21 +69,21 @@ class LossRows:
     """Inputs of the policy loss for B trajectories: rows of T response tokens, left-aligned (module `advantages`)."""
 
     log_probs: Tensor
-    """(B, T) log-probs under the current policy, with gradient."""
+    """Log-probs under the current policy, (B, T), with gradient."""
     old_log_probs: Tensor
-    """(B, T) log-probs under the policy at the start of the step."""
+    """Log-probs under the policy at the start of the step, (B, T)."""
     rollout_log_probs: Tensor
-    """(B, T) log-probs that the engine reported."""
+    """Log-probs that the engine reported, (B, T)."""
     advantages: Tensor
-    """(B, T)"""
+    """Advantage of each response token, (B, T)."""
     mask: Tensor
-    """(B, T) float32"""
+    """1 on a row's own tokens, else 0, (B, T) float32."""
     entropy: Tensor | None = None
-    """(B, T), with gradient if there is an entropy bonus."""
+    """Entropy at each response token, (B, T), with gradient if there is an entropy bonus."""
     ref_log_probs: Tensor | None = None
-    """(B, T) log-probs under the frozen reference, if there is a KL loss."""
+    """Log-probs under the frozen reference, (B, T); None without a KL loss."""
     teacher_kl: Tensor | None = None
-    """(B, T) KL to the teacher, with gradient if it covers more than the sampled token."""
+    """KL to the teacher, (B, T), with gradient if it covers more than the sampled token; None without a teacher."""
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
@@ -92,7 +95,8 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     name = algorithm.policy_loss
-    # In bypass mode the engine's distribution is the old policy: the ratio itself corrects the difference.
+    # In bypass mode the engine's distribution is the old policy: the loss's ratio corrects the difference to the
+    # learner.
     old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
     weights = correction_weights(rows.old_log_probs, rows.rollout_log_probs, rows.mask, algorithm)
     weights = None if weights is None else weights / scale.mean_weight
@@ -107,23 +111,23 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
         rollout_is_weights=weights,
     )
     if name == "geo_mean":
-        # geo_mean takes the mean over its own rows; every other loss divides by the global counts.
+        # geo_mean divides by the rows of this micro-batch; every other loss divides by the global counts.
         loss = loss * (rows.mask.shape[0] * scale.dp_size / max(1, scale.num_trajectories))
     return LossResult(loss=loss, metrics={key.removeprefix("actor/"): float(value) for key, value in metrics.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
-    """A scalar loss and verl's measurements, averaged over the rows' tokens."""
+    """Scalar loss, and verl's metrics averaged over the rows' tokens."""
 
     loss: Tensor
     metrics: dict[str, float]
 
 
 def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor | None:
-    """Return bounded importance weights between learner and engine (B, T), or None if they are off.
+    """Return bounded importance weights between learner and engine, (B, T), or None if they are off.
 
-    Bypass mode needs none: its loss takes the engine's log-probs as the old ones.
+    Bypass mode needs no weights: its loss takes the engine's log-probs as the old log-probs.
 
     Args:
         old, rollout: (B, T) log-probs of the sampled tokens.
@@ -141,9 +145,8 @@ def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: Al
 
 
 def mean_weight(weights: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> float:
-    """Return the mean of importance weights (B, T): over tokens, or of sequences' weights over sequences.
-
-    1 if all weights are 0, so that it can be divided by.
+    """Return the mean of importance weights (B, T): over tokens, or over sequences if each sequence has one weight.
+    Return 1 if all weights are 0, because the caller divides by the result.
     """
     counts = mask if algorithm.rollout_correction.level == "token" else mask / mask.sum(-1, keepdim=True).clamp(min=1)
     mean = float((weights * counts).sum() / counts.sum().clamp(min=1e-8))
@@ -151,7 +154,7 @@ def mean_weight(weights: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> f
 
 
 def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Return the KL to the frozen reference, aggregated like the policy loss and not multiplied by its coefficient."""
+    """Return the KL to the frozen reference, aggregated like the policy loss, without the coefficient."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
     assert rows.ref_log_probs is not None, "the KL loss needs reference log-probs"
@@ -160,7 +163,7 @@ def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Te
 
 
 def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Aggregate per-token values (B, T) to one number, as the policy loss does."""
+    """Aggregate per-token values (B, T) to one number, like the policy loss."""
     from verl.trainer.ppo.core_algos import agg_loss
 
     loss: Tensor = agg_loss(values, mask, algorithm.loss_agg_mode, **scale.for_verl())
@@ -168,7 +171,7 @@ def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale:
 
 
 def make_actor_config(config: Config, scale: LossScale) -> Any:
-    """Return verl's ActorConfig, which its losses read.
+    """Return verl's ActorConfig, which verl's losses read.
 
     Raises:
         ConfigError: `algorithm.policy_loss` is unknown.
@@ -212,7 +215,7 @@ def check_policy_loss(name: str) -> None:
 
 
 def _declared(options: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Return the options that are fields of one of verl's configs; no option is a field of two."""
+    """Return the options that are fields of `config_class`. No option is a field of two of verl's config classes."""
     names = {field.name for field in fields(config_class)}
     return {name: value for name, value in options.items() if name in names}
 
@@ -224,7 +227,9 @@ Scored = tuple[TrainItem, FloatArray, FloatArray]
 def coupled_gradients(
     scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
 ) -> dict[int, FloatArray]:
-    """Return the gradient of the loss by log-prob, (R,) by row number; times dp_size, like every loss here."""
+    """Return, by row number, the gradient of the loss with respect to the row's log-probs, (R,). It is multiplied by
+    dp_size, because FSDP averages gradients over ranks.
+    """
     if not scored:
         return {}
     scored = sorted(scored, key=lambda entry: entry[0].row)

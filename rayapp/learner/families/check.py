@@ -1,8 +1,8 @@
 """`rayapp models check`: checks a tiny model of a family in everything that training needs, in about a minute.
 
-It compares the learner with eager transformers on padded rows, packed and with shared prefixes, without and with
-adapters; loads `final/` in transformers and vLLM; compares vLLM with the learner after two syncs; and checks the tool
-parser with the model's template.
+It compares the learner, packed and with shared prefixes, without and with adapters, with eager transformers on padded
+rows. It loads `final/` in transformers and vLLM, compares vLLM with the learner after two syncs, and checks the tool
+parser with the model's chat template.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type, un
 
 VOCABULARY = 61
 EXACT_GRADIENT = {"gemma4_text": 2 * trial.MAX_GRADIENT_ERROR}
-"""Gradient limits of families that need a larger limit. Gemma 4 does not divide its attention scores by the root of the
-width, so the scores and their float32 rounding errors are several times as large."""
+"""Limits of the gradient error for families that need a larger limit than MAX_GRADIENT_ERROR. Gemma 4 does not divide
+its attention scores by the root of the width, so the scores and their float32 rounding errors are several times as
+large.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,10 @@ class FamilyCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedFamily:
-    """Family to check, as a tiny model."""
+    """Family to check, in the form of a tiny model."""
 
     kind: str
-    """`model_type` of the language model."""
+    """`model_type` of the family's language model."""
     architecture: Any
     """Config of the tiny model."""
 
@@ -89,10 +91,10 @@ def _check_refused(kind: str) -> None:
 
 
 def checks_of(subject: CheckedFamily, *, engine: bool) -> Iterator[FamilyCheck]:
-    """Run all checks but the tool parser's, and yield each result as it is known.
+    """Run all checks but the check of the tool parser, and yield each result as soon as it is known.
 
     Args:
-        engine: include vLLM, which takes most of the time.
+        engine: also check vLLM, which takes most of the time.
     """
     with tempfile.TemporaryDirectory(prefix="rayapp-models-check-") as folder:
         models = [Path(folder) / "first", Path(folder) / "second"]
@@ -114,7 +116,7 @@ def _tried(what: str, check: Callable[[], tuple[bool, str]]) -> FamilyCheck:
         holds, detail = check()
     except RayappError as error:
         return FamilyCheck(what=what, holds=False, detail=str(error))
-    except Exception as error:  # boundary: any model's code
+    except Exception as error:  # a model's code may raise anything
         return FamilyCheck(what=what, holds=False, detail=f"{type(error).__name__}: {error}")
     return FamilyCheck(what=what, holds=holds, detail=detail)
 
@@ -179,6 +181,6 @@ def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path
 
 
 def _rounding(folder: Path, groups: Any, num_tokens: int) -> float:
-    """Return the log-prob error of transformers in bfloat16, compared with float32."""
+    """Return the largest difference of log-probs between transformers in bfloat16 and in float32."""
     narrow, exact = (plain_model(folder, num_tokens, dtype) for dtype in (torch.bfloat16, torch.float32))
     return trial.log_prob_error(trial.plain_scores(narrow, groups), trial.plain_scores(exact, groups))

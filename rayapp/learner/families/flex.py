@@ -1,11 +1,14 @@
-"""Attention that the standard kernels lack: flex attention on GPU, masked blocks on CPU. For `learner.attention`.
+"""Computes, for `learner.attention`, attention that the standard kernels lack: with flex attention on GPU and masked
+blocks on CPU.
 
 On GPU torch's flex attention computes layers with sinks or a soft cap, which the varlen kernel lacks. A rule on three
-numbers of each packed token determines the tokens that it attends to, so no N x N mask is stored. tests/gpu compares it
-with the CPU's attention; the other tests run the forward uncompiled on CPU, where flex attention has no backward.
+numbers of each packed token determines the tokens to which it attends, so no N x N mask is stored. tests/gpu compares
+flex attention with the attention on CPU. Other tests run only the forward, uncompiled on CPU, where flex attention has
+no backward.
 
-On CPU masked blocks compute sliding windows and soft caps, which torch's flash kernel lacks, for each block of rows
-(queries) and columns (keys) of the packed tokens, by plain float32 matrix products. Windows are cut into small blocks.
+On CPU masked blocks compute sliding windows and soft caps, which torch's flash kernel lacks. A block has some rows
+(queries) and columns (keys) of the packed tokens, and is computed by plain float32 matrix products. Windows are cut
+into small blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 from rayapp.learner.packing import Packing, Segment
 
 MAX_ROWS = 256
-"""Rows of a block under a window: with more, most columns would be visible to few rows only."""
+"""Maximum number of rows of a block under a window. With more rows, most columns would be visible to only few rows."""
 
 
 class MaskRule(NamedTuple):
@@ -30,24 +33,25 @@ class MaskRule(NamedTuple):
 
     scale: float
     window: int | None = None
-    """Tokens that a query sees, itself included; None: its whole path."""
+    """Number of tokens that a query sees, itself included; None: its whole path."""
     softcap: float | None = None
     """Scores become cap * tanh(score / cap); None: no cap."""
 
 
 class Block(NamedTuple):
-    """Queries `rows` and keys `columns` of one segment that they attend to."""
+    """Queries `rows`, and keys `columns` of one segment, to which the queries attend."""
 
     rows: slice
     columns: slice
     is_own: bool = False
-    """Rows and columns are the same tokens: each row sees the columns up to itself."""
+    """True if rows and columns are the same tokens: each row then sees the columns up to itself."""
     is_masked: bool = False
-    """The flash kernel can't compute it: rows see only some of the columns, or scores are capped."""
+    """True if the flash kernel can't compute the block, because rows see only some of the columns or scores are capped.
+    """
 
 
 def blocks_of(segments: Sequence[Segment], positions: Tensor, rule: MaskRule) -> Iterator[Block]:
-    """Yield all blocks; the first block of each row is its own segment's.
+    """Yield all blocks. The first block of each row has the row's own segment as columns.
 
     Args:
         positions: (N,) position of each token within its own sequence.
@@ -74,7 +78,7 @@ def _masked(s: Segment, first: int, last: int, places: Sequence[int], window: in
     for start in range(first, last, MAX_ROWS):
         stop = min(start + MAX_ROWS, last)
         rows = places[start:stop]
-        # Positions are consecutive inside a segment, so that adding a shift makes them columns.
+        # Positions are consecutive inside a segment, so position + shift is the column.
         shift = s.start - places[s.start]
         columns = slice(max(s.start, min(rows) - window + 1 + shift), min(s.end, max(rows) + 1 + shift))
         if columns.start < columns.stop:
@@ -82,13 +86,15 @@ def _masked(s: Segment, first: int, last: int, places: Sequence[int], window: in
 
 
 def mask_of(block: Block, positions: Tensor, rule: MaskRule) -> Tensor:
-    """Return the mask (R, C), True where a row sees a column."""
+    """Return a block's mask (R, C), True where a row sees a column."""
     behind = positions[block.rows, None] - positions[None, block.columns]
     return (behind >= 0) if rule.window is None else (behind >= 0) & (behind < rule.window)
 
 
 def masked_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
-    """Return a block's output (Hkv, G, R, D) and log-sum-exp (Hkv, G, R); 0 and -inf for rows that see nothing."""
+    """Return a block's output (Hkv, G, R, D) and log-sum-exp (Hkv, G, R). They are 0 and -inf for rows that see no
+    column.
+    """
     scores = _scores(query, key, mask, rule)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -105,7 +111,7 @@ def masked_backward(
     mask: Tensor,
     rule: MaskRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (Hkv, G, R or C, D) of a block's query, key and value.
+    """Return the gradients of a block's query (Hkv, G, R, D), key and value (Hkv, G, C, D).
 
     Args:
         out: final output of the rows, over all blocks.
@@ -116,7 +122,7 @@ def masked_backward(
     delta = torch.linalg.vecdot(grad_out, out).unsqueeze(-1)
     slopes = (grad_out @ value.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(rule.scale)
     if rule.softcap is not None:
-        # d tanh(x) = 1 - tanh(x)^2; masked entries have weight 0 and a score of -inf.
+        # d/dx tanh(x) = 1 - tanh(x)^2. Masked entries have weight 0 and a score of -inf.
         slopes.mul_(1 - (scores.masked_fill_(weights == 0, 0.0) / rule.softcap).square_())
     return slopes @ key, slopes.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad_out
 
@@ -130,14 +136,14 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor, rule: MaskRule) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMask:
-    """The radix tree of N packed tokens, on the device."""
+    """Radix tree of N packed tokens, on the device."""
 
     ends: Tensor
-    """(N,) end of the subtree of each token's segment, as a packed position."""
+    """End of the subtree of each token's segment, (N,), as a packed position."""
     positions: Tensor
-    """(N,) position of each token within its own sequence."""
+    """Position of each token within its own sequence, (N,)."""
     masks: dict[int | None, Any] = field(default_factory=dict)
-    """Flex attention's masks by window, shared by all layers of a kind."""
+    """Masks of flex attention by window. Layers with the same window share a mask."""
 
     def block_mask(self, window: int | None) -> Any:
         """Return flex attention's mask of this tree."""
@@ -156,7 +162,7 @@ class TreeMask:
             seen = (key <= query) & (query < ends[key])
             return seen if window is None else seen & (positions[query] - positions[key] < window)
 
-        # Compile it on a GPU: uncompiled, N x N booleans exist at once.
+        # Compile this on a GPU: uncompiled, N x N booleans would exist at once.
         return create_block_mask(
             sees, None, None, num_tokens, num_tokens, device=str(ends.device), _compile=ends.device.type == "cuda"
         )
@@ -176,7 +182,7 @@ def flex_tree_attention(
     """Return the output (1, N, Hq, D) for query (1, Hq, N, D), key and value (1, Hkv, N, D)."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    # Make it a tensor: the compiler treats a closure's number as dynamic, and fails in the backward.
+    # Make the cap a tensor: the compiler treats a number in a closure as dynamic, and then fails in the backward.
     cap = None if rule.softcap is None else torch.full((), rule.softcap, dtype=torch.float32, device=query.device)
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -202,7 +208,7 @@ def flex_tree_attention(
 
 @cache
 def _flex(device_type: str) -> Any:
-    """Return flex attention, compiled on GPU."""
+    """Return torch's flex attention, compiled if the device is a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention

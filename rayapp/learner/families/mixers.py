@@ -1,8 +1,9 @@
-"""Mixers: layers that mix tokens by other means than attention (linear attention, short convolutions, mamba).
+"""Runs mixers on packed tokens. Mixers are layers that mix tokens by other means than attention: linear attention,
+short convolutions, mamba.
 
 On packed tokens their state would leak from one sequence into the next. So each mixer gets every sequence in a row of
-its own, padded on the right, where padding does not affect causal layers. That is exact with any kernel, and with
-shared prefixes too: a token that several sequences share is computed in each of their rows, and read from the first.
+its own, padded on the right, where padding does not affect causal layers. This is exact with any kernel and with shared
+prefixes: a token that several sequences share is computed in the row of each, and read from the first of these rows.
 Call `give_borders` on each new model.
 """
 
@@ -21,13 +22,13 @@ from rayapp.core.errors import LearnerError
 from rayapp.learner.packing import Segment, segment_paths
 
 MAX_PADDING = 2
-"""Rows that are computed together are at most this many times as long as the shortest."""
+"""Rows that are computed together are at most this many times as long as the shortest of them."""
 
 
 class Borders:
     """Borders of the sequences in the current forward, for all mixers of a model.
 
-    They stay set until the next forward, as activation checkpointing computes layers again during the backward.
+    They stay set until the next forward, because activation checkpointing computes layers again during the backward.
     """
 
     def __init__(self) -> None:
@@ -37,11 +38,11 @@ class Borders:
 
     @property
     def are_set(self) -> bool:
-        """True if the forward has packed rows, False if its rows are plain."""
+        """True if the current forward has packed tokens; False if each of its rows is one sequence."""
         return bool(self._segments)
 
     def begin(self, segments: tuple[Segment, ...], device: torch.device) -> None:
-        """Set the borders for a forward; without segments its rows are plain."""
+        """Set the borders for a forward. Without segments, each row of the forward is one sequence."""
         if segments is self._segments:
             return
         if not segments:
@@ -56,10 +57,12 @@ class Borders:
         """Run a mixer sequence by sequence: (1, N, H) -> (1, N, H').
 
         Raises:
-            LearnerError: the number of tokens differs from the forward's.
+            LearnerError: the number of tokens differs from that of the forward.
         """
         if hidden.shape[:2] != (1, self._place.numel()):
-            raise LearnerError(f"a layer got {tuple(hidden.shape[:2])} tokens, the forward has {self._place.numel()}")
+            raise LearnerError(
+                f"a layer got {tuple(hidden.shape[:2])} tokens, but the forward has {self._place.numel()}"
+            )
         packed = hidden[0]
         mixed = [mixer(packed.index_select(0, index.reshape(-1)).unflatten(0, index.shape)) for index in self._rows]  # type: ignore[no-untyped-call]
         return torch.cat([rows.flatten(0, 1) for rows in mixed]).index_select(0, self._place)[None]
@@ -87,7 +90,7 @@ def give_borders(causal_lm: Any) -> bool:
 
 
 def mixers_of(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the modules with a convolution along the sequence, with which every kind of mixer begins."""
+    """Return the model's mixers: the modules with a convolution along the sequence, which every kind of mixer has."""
     return [module for module in causal_lm.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
 
 
@@ -98,7 +101,7 @@ def _bordered(forward: Callable[..., Any], borders: Borders, hidden_states: Tens
 
 
 def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
-    """Return the packed positions of each leaf's path; together they hold every token."""
+    """Return the packed positions of the path to each leaf of the trees. Together the paths hold every token."""
     continued = {segment.parent for segment in segments}
     return [path for number, path in enumerate(segment_paths(segments)) if number not in continued]
 
@@ -107,8 +110,8 @@ def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]]
     """Lay out paths in batches of about equal length.
 
     Returns:
-        Batches (B, T) of paths, each padded with its last token; and (N,) index of each token's first place among the
-        flattened batches.
+        Batches (B, T) of paths, each path padded with its last token; and the index (N,) of each token's first place in
+        the flattened batches.
     """
     rows, firsts, begin = [], [], 0
     for bunch in _bunches(sorted(paths, key=len)):
@@ -120,7 +123,7 @@ def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]]
         begin += index.size
     token, where = np.concatenate(firsts, axis=1)
     place = np.empty(int(token.max()) + 1, np.int64)
-    place[token[::-1]] = where[::-1]  # reversed, so that each token's first place is assigned last
+    place[token[::-1]] = where[::-1]  # reversed, so that a token's first place is assigned last and stays
     return rows, place
 
 

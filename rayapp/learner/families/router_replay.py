@@ -1,11 +1,12 @@
 """Router replay (R3, arXiv 2510.11370): trains a mixture of experts with the experts that the server chose.
 
-Where two experts score nearly equally, rounding decides which one a token goes to, and server and learner may decide
-differently, which changes the log-prob. So the server records its choice, and the learner's routers follow it. The
-learner still computes the weight of each chosen expert, with its gradient: only the result of a router's `topk(scores,
-k)` is replaced, by the recorded experts and their scores.
+If two experts score nearly equally, rounding decides to which expert a token goes. Server and learner may then choose
+different experts, which changes the log-prob. So the server records its choice, and the learner's routers follow it.
+The learner still computes the weight of each chosen expert, with its gradient: only the result of a router's
+`topk(scores, k)` is replaced, by the recorded experts and their scores.
 
-`check_replay` tries this on a small model of the family, and refuses families that choose experts by other means.
+`check_replay` tries router replay on a small model of the family, and refuses families that choose experts by other
+means.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.state.lora import ROUTERS
 
 EXPERTS = "routed_experts"
-"""Keyword of a decoder's forward: (N, layers, k) numbers of experts, -1 for a router's own choice; None: no replay."""
+"""Keyword argument of a decoder's forward: numbers of experts (N, layers, k), -1 for a router's own choice; None: no
+replay.
+"""
 _ROUTE = "route_tokens_to_experts"
-"""Method of transformers' blocks that chooses the experts in families whose router doesn't."""
+"""Method of transformers' expert blocks that chooses the experts in families whose router module does not."""
 _TOPK = (torch.topk, Tensor.topk)
 
 
 def num_experts_of(text: Any) -> int:
-    """Return the number of experts of a layer by the model's config; 0 without experts."""
+    """Return the number of experts of a layer, from the model's config; 0 without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((count for name in names if (count := getattr(text, name, None))), 0)
 
 
 class RouterReplay:
-    """Makes a model's routers choose the experts that its decoder is given as EXPERTS. Create it before sharding."""
+    """Makes a model's routers choose the experts that the decoder's forward gets as argument EXPERTS. Create it before
+    sharding.
+    """
 
     def __init__(self, causal_lm: Any) -> None:
         num_experts = num_experts_of(causal_lm.config.get_text_config())
@@ -46,7 +51,7 @@ class RouterReplay:
         self.routed = [
             own for own, layer in zip(layers, causal_lm.get_decoder().layers, strict=True) if own.join(layer)
         ]
-        """Layers that have routers."""
+        """Layers with routers."""
 
     def check(self, recorded: Sequence[NDArray[np.int16] | None]) -> None:
         """Check the experts that an engine recorded.
@@ -72,7 +77,9 @@ class RouterReplay:
                 )
 
     def take_agreement(self) -> tuple[int, int]:
-        """Return and reset two counts: replayed experts that the learner's routers would have chosen, and all."""
+        """Return and reset two counts: replayed experts that the learner's routers would also have chosen, and all
+        replayed experts.
+        """
         found = [layer.counts for layer in self.routed if layer.counts is not None]
         for layer in self.routed:
             layer.counts = None
@@ -81,17 +88,18 @@ class RouterReplay:
 
 
 class _Layer:
-    """One layer of the decoder, with the experts that its routers must choose in the current forward."""
+    """Layer of the decoder, with the experts that its routers must choose in the current forward."""
 
     def __init__(self, number: int, num_experts: int) -> None:
         self.number, self.num_experts = number, num_experts
         self.experts: Tensor | None = None
-        """(N, k)"""
+        """Experts that the layer's routers must choose, (N, k); None: the routers choose themselves."""
         self.counts: Tensor | None = None
-        """(2,) as `RouterReplay.take_agreement`."""
+        """Number of replayed experts that the routers would have chosen, and of all replayed experts, (2,)."""
 
     def join(self, layer: nn.Module) -> bool:
-        """Hook the layer to take the experts out of its arguments, and wrap its router; return False without a router.
+        """Add a hook that takes the experts out of the layer's arguments, and wrap the layer's router. Return False if
+        it has no router.
 
         The hook also runs when activation checkpointing calls the layer again."""
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -113,7 +121,7 @@ class _Layer:
             return forward(*args, **options)
 
     def chosen(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores (N, k) and numbers of the experts that replace the router's own choice."""
+        """Return the scores (N, k) and the numbers of the experts that replace the router's own choice `own`."""
         assert self.experts is not None
         experts = torch.where(self.experts < 0, own, self.experts)
         alike = (self.experts[:, :, None] == own[:, None]).any(2).sum()
@@ -123,7 +131,7 @@ class _Layer:
 
 
 class _Choosing(TorchFunctionMode):
-    """Context in which `topk` over all experts of a layer returns the recorded ones; other calls are unchanged."""
+    """Context in which `topk` over all experts of a layer returns the recorded experts. Other calls are unchanged."""
 
     def __init__(self, layer: _Layer) -> None:
         super().__init__()
@@ -142,27 +150,30 @@ def check_replay(causal_lm: Any) -> None:
     Args:
         causal_lm: a small model, which can't be used afterwards.
     Raises:
-        InputError: its routers can't be made to choose given experts.
+        InputError: the routers of the model can't be made to choose given experts.
     """
     text = causal_lm.config.get_text_config()
     refused = f"learner.router_replay: model_type {text.model_type!r}"
     if not num_experts_of(text):
-        raise InputError(f"{refused} is not a mixture of experts. Set it to false.")
+        raise InputError(f"{refused} is not a mixture of experts. Set learner.router_replay: false.")
     if getattr(text, "topk_method", "") == "group_limited_greedy":
         raise InputError(
-            f"{refused} gives experts outside of the best groups no weight (topk_method: group_limited_greedy), also "
-            "where the server has chosen them. Set it to false."
+            f"{refused} gives experts outside of the best groups no weight (topk_method: group_limited_greedy), "
+            "even if the server chose them. Set learner.router_replay: false."
         )
     replay = RouterReplay(causal_lm)
     if not replay.routed:
-        raise InputError(f"{refused} has no layer with a part named {' or '.join(sorted(ROUTERS))}. Set it to false.")
+        raise InputError(
+            f"{refused} has no layer with a part named {' or '.join(sorted(ROUTERS))}. Set learner.router_replay: "
+            "false."
+        )
     k, num_experts = text.num_experts_per_tok, num_experts_of(text)
     first, last = (_told(causal_lm, torch.arange(start, start + k), replay) for start in (0, num_experts - k))
     deaf = [layer.number for layer in replay.routed if layer.counts is None]
     if deaf or (k < num_experts and torch.equal(first, last)):
         raise InputError(
             f"{refused} chooses its experts by other means than the best k of their scores (layers {deaf or 'all'}), "
-            "which can't be replaced. Set it to false."
+            "which can't be replaced. Set learner.router_replay: false."
         )
 
 

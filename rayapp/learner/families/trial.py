@@ -1,7 +1,7 @@
 """Compares the learner with plain transformers and with vLLM on a tiny model of a family.
 
-`rayapp models check` prints the differences, and the tests hold them to limits. Plain transformers computes padded rows
-with eager attention; vLLM loads what the learner exported, and gets weights by syncs.
+`rayapp models check` prints the differences, and the tests compare them with limits. Plain transformers computes padded
+rows with eager attention. vLLM loads the model that the learner exported, and gets weights by syncs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rayapp.learner.supervised import log_probs_of
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 12, 16
 MAX_LOG_PROB_ERROR, MAX_GRADIENT_ERROR = 2e-5, 5e-6
-"""Limits in float32; the gradient's is relative to the largest entry of all gradients."""
+"""Limits of the errors in float32. The gradient's error is relative to the largest entry of all gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,19 @@ class Scores:
     """Log-probs and gradients of one computation of the groups."""
 
     log_probs: list[FloatArray]
-    """(R,) of each trajectory's sampled tokens."""
+    """Log-probs of the sampled tokens, (R,), by trajectory."""
     gradients: dict[str, Tensor]
     """Gradients of a GRPO step, by transformers' names."""
 
 
 def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
-    """Save a model of this config, with random weights exact in bfloat16, and a tokenizer of the words w0, w1, ..."""
+    """Save a model of this config, with random weights that bfloat16 holds exactly, and a tokenizer with the words w0,
+    w1, ...
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    architecture = copy.deepcopy(architecture)  # save_pretrained writes a text into its dtype
+    architecture = copy.deepcopy(architecture)  # a copy, because save_pretrained replaces its dtype by a string
     with torch.random.fork_rng(devices=[]):
         causal_lm = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
     randomize(causal_lm, seed=seed)
@@ -70,7 +72,7 @@ def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
 
 
 def randomize(causal_lm: Any, *, seed: int) -> None:
-    """Set random weights with which each part of the model affects its scores. Buffers don't depend on the seed."""
+    """Set random weights, so large that each part of the model affects its scores. Buffers don't depend on the seed."""
     weights, others = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in causal_lm.parameters():
@@ -104,7 +106,9 @@ def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner
 
 
 def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:
-    """Return two groups whose completions share more than the prompt, with tool tokens in between."""
+    """Return two groups of trajectories that contain tool tokens. Trajectories of a group share the prompt and some
+    tokens after it.
+    """
     rng = np.random.default_rng(seed)
     return [_group(rng, number, vocabulary) for number in range(2)]
 
@@ -166,8 +170,9 @@ def learner_of(config: Config) -> Iterator[PolicyLearner]:
 
 
 def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
-    """Compute log-probs and gradients with a learner, whose weights stay unchanged. Collective: every rank computes its
-    share of the gradients."""
+    """Compute log-probs and gradients with a learner without changing its weights. Collective: every rank computes its
+    share of the gradients.
+    """
     # Get the parameters first, because a forward replaces them by gathered ones.
     named = dict(learner.model.causal_lm.named_parameters())
     learner.optimizer = kept = _KeepGradients(learner.model.parameters(), lr=0.0)  # type: ignore[assignment]
@@ -188,13 +193,15 @@ class _KeepGradients(torch.optim.SGD):
 
 
 def log_prob_error(found: Scores, expected: Scores) -> float:
-    """Return the largest difference of a log-prob."""
+    """Return the largest difference between two log-probs of the same token."""
     pairs = zip(found.log_probs, expected.log_probs, strict=True)
     return max(float(np.abs(own - theirs).max()) for own, theirs in pairs)
 
 
 def gradient_error(found: Scores, expected: Scores) -> float:
-    """Return the largest difference of a gradient's entry, relative to the largest entry."""
+    """Return the largest difference between two entries of the same gradient, relative to the largest entry of all
+    gradients.
+    """
     missing = expected.gradients.keys() - found.gradients.keys()
     if missing:
         return math.inf
@@ -204,7 +211,7 @@ def gradient_error(found: Scores, expected: Scores) -> float:
 
 
 def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores | None:
-    """Derive the gradients of a learner's adapters (W + alpha / rank * B A) from those of all weights in `expected`.
+    """Derive the gradients of a learner's adapters (W + alpha / rank * B A) from the weights' gradients in `expected`.
 
     Collective; None on ranks where `expected` is None."""
     section = learner.config.learner.lora
@@ -224,8 +231,10 @@ def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores
 
 
 MAX_ENGINE_ERROR = {"float32": 1e-4, "bfloat16": 0.2}
-"""Limits of log-prob errors, by the engine's dtype. Correctly served families differ by at most 2e-5 in float32, and by
-0.12 in bfloat16 if two experts score nearly equally; wrongly served families by 0.7 or more."""
+"""Limits of log-prob errors, by the engine's dtype. Families that vLLM serves correctly differ by at most 2e-5 in
+float32, and by at most 0.12 in bfloat16 (if two experts score nearly equally). Families that it serves wrongly differ
+by 0.7 or more.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +242,11 @@ class EngineErrors:
     """Largest differences of log-probs between engine and learner."""
 
     at_start: float
-    """Difference with the `final/` that the learner wrote."""
+    """Difference after vLLM has loaded the folder `final/` that the learner wrote."""
     after_syncs: tuple[float, ...]
-    """Differences after a sync of other weights, and after a sync of the first weights again."""
+    """Difference after a sync of other weights, and difference after a sync back to the first weights."""
     unseen: int
-    """Sampled tensors of a sync that the engine's check of its weights does not cover."""
+    """Number of a sync's sampled tensors that the engine could not compare with the learner's."""
 
     @property
     def largest(self) -> float:
@@ -245,7 +254,7 @@ class EngineErrors:
 
 
 async def engine_errors(configs: tuple[Config, Config], groups: list[Group], final: Path) -> EngineErrors:
-    """Start vLLM with a model that a learner exported, and sync weights twice.
+    """Start vLLM with a model that a learner exported, sync weights twice, and return the differences of log-probs.
 
     Args:
         configs: configs of two models of one architecture; the engine starts with the first.

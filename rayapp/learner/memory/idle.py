@@ -1,8 +1,9 @@
 """Parks an idle learner's tensors in host memory, so that a server on the same GPU can use the GPU memory for its
 cache.
 
-The tensor objects that FSDP and the optimizer hold stay; only their storages are emptied and filled again. The learner
-actor parks the tensors after each call that computes, and fetches them before the next (`learner.offload_when_idle`).
+FSDP and the optimizer keep their tensor objects; only the storages of the tensors are emptied and filled again. The
+learner actor parks the tensors after each call that computes, and fetches them before the next such call
+(`learner.offload_when_idle`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from rayapp.learner.distributed import local_part
 
 
 class _Parked(NamedTuple):
-    """An emptied storage and its content."""
+    """Emptied storage and its content."""
 
     storage: torch.UntypedStorage
     content: Tensor
-    """Content in host memory, pinned if the storage is a GPU's."""
+    """Content of the storage in host memory, which is pinned if the storage is on a GPU."""
 
 
 class IdleMemory:
-    """Moves tensors to host memory and back. They must not be used in between."""
+    """Moves tensors to host memory and back. Parked tensors must not be used."""
 
     def __init__(self) -> None:
         self._parked: dict[int, _Parked] = {}
         self._copies: dict[int, Tensor] = {}
-        """Host memory by storage, kept for later rounds: pinning it takes as long as several copies."""
+        """Host memory by storage. It is kept and used again, because pinning it takes as long as several copies."""
 
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their memory. Parked tensors stay parked."""
@@ -50,7 +51,7 @@ class IdleMemory:
         """Restore the memory and content of these tensors, if they are parked.
 
         Raises:
-            torch.OutOfMemoryError: there is no room; all of them stay parked.
+            torch.OutOfMemoryError: the GPU has no room; all tensors stay parked.
         """
         keys = [key for key, _ in _storages(tensors) if key in self._parked]
         storages = [self._parked[key].storage for key in keys]
@@ -82,7 +83,7 @@ class IdleMemory:
 
 
 def weights_of(*models: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's shards of all parameters, after resharding those that a forward left gathered."""
+    """Yield this rank's shards of all parameters. Parameters that a forward left gathered are resharded first."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -97,7 +98,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """Yield each storage once, with a key that identifies it for its lifetime."""
+    """Yield the storages of tensors, each once, with a key that identifies a storage during its lifetime."""
     seen = set[int]()
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
@@ -112,6 +113,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait until copies to and from GPUs are done, because the calls only queue them."""
+    """Wait until copies to and from GPUs are done; the calls that copy only queue them."""
     for device in {storage.device for storage in storages if storage.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Finds the nearest config that fits into memory, as overrides, using the formulas of `rayapp.learner.memory.plan`."""
+"""Finds the config that fits into memory with the fewest changes, by the formulas of `rayapp.learner.memory.plan`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from rayapp.learner.memory.shape import Gpu, ModelShape
 
 MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
 LARGEST_SHARE = 0.95
-"""Largest share of a GPU to give to vLLM: other programs and fragmentation take the rest."""
+"""Largest share of a GPU that vLLM may get: other programs and fragmentation take the rest."""
 AUTO_MARGIN = 0.03
-"""Share of a GPU that `server.gpu_memory_utilization: auto` leaves free of the largest share that the plan finds."""
+"""`server.gpu_memory_utilization: auto` becomes the largest share that fits by the plan, minus this margin."""
 SMALL_CHUNK = 256
-"""Minimum number of rows of logits at once: with fewer rows, matrix products are slow."""
+"""Minimum number of rows in a chunk of logits: with fewer rows, matrix products are slow."""
 
 Change = Callable[[ModelShape, Config, Gpu], Config]
 
 
 def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
     """Return the largest `learner.max_tokens_per_microbatch` with which the learner fits; 0 if the longest sequence
-    doesn't."""
+    does not fit.
+    """
 
     def fits(tokens: int) -> bool:
         return plan_gpu(shape, with_values(config, learner={"max_tokens_per_microbatch": tokens}), gpu).learner_fits
@@ -40,7 +41,7 @@ def largest_server_share(shape: ModelShape, config: Config, gpu: Gpu) -> float:
     """Return the largest `server.gpu_memory_utilization` with which a server fits, in whole hundredths."""
     config = with_token_budget(shape, config, gpu.room)
     if config.server.gpu_memory_utilization == "auto":
-        config = with_values(config, server={"gpu_memory_utilization": 0.5})  # what is beside it does not depend on it
+        config = with_values(config, server={"gpu_memory_utilization": 0.5})  # the memory beside it stays the same
     free = (gpu.room - plan_gpu(shape, config, gpu).beside_server) / gpu.room
     return max(0.05, min(LARGEST_SHARE, int(free * 100) / 100))
 
@@ -106,7 +107,9 @@ def _larger_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
 
 
 def _wider_servers(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    """Double the tensor parallelism, on the same GPUs, or on twice as many if there is one server."""
+    """Double the tensor parallelism. An even number of servers is halved, so that they keep their GPUs; an odd number
+    stays.
+    """
     tp, servers = config.server.tensor_parallel_size, config.server.num_servers
     if shape.num_heads % (2 * tp):
         return config

@@ -1,7 +1,8 @@
-"""Computes the GPU memory of a configuration, by kind, before anything is allocated: `rayapp plan CONFIG --gpu h200`.
+"""Computes the memory that a configuration takes, by kind, before anything is allocated: `rayapp plan CONFIG --gpu
+h200`.
 
-The formulas use only the model's shape and the config. Tests compare them with the learner's own step on fake tensors
-(`simulation.py`): they are within 10% of its peak. All sizes are bytes per GPU.
+The formulas use only the model's shape and the config. Tests compare the formulas with the learner's own step on fake
+tensors (`simulation.py`): they are within 10% of the step's peak. All sizes are bytes per GPU.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from rayapp.config.other_models import ModelServerSection
 from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
-"""CUDA context, kernels and NCCL's buffers: an assumption. One H100 without NCCL took 0.8 GiB."""
+"""Assumed bytes of the CUDA context, kernels and NCCL's buffers. On one H100, without NCCL, 0.8 GiB were measured."""
 GRAPH_BYTES = GIB
-"""vLLM's CUDA graphs, which come on top of server.gpu_memory_utilization and stay while it sleeps: an assumption."""
+"""Assumed bytes of vLLM's CUDA graphs. They come on top of server.gpu_memory_utilization, and stay while the server
+sleeps.
+"""
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
-"""Resident memory of a process with its libraries imported and no weights yet: 0.5 and 0.7 GiB a process, of which a
-server has three; measured with vLLM 0.30 and torch 2.13."""
+"""Resident memory of a learner and of a server with libraries imported and no weights yet. Measured with vLLM 0.30 and
+torch 2.13: a learner's process takes 0.5 GiB, and each of a server's three processes 0.7 GiB.
+"""
 WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB
-"""Resident memory of a rollout worker with its groups, and of Ray's own processes with the driver: assumptions."""
+"""Assumed resident memory of a rollout worker with its groups, and of Ray's own processes and the driver together."""
 PINNED_FACTOR = 1.5
-"""Bytes of pinned host memory for each byte kept there, as torch rounds blocks up to powers of two. Computed: 1.5 for
-the tensors of Qwen2.5-3B, 1.4 for those of Qwen3-8B."""
+"""Bytes of pinned host memory for each byte kept there, because torch rounds blocks up to powers of two. Computed: 1.5
+for the tensors of Qwen2.5-3B, 1.4 for the tensors of Qwen3-8B.
+"""
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
 """Share of a GPU that `learner.max_tokens_per_microbatch: auto` fills."""
@@ -41,7 +46,7 @@ class Moment:
     gathered: int = 0
     """Weights that FSDP has gathered in the compute dtype, and its buffers."""
     activations: int = 0
-    """Activations kept for the backward, and the working memory of one or two operators."""
+    """Activations kept for the backward, and the temporary tensors of one or two operators."""
     head: int = 0
     """Logits of the chunks that exist at once, and the head's gradient."""
     unreduced: int = 0
@@ -57,17 +62,17 @@ class LearnerPlan:
     """Bytes on each learner's GPU."""
 
     weights: int
-    """Shards of the policy: trained ones in float32, others in the compute dtype."""
+    """Shards of the policy: trained parameters in float32, frozen parameters in the compute dtype."""
     frozen: dict[str, int]
     """Shards of the models that don't learn, by name (`frozen_models`)."""
     gradients: int
-    """Shards in float32, from the first micro-batch of a step to its end."""
+    """Shards of the gradients in float32, from the first micro-batch of a step to the step's end."""
     optimizer: int
     """AdamW's two moments."""
     moments: tuple[Moment, ...]
     """Moments of a full micro-batch at which the peak can be."""
     host: int
-    """Bytes that `learner.cpu_offload` keeps in host memory. Not in `total`."""
+    """Bytes that `learner.cpu_offload` keeps in host memory; `total` does not include them."""
     is_parked: bool = False
     """True if weights and moments are in host memory while servers generate (`learner.offload_when_idle`)."""
     runtime: int = RUNTIME_BYTES
@@ -92,7 +97,7 @@ class LearnerPlan:
 
     @property
     def giving(self) -> int:
-        """Bytes on the GPU while weights are sent or exported, without the buffers."""
+        """Bytes on the GPU while weights are sent or exported, without the buffers for sending."""
         return self.runtime + self.weights if self.is_parked else self.resident
 
 
@@ -102,17 +107,17 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """KV cache: the rest of server.gpu_memory_utilization; below 0 if the weights don't fit."""
+    """Bytes for the KV cache: vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
     runtime: int
-    """CUDA, and the working memory of the largest prefill and of sampling a full batch."""
+    """Memory of CUDA, and the temporary tensors of the largest prefill and of sampling a full batch."""
     graphs: int
     """CUDA graphs, on top of server.gpu_memory_utilization."""
     kv_token_bytes: int
     """Bytes of one token's keys and values on one GPU."""
     kv_tokens: int
-    """Tokens that the cache holds, over all GPUs of the server."""
+    """Number of tokens that the KV cache holds, over all GPUs of the server."""
     num_sequences: int
-    """Number of sequences of full length that the cache holds."""
+    """Number of sequences of full length that the KV cache holds."""
 
     @property
     def asleep(self) -> int:
@@ -122,7 +127,9 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:
-    """Memory of a GPU through a step: one GPU for both with `cluster.placement: colocated`, else one of each."""
+    """Memory of GPUs during a step: a GPU that server and learner share with `cluster.placement: colocated`, else a GPU
+    of each.
+    """
 
     learner: LearnerPlan
     server: ServerPlan
@@ -131,20 +138,20 @@ class GpuPlan:
     server_share: int
     """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
     transfer: int
-    """Largest full tensor and the buckets, while weights are sent."""
+    """Bytes of the largest full tensor and of the buckets, which exist while weights are sent."""
     export: int
-    """Largest full tensor, while weights are exported."""
+    """Bytes of the largest full tensor, which exists while weights are exported."""
 
     @property
     def training(self) -> int:
-        """The learner's peak, plus the sleeping server if they share the GPU."""
+        """Bytes at the learner's peak, including the sleeping server if they share the GPU."""
         return self.learner.total + (self.server.asleep if self.is_shared else 0)
 
     @property
     def beside_server(self) -> int:
-        """Most bytes beside the server's share on its GPU while it generates.
-
-        Includes the learners' export, as they then send weights to servers that were restarted."""
+        """Largest number of bytes beside the server's share of its GPU while the server generates. It includes the
+        learners' export, because learners may send weights to restarted servers at that time.
+        """
         learner = max(self.learner.idle, self.learner.giving + self.export)
         return self.server.graphs + (learner if self.is_shared else 0)
 
@@ -154,7 +161,9 @@ class GpuPlan:
 
     @property
     def sending(self) -> int:
-        """Bytes on the learner's GPU while weights are sent; a server that shares it has no KV cache then."""
+        """Bytes on the learner's GPU while weights are sent. A server that shares the GPU has no KV cache at that
+        time.
+        """
         server = self.server.asleep + self.server.weights if self.is_shared else 0
         return self.learner.giving + self.transfer + server
 
@@ -205,7 +214,9 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
 
 
 def weight_bytes(shape: ModelShape, config: Config, num_parameters: int) -> int:
-    """Return the bytes of `num_parameters` of the policy's own weights: float32 if trained, else the compute dtype."""
+    """Return the bytes of `num_parameters` of the policy's own weights. They are in the compute dtype if only adapters
+    are trained, else in float32.
+    """
     return (ELEMENT_BYTES[config.learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
@@ -223,16 +234,17 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
             activations=kept_bytes(shape, config),
             head=head_bytes(shape, config, config.learner.token_budget),
         ),
-        # The last layer, whose gradients come first, while the next one is gathered.
+        # The backward of the last layer, which comes first, while the layer before it is gathered.
         Moment(
             name="the backward of a layer",
             gathered=gathered_bytes(shape, config) + _teacher_bytes(shape, config),
             activations=kept_bytes(shape, config) + working_bytes(shape, config),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
-            # The previous layer's gradients in float32, being reduced, and the first of this layer's matrices.
+            # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
+            # that is computed.
             unreduced=FLOAT32 * trained_in_layer + min(element * shape.hidden * shape.intermediate, trained_in_layer),
         ),
-        # Activations are gone; the gradients of embeddings and head are reduced together.
+        # The activations are freed; the gradients of embeddings and head are reduced together.
         Moment(
             name="reducing the gradients of embeddings and head",
             unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config),
@@ -247,8 +259,9 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the teacher's bytes during a micro-batch of the policy, if the loss needs its whole distribution: its
-    head, the buffer of its last gathered layer, and its hidden states."""
+    """Return the teacher's bytes during a micro-batch of the policy: its head, the buffer of its last gathered layer,
+    and its hidden states. Return 0 if the loss doesn't need the teacher's whole distribution.
+    """
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -264,7 +277,7 @@ def _shard(num_parameters: int, config: Config) -> int:
 def transfer_bytes(shape: ModelShape, config: Config) -> int:
     """Return the bytes that sending weights takes on a learner's GPU: the largest tensor in bfloat16, and two buckets.
 
-    A bucket is at least as large as the largest tensor, mostly the embedding.
+    A bucket is at least as large as the largest tensor, which is mostly the embedding.
     """
     largest = export_bytes(shape, config)
     if config.learner.lora.sends_adapter:
@@ -273,7 +286,9 @@ def transfer_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def export_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of the largest tensor that servers get, in bfloat16; or of all adapters together."""
+    """Return the bytes of the largest tensor that is sent to servers in bfloat16. If only adapters are sent, return the
+    bytes of all adapters.
+    """
     if config.learner.lora.sends_adapter:
         return 2 * shape.num_adapter_parameters
     return 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
@@ -282,8 +297,8 @@ def export_bytes(shape: ModelShape, config: Config) -> int:
 def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
     """Replace `learner.max_tokens_per_microbatch: auto` by a number, if any fits.
 
-    The number is the largest power of two that fits by this module's formulas. A learner measures it instead, see
-    `rayapp.learner.memory.token_budget`.
+    The number is the largest power of two that fits by this module's formulas. In a run the learner measures the number
+    (`rayapp.learner.memory.token_budget`).
     """
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
@@ -298,12 +313,12 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
 
 
 def longest_part(config: Config) -> int:
-    """Return the number of tokens that one learner computes of the longest trajectory."""
+    """Return how many tokens of the longest trajectory one learner computes."""
     return -(-config.max_learner_tokens // config.learner.sequence_parallel)
 
 
 def kept_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes that a forward of a full micro-batch keeps for its backward, without the head."""
+    """Return the bytes that a forward of a full micro-batch keeps for the backward, without the output head."""
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
     # The last norm: its input in float32, its output, and the rows of the output that the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
@@ -327,7 +342,7 @@ def _layer_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """Return the bytes that a layer of the Llama kind keeps of one token.
+    """Return the bytes that a layer of Llama's kind keeps for one token.
 
     Norms (two, and the norms of queries and keys if the layer has them): the input in float32, the normed values before
     the weight, and the output, which the projections read. Attention: queries, keys, values, and its output. The MLP:
@@ -341,7 +356,8 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """Return the bytes that a layer keeps in addition for a token if only adapters are trained (below 0: fewer).
+    """Return the change of the bytes that a layer keeps for a token if only adapters are trained; negative if it keeps
+    less.
 
     The output of each adapter's first matrix is added. The normed values are not needed: a frozen norm has no gradient.
     """
@@ -356,17 +372,18 @@ def _normed_heads(shape: ModelShape) -> int:
 
 
 def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None) -> int:
-    """Return the peak bytes of the chunked log-probs of `num_tokens`, see `rayapp.learner.log_probs`.
+    """Return the peak bytes of computing log-probs of `num_tokens` tokens in chunks (`rayapp.learner.log_probs`).
 
     Args:
-        num_tokens: None for more tokens than have their logits kept.
+        num_tokens: number of tokens; None: more tokens than the number whose logits are kept.
     """
     return _own_head_bytes(shape, config, num_tokens) + _teacher_head_bytes(shape, config, num_tokens)
 
 
 def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
-    # Rows whose logits are kept from forward to backward: as many as fit in the memory of one float32 chunk.
+    # Number of rows whose logits are kept from forward to backward: as many as fit into the memory of one float32
+    # chunk.
     kept_rows = rows * FLOAT32 // element
     weight = 0 if shape.num_adapter_parameters else shape.vocabulary * shape.hidden  # a frozen head has no gradient
     if num_tokens is not None and num_tokens <= kept_rows:
@@ -376,11 +393,12 @@ def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -
         return kept + max(softmax, element * weight) + (FLOAT32 * weight if num_tokens > rows else 0)
     logits = rows * shape.vocabulary
     kept = FLOAT32 * logits
-    # The chunk after the kept ones, and during its softmax a float32 copy and the result.
+    # One more chunk of logits, and during its softmax a float32 copy and the result.
     softmax = (element + 2 * FLOAT32) * logits
     if not weight:
         return kept + softmax
-    # The float32 sum of the head's gradient exists from the first chunk on; a chunk adds its share after its softmax.
+    # The float32 sum of the head's gradient exists from the first chunk on. Each chunk adds its share after its
+    # softmax.
     return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
 
 
@@ -409,12 +427,13 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
     weights = server_weight_bytes(shape, config)
-    # A layer's inputs and products in the largest prefill. For sampling, logits in float32, their softmax, and its log.
+    # A layer's inputs and products in the largest prefill. For sampling: logits in float32, their softmax, and the log
+    # of it.
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
     sampling = 3 * FLOAT32 * section.max_num_seqs * shape.vocabulary
     runtime = RUNTIME_BYTES + prefill + sampling
     kv_cache = int(gpu_bytes * section.gpu_share) - weights - runtime
-    # A key and a value of every key head in every layer; heads are divided among the GPUs.
+    # Every layer holds a key and a value for every key head; the heads are divided among the GPUs.
     cached = 1 if section.kv_cache_dtype == "fp8" else element
     per_token = 2 * cached * shape.num_layers * max(1, shape.num_key_heads // parallel) * shape.head_size
     tokens = max(0, kv_cache) // per_token
@@ -431,7 +450,8 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
 
 def server_weight_bytes(shape: ModelShape, config: Config) -> int:
     """Return the bytes of a server's weights on each of its GPUs. Quantization rounds the layers' matrices to one byte
-    a value, and leaves embedding and head as they are; its scales are below 1%."""
+    a value, and does not change embedding and head. Its scales take less than 1% of the bytes.
+    """
     server = config.server
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
     whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
@@ -439,7 +459,9 @@ def server_weight_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
-    """Plan the servers of models other than the policy, each on its own GPUs; their graphs are in vLLM's share."""
+    """Plan the servers of models other than the policy, each on its own GPUs. Their CUDA graphs are counted in vLLM's
+    share.
+    """
     for section in asked_servers(config):
         own = alone(config, section)
         yield section, plan_server(model_shape(own), own, gpu_bytes)
@@ -447,14 +469,14 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """Bytes of host memory on one node of a run on GPUs. Code in sandboxes comes on top."""
+    """Bytes of host memory on one node of a run on GPUs, without the memory of code in sandboxes."""
 
     backups: int
     """Weights of sleeping servers, in pinned memory."""
     learners: int
-    """Learners' tensors in host memory: `learner.cpu_offload`, `learner.offload_when_idle`."""
+    """Tensors that learners keep in host memory (`learner.cpu_offload`, `learner.offload_when_idle`)."""
     staging: int
-    """Copies that a checkpoint is written from."""
+    """Copies from which a checkpoint is written."""
     processes: int
     object_store: int
 
@@ -463,7 +485,7 @@ class NodePlan:
         return self.backups + self.learners + self.staging + self.processes + self.object_store
 
     def described(self) -> str:
-        """Return the sum with its parts, for messages."""
+        """Return the sum and its parts as text, for messages."""
         names = {
             "backups": "sleeping servers' weights",
             "learners": "parked by learners",
@@ -476,8 +498,9 @@ class NodePlan:
 
 
 def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    """Plan the host memory of a node with `node_gpus` GPUs, with the largest number of processes of each kind that a
-    node can have."""
+    """Plan the host memory of a node with `node_gpus` GPUs. The node is assumed to have as many processes of each kind
+    as a node can have.
+    """
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
@@ -501,12 +524,12 @@ def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """Bytes of this machine's memory in a run on its CPU."""
+    """Bytes of this machine's memory that a run on its CPU takes."""
 
     learners: int
-    """Learners at the peak of a step."""
+    """Bytes of the learners at the peak of a step."""
     activations: int
-    """Part of `learners` for the largest micro-batch; few steps have such a micro-batch."""
+    """Part of `learners` that only the largest micro-batch takes; few steps have such a micro-batch."""
     servers: int
     object_store: int
 
@@ -523,7 +546,8 @@ class HostPlan:
 def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     """Plan the memory of a run on one machine's CPU with `have` bytes available.
 
-    On CPU all layers stay gathered, gradients are summed before they are reduced, and malloc keeps freed memory.
+    On CPU all layers stay gathered, gradients are summed before they are reduced over ranks, and malloc keeps freed
+    memory.
     """
     if config.learner.max_tokens_per_microbatch == "auto":
         config = with_token_budget(shape, config, have // 2)

@@ -1,4 +1,4 @@
-"""Reads the shape of a model from its config.json, without weights, and holds the figures of GPUs, for `plan` and
+"""Reads the shape of a model from its config.json, without weights, and has a table of GPUs, for the modules `plan` and
 `speed`.
 """
 
@@ -52,19 +52,23 @@ GPUS = {
         Gpu(name="mi300x", room=190 * GIB, tflops=1307, memory_gb_s=5300, link_gb_s=448),
     )
 }
-"""H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB, RTX 4090 24 GB, RTX 5090 32 GB, GB200 186 GB, B200 180 GB
-and MI300X 192 GB. A name that contains another one comes first."""
+"""GPUs by name: H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB, RTX 4090 24 GB, RTX 5090 32 GB, GB200 186 GB,
+B200 180 GB and MI300X 192 GB. A name that contains another name comes before it.
+"""
 FIGURES = {"memory_gib": "room", "memory_gb_s": "memory_gb_s", "tflops": "tflops", "link_gb_s": "link_gb_s"}
-"""Keys of a GPU that is given by its figures, and the fields of `Gpu` that they fill."""
+"""Keys by which a user describes a GPU, and the fields of `Gpu` that they fill."""
 NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0
-"""Number of GPUs of a node; each GPU's bandwidth to other nodes in GB/s (400 Gbit/s), and over PCIe 4."""
+"""Number of GPUs of a node, each GPU's bandwidth to other nodes in GB/s (400 Gbit/s), and its bandwidth over PCIe 4 in
+GB/s.
+"""
 
 
 def gpu_called(name: str) -> Gpu:
-    """Return the kind of GPU of this name, or with these figures: `memory_gib=96,memory_gb_s=1790,tflops=250`.
+    """Return the kind of GPU of this name, or the GPU that it describes, as in
+    `memory_gib=96,memory_gb_s=1790,tflops=250`.
 
     Raises:
-        InputError: the name is unknown, or a figure is missing or no number.
+        InputError: the name is unknown, or a key of the description is missing or its value is not a number.
     """
     plain = re.sub(r"[\s_-]", "", name.lower())
     if plain in GPUS:
@@ -78,15 +82,15 @@ def gpu_called(name: str) -> Gpu:
         return Gpu(name="GPU", room=room, **({"link_gb_s": PCIE_GB_S} | known))
     except (KeyError, ValueError, TypeError):
         raise InputError(
-            f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}. Or give the figures of another kind, the memory "
-            "that programs can use and dense bfloat16: --gpu memory_gib=94,memory_gb_s=3900,tflops=835,link_gb_s=300 "
-            f"(link_gb_s is {PCIE_GB_S:g} if you omit it)."
+            f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}. Or describe another GPU: --gpu "
+            "memory_gib=94,memory_gb_s=3900,tflops=835,link_gb_s=300. Give the memory that programs can use and the "
+            f"TFLOPS of dense bfloat16; link_gb_s is {PCIE_GB_S:g} if you omit it."
         ) from None
 
 
 def gpu_here() -> Gpu | None:
-    """Return the kind of this machine's first GPU; None without a GPU. Raises: InputError: the table has no figures of
-    this kind.
+    """Return the kind of this machine's first GPU; None without a GPU. Raises: InputError: the table has no such
+    GPU.
     """
     import torch
 
@@ -108,9 +112,9 @@ class ModelShape:
     """Sizes of a model that its memory and speed depend on."""
 
     num_parameters: int
-    """Number of all parameters, tied ones counted once."""
+    """Number of all parameters; tied parameters are counted once."""
     num_layer_parameters: int
-    """Parameters of the largest decoder layer."""
+    """Number of parameters of the largest decoder layer."""
     num_layers: int
     hidden: int
     intermediate: int
@@ -121,27 +125,29 @@ class ModelShape:
     norms_heads: bool = False
     """True if queries and keys are normed, as in Qwen3."""
     num_idle_parameters: int = 0
-    """Parameters of experts that a token is not sent to, summed over layers."""
+    """Number of parameters of the experts to which a token is not sent, summed over layers."""
     num_adapter_parameters: int = 0
-    """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
+    """Number of parameters of the adapters that `learner.lora` adds; 0 if all weights are trained."""
     adapter_rank_sum: int = 0
-    """Sum of the ranks of all adapters of one layer: the number of values that the adapters keep for each token."""
+    """Sum of the ranks of one layer's adapters, which is the number of values that they keep for each token."""
     teacher: ModelShape | None = None
-    """Shape of the model that the policy distils from, if there is one."""
+    """Shape of the teacher from which the policy distils; None without a teacher."""
 
     @property
     def num_trained(self) -> int:
-        """Parameters with a gradient and an optimizer state."""
+        """Number of parameters with a gradient and an optimizer state."""
         return self.num_adapter_parameters or self.num_parameters
 
     @property
     def num_computed(self) -> int:
-        """Layer parameters used to compute one token: all but those of experts that the token is not sent to."""
+        """Number of layer parameters that compute one token: all but those of the experts to which the token is not
+        sent.
+        """
         return self.num_layers * self.num_layer_parameters - self.num_idle_parameters
 
     @property
     def num_root_parameters(self) -> int:
-        """Parameters outside the layers: embeddings, head and the last norm."""
+        """Number of parameters outside the layers: embeddings, head and the last norm."""
         return self.num_parameters - self.num_layers * self.num_layer_parameters
 
 
@@ -200,7 +206,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 
 def _idle(model: Any, read: Any) -> int:
-    """Return the number of parameters of experts that a token is not sent to."""
+    """Return the number of parameters of the experts to which a token is not sent."""
     from rayapp.learner.families.router_replay import num_experts_of
 
     num_experts = num_experts_of(read)
@@ -211,7 +217,7 @@ def _idle(model: Any, read: Any) -> int:
 
 
 def _adapters(model: Any, config: Config) -> list[Any]:
-    """Return both matrices of every adapter that the learner would add, on the meta device. Changes the model."""
+    """Add the learner's adapters to the model, on the meta device, and return both matrices of every adapter."""
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
     if config.learner.lora.rank == 0:

@@ -58,15 +58,16 @@ class SimulatedLearner:
     weights: int
     """Parameter shards of the policy, trained or not; with LoRA most are not."""
     frozen: int
-    """Shards of other models, which don't learn."""
+    """Shards of the frozen models (a reference, a teacher)."""
     gradients: int
     optimizer: int
     """AdamW's two moments."""
     peaks: dict[str, int]
     """Peak of each part of a micro-batch that is not the first of its step. Clipping and AdamW are fused and need no
-    working memory."""
+    temporary tensors.
+    """
     host: int
-    """Part of these bytes that `learner.cpu_offload` keeps in host memory; already subtracted from the peaks."""
+    """Bytes that `learner.cpu_offload` keeps in host memory. The peaks don't include them."""
 
     @property
     def peak(self) -> int:
@@ -79,9 +80,9 @@ class SimulatedLearner:
 
 
 def simulate_learner(config: Config) -> SimulatedLearner:
-    """Simulate a step of `config` on full micro-batches of the longest trajectories, with shared prompts in groups.
+    """Simulate a step of `config` on full micro-batches of the longest trajectories, whose groups share prompts.
 
-    The process must not have a process group; the simulation makes one and removes it.
+    The process must not have a torch process group; the simulation makes one and removes it.
 
     Raises:
         InputError: the model's config can't be read.
@@ -143,7 +144,9 @@ def _step(
 
 
 class FakeMeter(CpuMeter):
-    """Meter of fake tensors' storages, including those that FSDP frees by resizing, which runs no operator."""
+    """Meter of the storages of fake tensors. It also notes storages that FSDP frees by resizing, which runs no
+    operator.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__(())
@@ -169,16 +172,16 @@ class FakeMeter(CpuMeter):
         super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if active_fake_mode() is not self._mode:  # DTensor only infers the shape of a result
+        if active_fake_mode() is not self._mode:  # DTensor calls this only to infer a result's shape
             return func(*args, **(kwargs or {}))
         if func is torch.ops._c10d_functional.wait_tensor.default:  # noqa: SLF001
-            return args[0]  # on fake tensors this operator would make a copy
+            return args[0]  # on fake tensors this operator would copy
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
 def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
-    """Context manager in which this process is the first of all ranks, with collectives that do nothing."""
+    """Context manager in which this process is rank 0 of all learners, and collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=section.num_learners)
@@ -189,7 +192,7 @@ def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
 
 
 def _fake_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
-    """Build the learner's model with fake weights, sharded as on GPUs. Call it within the fake mode."""
+    """Build the learner's model with fake weights, sharded as on GPUs. Call it within torch's FakeTensorMode."""
     section = config.learner
     model = _meta_policy(config, trainable=trainable)
     _make_fake(model)
@@ -220,9 +223,8 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 
 def full_step(config: Config) -> tuple[tuple[GroupSummary, ...], tuple[Share, ...], list[Group]]:
-    """Return the arguments of one rank's `train_step`: two full micro-batches of the longest trajectories, in groups.
-
-    Rewards differ within each group, so that all of it is trained on.
+    """Return the arguments of one rank's `train_step`: groups of the longest trajectories for two full micro-batches.
+    Rewards differ within each group, so that every trajectory is trained on.
     """
     groups = []
     for number, rows in enumerate(_full_groups(config, 2 * config.learner.token_budget)):
@@ -252,7 +254,8 @@ def _full_groups(config: Config, num_tokens: int) -> list[list[Trajectory]]:
     room = num_tokens
     while True:
         is_new = not groups or len(groups[-1]) == config.rollout.group_size
-        # All tokens but the last are read; the first trajectory of a group also adds the prompt.
+        # The model reads all tokens of a trajectory but the last. The prompt counts only for the first trajectory of a
+        # group.
         room -= prompt if is_new or not config.learner.share_prefixes else 0
         length = min(completion, room + 1)
         if length < 2 and groups:

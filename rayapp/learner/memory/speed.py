@@ -1,8 +1,8 @@
 """Estimates the phases of a step on GPUs before anything runs: time, utilization, and memory by owner.
 
-A roofline model with fixed shares of the maker's figures: flops over practical compute, bytes over practical memory
-bandwidth, and the longer of computing and gathering. `ASSUMPTIONS` is printed with the numbers. The passes are
-fitted to one step on an H100 (docs/results.md); the rest is not measured.
+It is a roofline model with fixed shares of the manufacturer's figures: flops over practical compute, bytes over
+practical memory bandwidth, and the longer of computing and gathering. `ASSUMPTIONS` is printed with the numbers. The
+numbers of passes are fitted to one step on an H100 (docs/results.md); the other constants are not measured.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from rayapp.learner.memory.plan import (
 from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
-"""Shares of the maker's figures that large matrix products, flash attention, reads and writes, and NCCL reach."""
+"""Shares of the manufacturer's figures that are reached by large matrix products, flash attention, memory reads and
+writes, and NCCL.
+"""
 FORWARD_PASSES, BACKWARD_PASSES = 5, 11
-"""Times that a layer's kept activations are read or written by operators that are not fused."""
+"""Number of times that operators that are not fused read or write a layer's kept activations."""
 COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
-"""Passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs: an assumption."""
+"""Assumed number of passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs."""
 HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18
-"""Times that the logits, in float32, are read or written."""
+"""Number of times that the logits, in float32, are read or written."""
 DECODE_S, EAGER_DECODE_S = 0.002, 0.015
-"""Overhead of a decoding step, for scheduling and launches, with CUDA graphs and without."""
+"""Overhead of a decoding step for scheduling and launches, with CUDA graphs and without."""
 HOST_GB_S = 20.0
-"""Bandwidth of a process to host memory, for AdamW there and for weights through the object store."""
+"""Bandwidth of a process to host memory, for AdamW in host memory and for weights that go through the object store."""
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
     (
@@ -69,10 +71,10 @@ class StepLoad:
     prompts: int
     sequences: int
     computed_tokens: int
-    """Tokens that the learners compute, shared prompts once."""
+    """Tokens that the learners compute; a shared prompt counts once."""
     predicted_tokens: int
     attended: float
-    """Pairs of a computed token and one that it sees."""
+    """Number of pairs of a computed token and a token that it attends to."""
 
 
 def step_load(config: Config) -> StepLoad:
@@ -90,14 +92,14 @@ def step_load(config: Config) -> StepLoad:
 
 
 def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> dict[str, Speed]:
-    """Return the phases of a step in their order."""
+    """Return the phases of a step by name, in their order."""
     return {"generate": generate(shape, config, gpu, server)} | learner_speeds(
         shape, config, gpu, server, step_load(config)
     )
 
 
 def learner_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan, load: StepLoad) -> dict[str, Speed]:
-    """Return the phases of a step after generation, for a step with these tokens."""
+    """Return the phases of a step that follow generation, for a step with these tokens."""
     speeds, scored = dict[str, Speed](), score(shape, config, gpu, load)
     if config.scores_old_log_probs:
         speeds["old log-probs"] = scored
@@ -114,7 +116,7 @@ def learner_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPl
 
 
 def late(config: Config, generate_s: float) -> Iterator[str]:
-    """Yield a message for each deadline that a step's generation misses, with the way out."""
+    """Yield a message, with the way out, for each deadline that a step's generation misses."""
     deadlines = {
         "rollout.group_deadline_s": config.group_deadline_s,
         "server.request_timeout_s": config.server.request_timeout_s or config.group_deadline_s,
@@ -142,7 +144,7 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
     at_once = max(1, min(mine, section.max_num_seqs, server.num_sequences))
     flops_per_token = _flops_per_token(shape)
     step_s = decode_step_s(shape, config, gpu, server, at_once, at_once * (prompt + completion / 2))
-    # Sequences start and end one by one, so the number of waves need not be whole.
+    # Sequences start and end one by one, so the number of waves may be a fraction.
     decode_s = max(1.0, mine / at_once) * completion * step_s
     flops = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
     prompts_s = prefill_s(shape, config, gpu, load.prompts * prompt) / section.num_servers
@@ -155,7 +157,7 @@ def decode_step_s(
     """Estimate the seconds in which a server samples one token of each sequence.
 
     Args:
-        num_tokens: tokens of all these sequences in the KV cache.
+        num_tokens: number of tokens in the KV cache, over all sequences.
     """
     moved = server.weights + num_tokens * server.kv_token_bytes
     computed = num_sequences * _flops_per_token(shape) / config.server.tensor_parallel_size
@@ -189,7 +191,9 @@ def score(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
 
 
 def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = None) -> Speed:
-    """Estimate forward and backward over the whole step. Frozen weights save the product for their gradient."""
+    """Estimate forward and backward over the whole step. Frozen weights have no gradient, which saves a matrix
+    product.
+    """
     backward = 1.0 if shape.num_adapter_parameters else 2.0
     again = 1.0 if config.learner.activation_checkpointing else 0.0
     forward, backward_passes = _passes(config)
@@ -264,7 +268,9 @@ def _link_gb_s(config: Config, gpu: Gpu) -> float:
 
 
 def optimizer(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """Estimate clipping (reads and writes gradients) and AdamW (reads them, reads and writes weights and moments)."""
+    """Estimate clipping, which reads and writes gradients, and AdamW, which reads gradients and reads and writes
+    weights and moments.
+    """
     section = config.learner
     moved = (2 * (MASTER + ADAM) + 3 * FLOAT32) * shape.num_trained / section.num_learners
     gb_s = HOST_GB_S if section.cpu_offload else MEMORY_SHARE * gpu.memory_gb_s
@@ -277,7 +283,7 @@ def weight_sync(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
     num_bytes = 2 * (shape.num_adapter_parameters if section.lora.sends_adapter else shape.num_parameters)
     gb_s = LINK_SHARE * _link_gb_s(config, gpu)
     if config.server.weight_transport == "object_store":
-        gb_s = HOST_GB_S / 10  # export, the store, shared memory, and each server's copy to its GPU
+        gb_s = HOST_GB_S / 10  # 4 copies: export, object store, shared memory, the servers' GPUs
     return Speed(seconds=2 * num_bytes / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
 
 
@@ -297,7 +303,7 @@ class PhaseRow:
     learner_works: int = 0
     """The learner's temporary bytes at their peak: gradients, gathered weights, activations and logits."""
     engine: int = 0
-    """vLLM's weights, working memory and CUDA; asleep only CUDA."""
+    """vLLM's weights, temporary tensors and CUDA; while vLLM sleeps, only CUDA."""
     kv_cache: int = 0
     graphs: int = 0
     buffer: int = 0
@@ -309,7 +315,9 @@ class PhaseRow:
 
 
 def step_timeline(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[PhaseRow]:
-    """Yield the phases of a step in their order, for the GPU that works if servers and learners share none."""
+    """Yield the phases of a step in their order. If servers and learners share no GPU, each row is for the GPU that
+    works.
+    """
     learner, server = plan.learner, plan.server
     stays = learner.resident
     beside = learner.idle if plan.is_shared else 0
@@ -331,8 +339,8 @@ def step_timeline(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) ->
 
 
 def saving_row(plan: GpuPlan) -> PhaseRow:
-    """Return the row of the moment when a restarted server gets its weights while the others have full caches.
-    Checkpoints take no more GPU memory: if the learners' state is parked in host memory, they are written from it.
+    """Return the row of the moment when a restarted server gets its weights while the other servers have full caches.
+    Checkpoints take no more GPU memory: a state that is parked in host memory is written from there.
     """
     server, nothing = plan.server, Speed(seconds=0.0, flops=0.0, num_gpus=1)
     return PhaseRow(phase="save, catch up", gpu="shared", speed=nothing, learner_stays=plan.learner.giving,
@@ -341,7 +349,7 @@ def saving_row(plan: GpuPlan) -> PhaseRow:
 
 
 def _works(phase: str, plan: GpuPlan) -> int:
-    """Return the learner's bytes at this phase's peak, in addition to the bytes that stay between steps."""
+    """Return the learner's bytes at the peak of this phase, in addition to the bytes that stay between steps."""
     learner = plan.learner
     if phase == "sleep, wake":
         return 0

@@ -1,8 +1,8 @@
 """Measures the number of tokens that one forward may have, for `learner.max_tokens_per_microbatch: auto`.
 
 `build_learner` calls `find_token_budget` once, after the model is loaded and before the first step. Two short forwards
-and backwards of different lengths give the bytes per token, and the free memory gives the number of tokens. Weights and
-RNG stay unchanged, and no gradients are left.
+and backwards of different lengths give the bytes per token. The bytes per token and the free memory give the number of
+tokens. Weights and RNG stay unchanged, and no gradients are left.
 
 Memory is measured operator by operator: on GPU by torch's allocator, on CPU by following the tensors of every operator
 (a process's resident memory depends on malloc and on earlier allocations). The CPU's measurement misses the working
@@ -49,29 +49,32 @@ def memory_meter(device: torch.device, existing: Iterable[Tensor]) -> MemoryMete
     """Return a context manager that measures memory inside its block.
 
     Args:
-        existing: tensors made before the block and used in it. On CPU every other tensor counts as new.
+        existing: tensors that were made before the block and are used in it. On CPU all tensors that are not among them
+            count as new.
     """
     return GpuMeter(device) if device.type == "cuda" else CpuMeter(existing)
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the bytes allocated since its start and not freed: one entry of `marks` for each operator that ran."""
+    """Measures the bytes that were allocated since its start and not freed. Each operator that ran adds one entry to
+    `marks`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks: list[int] = []
 
     def restart(self) -> None:
-        """Drop all marks and start again with a mark of this moment; the count of allocated bytes continues."""
+        """Drop all marks, and begin again with a mark of this moment. The count of allocated bytes continues."""
         self.marks = [self.mark(())]
 
     def mark(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes allocated at an operator that read or made these tensors."""
+        """Return the bytes that are allocated after an operator that read or made these tensors."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # for a tensor subclass: torch calls this again for each tensor inside it
+            return NotImplemented  # a tensor subclass: torch calls this again for its inner tensors
         result = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, result))
         self.marks.append(self.mark([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -86,7 +89,8 @@ class GpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
         self._device, self._before = device, torch.cuda.memory_allocated(device)
 
     def mark(self, tensors: Iterable[Tensor]) -> int:
-        # max_memory_allocated flattens and sorts all 160 figures each time: 10 of a probe's 14 s on an H100.
+        # Don't use max_memory_allocated: it flattens and sorts all 160 figures each time, which took 10 of a probe's 14
+        # s on an H100.
         figures = torch.cuda.memory_stats_as_nested_dict(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return int(figures["allocated_bytes"]["all"]["peak"]) - self._before
@@ -102,7 +106,7 @@ class CpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
         self._now = 0
 
     def restart(self) -> None:
-        # FSDP frees memory by resizing storages, which runs no operator: look at all storages again.
+        # FSDP frees memory by resizing storages, which runs no operator, so read the sizes of all storages again.
         for reference, _ in list(self._alive.values()):
             if (storage := reference()) is not None:
                 self._see(storage)
@@ -132,25 +136,30 @@ class CpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
 log = logging.getLogger(__name__)
 MIB = 2**20
 ROOM_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Share of the free memory that a micro-batch may take. On CPU servers, sandboxes and the page cache need memory too,
-and malloc keeps freed memory; on GPU the caching allocator does."""
+"""Share of the free memory that a micro-batch may take. On CPU, servers, sandboxes and the page cache need memory, and
+malloc keeps freed memory. On GPU the caching allocator keeps freed memory.
+"""
 PROBE_TOKENS = {"cpu": 128, "cuda": 1024}
-"""Tokens of the shorter of two probes. 128 tokens of a 135M-parameter model take a third of a second on CPU."""
+"""Number of tokens of the shorter of two probes. 128 tokens of a model with 135 million parameters take a third of a
+second on CPU.
+"""
 LARGEST = 65536
 """Upper limit: matrix products reach their full speed with far fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Bytes of a micro-batch of N tokens: fixed[k] + N x per_token[k] at moment k of its computation."""
+    """Bytes that a micro-batch of N tokens takes: fixed[k] + N x per_token[k] at moment k of its computation."""
 
     fixed: NDArray[np.float64]
-    """(K,)"""
+    """Bytes at each moment that don't depend on the number of tokens, (K,)."""
     per_token: NDArray[np.float64]
-    """(K,)"""
+    """Bytes at each moment for each token, (K,)."""
 
     def of(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens at the worst moment, which depends on their number."""
+        """Return the bytes that `num_tokens` tokens take at the worst moment; which moment is the worst depends on the
+        number.
+        """
         return int((self.fixed + num_tokens * self.per_token).max())
 
     def fits(self, room_bytes: int) -> int:
@@ -159,7 +168,8 @@ class MemoryNeed:
 
 
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
-    """Return the token budget: a power of two, so that a few megabytes don't change the run. The same on every rank.
+    """Return the token budget, which is the same on every rank. It is a power of two, so that a few megabytes more or
+    less don't change the run.
 
     Args:
         room_bytes: memory that may be used; None measures the free memory.
@@ -183,17 +193,19 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
 
 
 def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed:
-    """Run the layers on some tokens and on twice as many, and compare moment by moment. Collective.
+    """Run the layers on a number of tokens and on twice that number, and compare the memory moment by moment.
+    Collective.
 
-    Both runs have the same operators, at each of which the allocated bytes grow linearly with the tokens. So the two
-    runs predict any number of tokens, even if the worst moment is another one. The head is added by its formula, as if
-    its peak coincided with the layers' peak, so the estimate is rather too high.
+    Both runs execute the same operators, and at each operator the allocated bytes grow linearly with the tokens. So the
+    two runs predict the bytes for any number of tokens, even if its worst moment is another operator. The head's bytes
+    are computed by formula and added as if head and layers had their peaks at the same time, so the estimate is rather
+    too high.
 
     Raises:
-        LearnerError: the runs can't be compared.
+        LearnerError: the two runs executed different operators and can't be compared.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
-    # Run uncompiled, because the meter counts operators; compiled ones need less memory.
+    # Run uncompiled, because the meter counts operators. Compiled operators need less memory.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, memory_meter(ranks.device, [local_part(parameter) for parameter in model.parameters()]) as meter:
         _marks_of_layers(config, ranks, model, meter, few)  # warm up: libraries allocate their workspaces
@@ -201,8 +213,8 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     if first.size != second.size:
         raise LearnerError(
             f"learner.max_tokens_per_microbatch is auto, but this model runs {first.size} operators for {few} tokens "
-            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set a "
-            "number."
+            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set it "
+            "to a number."
         )
     shape, per_token = model_shape(config), (second - first) / few
     # Frozen models score just before the update, and the weights that they gathered still take memory.
@@ -219,7 +231,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
 def _marks_of_layers(
     config: Config, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
 ) -> NDArray[np.float64]:
-    """Return the bytes at each moment of a step's second micro-batch, without the head."""
+    """Return the bytes at each moment of the second micro-batch of a step, without the head."""
     reduce_gradients(model, ranks.device, is_last=False)
     _run_layers(config, ranks, model, 1)
     reduce_gradients(model, ranks.device, is_last=True)
@@ -231,15 +243,17 @@ def _marks_of_layers(
 
 
 def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
-    """Run forward and backward of `num_tokens` tokens: all but the head, as none is predicted; gradients are 0."""
+    """Run forward and backward of `num_tokens` tokens without the head. No token is predicted, so gradients are 0."""
     options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
-    # Use one sequence: with several, attention on CPU would run more operators.
+    # Use one sequence: attention on CPU would run more operators for several sequences.
     batch = empty_micro_batch(num_tokens * ranks.num_parts, num_heads=0)
     model(to_device(batch, ranks.device, ranks.sequence), options).log_probs.sum().backward()
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
-    """Return this rank's part of the free memory, less AdamW's moments, which the first step allocates."""
+    """Return this rank's part of the free memory, minus the memory for AdamW's moments, which the first step
+    allocates.
+    """
     trained = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
@@ -250,13 +264,14 @@ def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
 
 
 PLAN_TOLERANCE = 1.1
-"""Measured over planned bytes of the first step from which the difference is a warning."""
+"""Ratio of measured to planned bytes of the first step above which a warning is logged."""
 
 
 @contextmanager
 def beside_plan(config: Config, device: torch.device, metrics: dict[str, float]) -> Iterator[None]:
-    """Context manager for the first step: afterwards add its peak of GPU memory, and the plan's, to `metrics`, and log
-    both. Does nothing on CPU, where torch counts no memory."""
+    """Context manager for the first step. At the end it adds the step's peak of GPU memory and the planned peak to
+    `metrics`, and logs both. Does nothing on CPU, where torch counts no memory.
+    """
     if device.type != "cuda":
         yield
         return
@@ -270,14 +285,15 @@ def beside_plan(config: Config, device: torch.device, metrics: dict[str, float])
 
 
 def compare_with_plan(measured: int, planned: int, *, left: int, tokens: int) -> dict[str, float]:
-    """Log the bytes that the first step took beside those planned, and warn if it took more. Returns GiB as metrics.
+    """Log the bytes that the first step took and the planned bytes; warn if the step took more. Returns both, in GiB,
+    as metrics.
 
     Args:
-        left: bytes of the GPU that neither this step nor another process took.
+        left: bytes of the GPU that were taken neither by this step nor by another process.
         tokens: `learner.max_tokens_per_microbatch`.
     """
     gib = {"measured": measured / GIB, "planned": planned / GIB, "left": left / GIB}
-    figures = "the first step took {measured:.2f} GiB of GPU memory, planned were {planned:.2f}, {left:.2f} were left"
+    figures = "the first step took {measured:.2f} GiB of GPU memory, {planned:.2f} were planned, {left:.2f} were left"
     log.info(figures.format(**gib))
     if measured > PLAN_TOLERANCE * planned:
         log.warning(

@@ -1,9 +1,10 @@
-"""A learner's state on disk: torch distributed checkpoint, written by all ranks into one folder, read by any number.
+"""Saves and loads a learner's state with torch distributed checkpoint (DCP). All ranks write into one folder, which any
+number of ranks can read.
 
 The driver chooses a temporary folder and renames it when every rank is done, so a checkpoint under its final name is
 complete. A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the
-policy version, torch's RNG, and an adaptive coefficient of the KL in the reward. Threads write the checkpoint from
-copies in host memory while training continues.
+policy version, torch's RNG, and the coefficient of the KL in the reward, which may be adaptive. Threads write the
+checkpoint from copies in host memory while training continues.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from rayapp.learner.state.export import not_finite, stage_hf
 from rayapp.learner.step import PolicyLearner
 
 FULL_BYTES = 1 << 16
-"""Free bytes of a disk below which a failed write is reported as a full disk."""
+"""If a write fails while a disk has fewer free bytes, the disk is reported as full."""
 
 
 class SaveInProgress:
-    """Part of a checkpoint that one rank's threads are writing, from copies, while training continues.
+    """Part of a checkpoint that threads of one rank are writing, from copies, while training continues.
 
     Args:
         folder: checkpoint folder, for messages.
@@ -68,13 +69,15 @@ class SaveInProgress:
 def begin_save(
     learner: PolicyLearner, folder: str, version: int, on_host: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> SaveInProgress:
-    """Copy the contents named by `checkpoint.save_contents` to the host, and write them in the background. Collective.
+    """Copy the contents that `checkpoint.save_contents` names to host memory, and write them in the background.
+    Collective.
 
     Args:
-        folder: folder for the learner's state; the Hugging Face folder is `hf_model` beside it.
+        folder: folder for the learner's state. A Hugging Face folder is written to `hf_model` in the same parent
+            folder.
         on_host: `IdleMemory.on_host`, for tensors that are in host memory while a server has the GPU.
     Raises:
-        CheckpointError: a weight or a moment is not finite, and would replace a good checkpoint.
+        CheckpointError: a weight or a moment is not finite; it must not replace a good checkpoint.
     """
     contents = learner.config.checkpoint.save_contents
     writing: list[Future[Any]] = []
@@ -93,7 +96,7 @@ def begin_save(
 
 
 def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
-    """Call torch's `async_save`; it returns when the copies are made."""
+    """Call torch's `async_save`, which returns when the copies are made."""
     future = async_save(state, checkpoint_id=folder, process_group=group)
     assert isinstance(future, Future), f"async_save gave a {type(future).__name__}"
     return future
@@ -105,8 +108,8 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
     Returns:
         The policy version of the checkpoint.
     Raises:
-        CheckpointError: the checkpoint is torn, or of another model.
-        CheckpointDamagedError: its weights or moments are not finite.
+        CheckpointError: the checkpoint is incomplete, or of another model.
+        CheckpointDamagedError: weights or moments in the checkpoint are not finite.
     """
     state = _state(learner)
     state |= _beside_tensors(learner, 0)
@@ -129,8 +132,8 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:
-    """Raise ValueError unless the checkpoint has exactly these tensors: one with more layers would be loaded only in
-    part.
+    """Raise ValueError unless the checkpoint has exactly the tensors of `state`. DCP would load only a part of a
+    checkpoint with more layers.
     """
     stored = {
         name: tuple(entry.size)
@@ -149,7 +152,9 @@ def _check_same_model(state: dict[str, Any], folder: str) -> None:
 
 
 def _state(learner: PolicyLearner) -> dict[str, Any]:
-    """Return the tensors by name, for loading in place. Sharded ones are stored whole, for any number of ranks."""
+    """Return the tensors by name, for saving or for loading in place. DCP stores sharded tensors so that any number of
+    ranks can load them.
+    """
     state: dict[str, Any] = {}
     for name, parameter in named_weights(learner.model):
         if not parameter.requires_grad:
@@ -161,7 +166,9 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
 
 
 def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
-    """Return the small state beside weights and moments, by name, for loading in place."""
+    """Return the rest of the state (not weights or moments) as small tensors by name, for saving or for loading in
+    place.
+    """
     state = {
         "counters": torch.tensor([version, learner.optimizer_steps, learner.skipped_steps]),
         "rng": torch.get_rng_state(),
@@ -172,7 +179,7 @@ def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return AdamW's state of one parameter; before its first step, make it as AdamW would."""
+    """Return AdamW's state of one parameter. Before AdamW's first step, make the state as AdamW would."""
     moments = optimizer.state[parameter]
     if not moments:
         moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -1,7 +1,7 @@
 """Exports the policy's weights: as bfloat16 buckets for the servers, and as Hugging Face folders.
 
 Gathering sharded weights is collective: every rank calls these functions. Rank 0 sends the buckets. All ranks write a
-folder, each its own files, so that no rank holds the whole model; `hf_folder` assigns tensors to files.
+folder together, each rank its own files, so that no rank holds the whole model. `hf_folder` assigns tensors to files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from rayapp.learner.state.pretrained import groups_of, hub_tensors
 def export_buckets(
     model: PolicyModel, bucket_bytes: int, *, rank: int, lora: LoraSection | None = None
 ) -> Iterator[WeightBucket]:
-    """Yield the weights for the servers, in buckets of at most `bucket_bytes` (or of one larger tensor).
+    """Yield the weights for the servers in buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
     Args:
-        lora: settings of the adapters, which are sent alone or merged in; None or rank 0 without adapters.
+        lora: settings of the adapters, which are sent alone or merged into the weights. None or rank 0: the model has
+            no adapters.
     """
     tensors = sent_weights(model, lora or LoraSection())
     if rank == 0:
@@ -49,7 +50,7 @@ class StagedFolder:
 
     layout: HfLayout
     files: Mapping[str, dict[str, Tensor]]
-    """Tensors by file and by the hub's names: parameters in bfloat16, persistent buffers in their own dtype."""
+    """Tensors by file name and by the hub's name: parameters in bfloat16, persistent buffers in their own dtype."""
     is_first: bool
     """True if this rank also writes the files that hold no weights."""
 
@@ -69,8 +70,8 @@ class StagedFolder:
 
 
 def not_finite(state: Mapping[str, Any]) -> str:
-    """Describe the tensors with an infinity or NaN in this rank's shards; empty without any."""
-    # Check the least and the greatest value: unlike a mask they need no memory, and are NaN if any value is.
+    """Describe the tensors that have an infinity or NaN in this rank's shards; empty if there are none."""
+    # Check the least and the greatest value: unlike a mask they need no memory, and they are NaN if any value is NaN.
     bounds = {
         name: torch.stack(torch.aminmax(local)).isfinite().all()
         for name, tensor in state.items()
@@ -93,7 +94,7 @@ def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
 
 
 def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
-    """Write a Hugging Face folder, one file per rank at a time. Collective.
+    """Write a Hugging Face folder; each rank writes its files one at a time. Collective.
 
     Raises:
         CheckpointError: a weight is not finite, or the weights can't be written.
@@ -126,7 +127,7 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     buffers = persistent_buffers(model.causal_lm)
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
-        # The other ranks gather too, but copy nothing to the host.
+        # The other ranks take part in gathering, but copy nothing to the host.
         gathered = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
         kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
@@ -144,7 +145,9 @@ def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, T
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
-    """Return the names and full shapes of the tensors of `device_weights`, in its order, without gathering them."""
+    """Return the names and full shapes of the tensors that `device_weights` yields, in the same order, without
+    gathering.
+    """
     shapes = {name: parameter.shape for name, parameter in named_weights(model)}
     empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], dtype=EXPORT_DTYPE, device="meta"))
     return [(name, tensor.shape) for name, tensor in empty]
@@ -153,7 +156,7 @@ def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
 def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight by the hub's name, in bfloat16 on the learner's device, with adapters merged in. Collective.
 
-    Weights in host memory (`learner.cpu_offload`) are moved to the device first, where gathering is faster.
+    Weights in host memory (`learner.cpu_offload`) are first moved to the device, where gathering is faster.
     """
     parameters = dict(named_weights(model))
     return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, device))
@@ -169,9 +172,11 @@ def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> It
 def _whole(
     parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection, device: torch.device | None = None
 ) -> Tensor:
-    """Return a copy of the full tensor in bfloat16 with its adapter merged in, on `device` or that of its shards."""
-    # Adapters are merged in float32 and rounded once, like weights that are trained directly. The latter are cast
-    # before they are gathered, which halves the bytes to send.
+    """Return a copy of the full tensor in bfloat16, with its adapter merged in, on `device` or else on the device of
+    its shards.
+    """
+    # Merge adapters in float32 and round once, like weights that are trained directly. Weights without an adapter are
+    # cast before they are gathered, which halves the bytes to send.
     own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()
     narrow = own.to(EXPORT_DTYPE).to(device or own.device)
     return whole(narrow)

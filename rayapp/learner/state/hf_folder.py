@@ -1,10 +1,11 @@
-"""A Hugging Face folder of the policy: the layout of its files of weights, and its other files.
+"""Defines the Hugging Face folder of the policy: the layout of its weight files, and its other files.
 
-A file holds whole groups of tensors, because transformers makes several tensors of the hub out of one tensor of the
-model (fused experts), or one out of several. So any process can write any file with only that file's tensors in memory.
+Transformers makes several of the hub's tensors out of one tensor of the model (fused experts), or one out of several. A
+file holds whole groups of such tensors, so that any process can write any file with only that file's tensors in memory.
 
-`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`. The driver calls
-it; it needs no learners and no process group, and leaves the optimizer's state on disk.
+`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`.
+`checkpoint_to_adapter` writes the adapters of a checkpoint, for `rayapp serve`. The driver calls both. They need no
+learners and no process group, and don't read the optimizer's state.
 """
 
 from __future__ import annotations
@@ -30,29 +31,31 @@ from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
-from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
+from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight, peft_name
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
 EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9
-"""Largest size of a file, unless a single group of tensors is larger."""
+"""Maximum size of a file in bytes; only a single larger group of tensors exceeds it."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFile:
-    """One file of weights."""
+    """File of weights."""
 
     name: str
     groups: tuple[tuple[str, ...], ...]
-    """Names of the model's tensors (without adapters): each group can be converted to the hub's tensors by itself."""
+    """Names of the model's tensors, without adapters, in groups. Each group can be converted to the hub's tensors by
+    itself.
+    """
     hub: Mapping[str, Tensor]
-    """The hub's names, with tensors on the meta device."""
+    """Tensors of the file on the meta device, by the hub's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfLayout:
-    """Contents of a folder: its files of weights, and the model that the other files are written from."""
+    """Contents of a folder: its weight files, and the model from which the other files are written."""
 
     files: tuple[HfFile, ...]
     causal_lm: Any
@@ -61,15 +64,16 @@ class HfLayout:
     trust_remote_code: bool
 
     def describe(self, folder: Path) -> None:
-        """Write everything but weights: index, config, generation config, tokenizer, and code that is not in
-        transformers."""
+        """Write all files but the weights: index, config, generation config, tokenizer, and code that is not in
+        transformers.
+        """
         from transformers import AutoTokenizer
         from transformers.dynamic_module_utils import custom_object_save
 
         folder.mkdir(parents=True, exist_ok=True)
         if len(self.files) > 1:
             (folder / "model.safetensors.index.json").write_text(json.dumps(self._index(), indent=2, sort_keys=True))
-        # Change a copy: the learner's config must keep naming our attention, which other programs don't have.
+        # Change a copy: the learner's config must keep the name of packed attention, which other programs don't have.
         config = copy.deepcopy(self.causal_lm.config)
         config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
         config.dtype, config.architectures = EXPORT_DTYPE, [type(self.causal_lm).__name__]
@@ -92,7 +96,7 @@ class HfLayout:
 
 
 def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> HfLayout:
-    """Return the layout of this model's folder; gathers and reads nothing."""
+    """Return the layout of this model's folder, without gathering or reading weights."""
     shapes = {name: _outline(tensor) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
@@ -122,7 +126,7 @@ def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> H
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    """Copy the files of the image processor: vLLM does not start a model with an image tower without them."""
+    """Copy the files of the image processor, without which vLLM does not start a model with an image tower."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -158,7 +162,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"format": "pt"})
         readable_as_its_folder(path)
-    except (SafetensorError, OSError) as error:  # SafetensorError covers any error of the disk, such as a full one
+    except (SafetensorError, OSError) as error:  # SafetensorError covers any disk error, such as a full disk
         raise CheckpointError(f"the model can't be written to {path.parent}: {error}") from error
 
 
@@ -204,10 +208,43 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     layout.describe(out)
 
 
-def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    """Read from a checkpoint the trained tensors of the weights in `group` and of their adapters, by parameter name.
+def checkpoint_to_adapter(config: Config, learner_folder: Path, out: Path) -> None:
+    """Write the checkpoint's adapters as a folder in peft's form, which peft and vLLM load.
 
-    The tensors are float32.
+    Args:
+        config: config of the run that saved it, for its base model and adapters.
+        learner_folder: `learner/` of the checkpoint.
+    Raises:
+        CheckpointError: the checkpoint holds no adapters, or they can't be read.
+    """
+    from peft import LoraConfig
+
+    try:
+        entries = FileSystemReader(learner_folder).read_metadata().state_dict_metadata
+        held = {
+            name: torch.empty(entry.size)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(_WEIGHTS) and ADAPTER in name
+        }
+        if not held:
+            raise ValueError("it has no tensors of adapters")
+        load(held, checkpoint_id=learner_folder, no_dist=True)
+    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the adapters in {learner_folder} can't be read: {error}") from error
+    tensors = {peft_name(name.removeprefix(_WEIGHTS)): tensor for name, tensor in held.items()}
+    write_file(out / "adapter_model.safetensors", tensors)
+    LoraConfig(
+        r=config.learner.lora.rank,
+        lora_alpha=config.learner.lora.alpha,
+        target_modules=sorted({name.removeprefix(_WEIGHTS).partition(ADAPTER)[0] for name in held}),
+        base_model_name_or_path=config.model.path,
+        task_type="CAUSAL_LM",
+    ).save_pretrained(str(out))
+
+
+def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
+    """Read the trained tensors of the weights in `group` and of their adapters from a checkpoint. Returns float32
+    tensors by parameter name.
     """
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
@@ -217,7 +254,7 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    """Return the name of the weight that a parameter is, or that an adapter's matrix changes."""
+    """Return a weight's own name, or for an adapter's matrix the name of the weight that it changes."""
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 
@@ -225,7 +262,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    """Return the group as it is written: adapters merged in, parameters in bfloat16."""
+    """Return the group's tensors as they are written: adapters merged in, parameters in bfloat16."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}
@@ -237,7 +274,7 @@ def _exported_group(
         if module not in adapted:
             whole[name] = held[name].to(EXPORT_DTYPE)
             continue
-        # Round as the learner does: it adds adapters to weights that it keeps in the compute dtype.
+        # Round to the compute dtype, because the learner adds adapters to weights that it keeps in this dtype.
         own, frozen = f"{module}{BASE}.{kind}", held[name].to(DTYPES[section.compute_dtype])
         whole[name] = merged_weight(held | {own: frozen.float()}, own, section.lora).to(EXPORT_DTYPE)
     return whole
@@ -249,4 +286,6 @@ def _check_names(expected: set[str], folder: Path) -> None:
     found = {name for name in stored if name.startswith(_WEIGHTS)}
     if found != expected:
         odd = sorted(found ^ expected)
-        raise ValueError(f"it has {len(found)} tensors, but the model {len(expected)}; only one of them has {odd[0]}")
+        raise ValueError(
+            f"it has {len(found)} tensors and the model has {len(expected)}; only one of them has {odd[0]}"
+        )

@@ -1,5 +1,5 @@
-"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends the adapters alone or merged into the
-weights.
+"""Adds LoRA adapters (peft) to the model. The learner trains them on frozen weights, and sends them alone or merged
+into the weights.
 
 `load_policy` adds the adapters. `adapter_weights` yields them for servers that hold the frozen weights; `merged_weight`
 merges them into the weights, for Hugging Face folders and for servers without LoRA (`learner.lora.send: merged`).
@@ -20,7 +20,7 @@ from rayapp.learner.distributed import whole
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
 READ_PAST = ROUTERS | {"prediction_coefs", "correction_coefs"}
-"""Name parts of linear layers whose weights are read without calling the layer: routers, and Gemma 3n's
+"""Parts of the names of linear layers whose weights are read without calling the layer: routers, and Gemma 3n's
 coefficients.
 """
 PEFT_PREFIX = "base_model.model."
@@ -43,10 +43,11 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
 
 
 def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
-    """Return the full names of the decoder's linear layers whose last name is given; `all-linear` chooses all.
+    """Return the full names of the decoder's linear layers whose last part is in `target_modules`; `all-linear` chooses
+    all.
 
-    Leaves out the head, which may be tied to the embedding, and layers in which an adapter would have no effect, as
-    their weights are read without calling them: READ_PAST, and layers that mamba's kernels fuse.
+    The head is left out, because it may be tied to the embedding. Layers whose weights are read without calling the
+    layer are also left out, because an adapter would have no effect: READ_PAST, and layers that mamba's kernels fuse.
 
     Raises:
         InputError: no layer has one of the names.
@@ -67,7 +68,7 @@ def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
 
 
 def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:
-    """Return the full parameter `name`; if adapted, W + alpha / rank * B A in float32. Collective if sharded."""
+    """Return the full parameter `name`; with an adapter, W + alpha / rank * B A in float32. Collective if sharded."""
     module, is_adapted, kind = name.partition(BASE)
     weight = whole(parameters[name])
     if not is_adapted or kind != ".weight":
@@ -85,4 +86,9 @@ def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tupl
         if ADAPTER not in name:
             continue
         scale = section.alpha / section.rank if ".lora_B." in name else 1.0
-        yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", scale * whole(parameter)
+        yield peft_name(name), scale * whole(parameter)
+
+
+def peft_name(name: str) -> str:
+    """Return peft's name, in files of adapters, of one of the model's parameters."""
+    return f"{PEFT_PREFIX}{name.replace('.default.', '.')}"

@@ -1,14 +1,15 @@
 """Reads the weights at `model.path`; every rank reads only its own rows of each tensor.
 
-`load_policy` calls it on a model that is sharded and still has no values. A rank reads full tensors only where
-transformers builds one tensor of the model from several of the files (`WeightConverter`) along the rows, and then one
-at a time. Experts that are stacked into one tensor are read one by one, each only by the ranks that keep it.
+`load_policy` calls it on a model that is sharded and has no values yet. A rank reads full tensors only if transformers
+joins several tensors of the files along the rows into one tensor of the model (`WeightConverter`). It then makes one
+such tensor at a time. Experts that are stacked into one tensor are read one by one, each only by the ranks that hold
+it.
 
 Hub checkpoints, whose names vLLM knows, and transformers' models differ: transformers 5 has its own names and shapes
 for some families, such as one tensor for all experts of a layer, or a shorter prefix for models that also read images.
-It defines each family's conversions. `sources_of` reads the conversions for loading, and stores those that it used on
-the model; `hub_tensors` reverses them, for exports and for the servers. `groups_of` returns the tensors that are
-converted together: converting group by group never holds a second model.
+Transformers defines each family's conversions. `sources_of` reads the conversions for loading, and stores the used ones
+in the model. `hub_tensors` reverses the stored conversions, for exports and for the servers. `groups_of` returns the
+tensors that are converted together: converting group by group never holds a second model.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class TensorOrigin:
     """Tensors of the files from which one or more of the model's tensors are made."""
 
     converter: Any = None
-    """A `WeightConverter` of transformers; None if the file's tensor is used unchanged, possibly under another name."""
+    """`WeightConverter` of transformers; None if the file's tensor is used unchanged, possibly under another name."""
     names: dict[str, list[str]] = field(default_factory=dict)
     """Names in the files, by the converter's pattern that they match."""
 
 
 def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor]) -> dict[str, TensorOrigin]:
-    """Return the origins of the model's tensors, by the first tensor that each origin gives.
+    """Return the origins of the model's tensors. The key of an origin is the first tensor that is made from it.
 
-    Tensors that the model lacks, such as layers for speculation, are left out. Follows
-    `transformers.core_model_loading`, which needs the model in one process.
+    Tensors of the files that the model lacks, such as layers for speculative decoding, are left out. The function
+    follows `transformers.core_model_loading`, which needs the whole model in one process.
 
     Args:
         files: names of the tensors in the files.
@@ -66,13 +67,13 @@ def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor])
         if target in targets:
             source = sources.setdefault(target, TensorOrigin(copy.deepcopy(by_pattern[pattern]) if pattern else None))
             source.names.setdefault(pattern or name, []).append(name)
-    # `hub_tensors` reverses the conversions that were used here.
+    # `hub_tensors` reverses the conversions that are stored here.
     causal_lm._weight_conversions = [each for each in conversions if each.was_used()]  # noqa: SLF001 - read by transformers
     return sources
 
 
 def groups_of(causal_lm: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the model's names in order, in groups of tensors that are converted together."""
+    """Return the model's tensor names, in groups that are converted together. The order is kept."""
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     used = reversed(causal_lm._weight_conversions)  # noqa: SLF001 - of `sources_of`
@@ -95,7 +96,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightFiles(Mapping[str, Any]):
-    """Tensors of the files by name. Lazy: `[name]` reads nothing, `[name][3:5]` reads two rows.
+    """Mapping from names to tensors of the files. It is lazy: `[name]` reads nothing, `[name][3:5]` reads two rows.
 
     Args:
         path: folder, or name on the hub.
@@ -106,7 +107,7 @@ class WeightFiles(Mapping[str, Any]):
     def __init__(self, path: str) -> None:
         try:
             self._tensors = {name: tensor for file in _files(path) for name, tensor in _opened(file)}
-        except Exception as error:  # boundary: the hub's client, safetensors and torch's unpickler
+        except Exception as error:  # the hub's client, safetensors and torch may raise anything
             raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
 
     def __getitem__(self, name: str) -> Any:
@@ -120,7 +121,7 @@ class WeightFiles(Mapping[str, Any]):
 
 
 def _files(path: str) -> list[str]:
-    """Return the files with weights, fetched from the hub if `path` is a name there."""
+    """Return the paths of the weight files; fetch them if `path` is a name on the hub."""
     from transformers.utils import cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -130,7 +131,7 @@ def _files(path: str) -> list[str]:
         if index := cached_file(path, f"{name}.index.json", _raise_exceptions_for_missing_entries=False):
             files, _ = get_checkpoint_shard_files(path, index)
             return [str(file) for file in files]
-    raise OSError("it has no model.safetensors, no pytorch_model.bin, and no index of parts of one")
+    raise OSError("it has neither model.safetensors nor pytorch_model.bin, nor an index of the parts of one")
 
 
 def _opened(file: str) -> Iterator[tuple[str, Any]]:
@@ -146,10 +147,10 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
     """Fill this rank's part of every parameter except adapters, and all persistent buffers. If the files have both
-    tensors of a tied pair, the embedding is used, as in vLLM.
+    tensors of a tied pair, the embedding's is used, as in vLLM.
 
     Args:
-        causal_lm: a transformers model whose parameters are sharded (DTensors) or whole, with memory.
+        causal_lm: transformers model with allocated parameters, which may be sharded (DTensors).
     Raises:
         InputError: a parameter is missing in the files, or has another shape.
     """
@@ -171,7 +172,9 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
 
 
 def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
-    """Return the model's tensors that the files hold, by their names without adapters; tied ones under all names."""
+    """Return the model's tensors that the files should hold, by their names without adapters; tied tensors under each
+    name.
+    """
     named = dict(causal_lm.named_parameters(remove_duplicate=False)) | persistent_buffers(causal_lm)
     return {name.replace(BASE, ""): tensor for name, tensor in named.items() if ADAPTER not in name}
 
@@ -179,12 +182,12 @@ def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
 def read_whole(
     causal_lm: Any, sources: Mapping[str, TensorOrigin], files: WeightFiles, names: set[str]
 ) -> dict[str, Tensor]:
-    """Read some of the model's tensors in full, in the dtype of the files.
+    """Read the full tensors of `names`, in the dtype of the files.
 
     Args:
         causal_lm: a model on the meta device.
-        sources: origins of all its tensors.
-        names: all names of a group (`groups_of`), or tensors that are converted alone.
+        sources: origins of all tensors of the model.
+        names: all names of one group of `groups_of`, or names of tensors that are converted alone.
     """
     targets = tensors_of(causal_lm)
     firsts = [name for name in names if name in sources]
@@ -220,7 +223,9 @@ def _read(
 
 
 def _is_stack(converter: Any) -> bool:
-    """Return whether row k of a converter's result depends only on the k-th tensor of each pattern: fused experts."""
+    """Return True if row k of a converter's result depends only on the k-th tensor of each pattern, as for fused
+    experts.
+    """
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     first, *others = converter.operations
@@ -236,7 +241,9 @@ def _is_stack(converter: Any) -> bool:
 
 
 def own_rows(tensor: Tensor) -> Any:
-    """Return the rows of the full tensor that this rank keeps: a slice of the first dimension, or `...` for all."""
+    """Return the rows of the full tensor that this rank holds: a slice of the first dimension, or `...` for all
+    rows.
+    """
     if not isinstance(tensor, DTensor):
         return ...
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

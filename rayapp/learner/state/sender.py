@@ -1,8 +1,10 @@
-"""The learners' side of vLLM's weight-transfer API, which sends weights to the engines directly, not through Ray.
+"""Implements the learners' side of vLLM's weight-transfer API, which sends weights directly to the engines, not through
+Ray.
 
-The learner actor uses it on every rank, as gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC (colocated)
-are vLLM's own backends and need GPUs: **neither has been run on one yet**. `vllm_gloo` does the same on CPU, and the
-tests run it. Written for vLLM 0.30 and 0.31; older versions lack some of the classes.
+The learner actor uses it on every rank, because gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC
+(colocated) are vLLM's own backends and need GPUs: **neither has been run on one yet**. The backend `vllm_gloo` does the
+same on CPU, and the tests run it. The module is written for vLLM 0.30 and 0.31; older versions lack some of the
+classes.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ WIRE_DTYPE = torch.bfloat16
 
 
 class LearnerSource:
-    """A learner's weights as vLLM's `WeightSource`. Iterated once per sync; counts the tensors it has yielded.
+    """Weights of a learner, as vLLM's `WeightSource`. A sync iterates over the source once; the source counts the
+    tensors that it yielded.
 
     Args:
-        device: the learner's device, to which weights in host memory are moved too.
+        device: device of the learner; weights in host memory are moved to it.
     """
 
     def __init__(self, model: PolicyModel, lora: LoraSection, device: torch.device) -> None:
@@ -65,7 +68,7 @@ class LearnerSource:
 def gathered_in_order(
     tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors, each only after its gather has finished (on a GPU the call only queues it).
+    """Yield the given tensors, each only after it is gathered. On a GPU the gathering call returns before that.
 
     vLLM iterates in streams of its own, and queues a broadcast to the servers behind each bucket. In these streams the
     gathers of rank 0 would wait behind that broadcast, but the gathers of the other ranks would not: NCCL deadlocks
@@ -81,16 +84,16 @@ def gathered_in_order(
             stream.synchronize()
         if item is None:
             return
-        # The caller copies the tensor in another stream, before which the allocator must not reuse its memory.
+        # The caller copies the tensor in another stream. The allocator must not reuse its memory before that copy.
         item[1].record_stream(torch.cuda.current_stream(device))
         yield item
 
 
 class _Exchange:
-    """Rank 0's communication with the servers during a send: vLLM's calls, and its broadcasts.
+    """Communication of rank 0 with the servers while weights are sent: vLLM's control calls, and vLLM's broadcasts.
 
-    After the first failure all methods do nothing, and vLLM's own sequence runs to its end. So the other ranks gather
-    in step with rank 0 even if servers fail, and stay usable.
+    After the first failure all methods do nothing, and vLLM's sequence of calls runs to its end. So rank 0 takes part
+    in every gather even if servers fail, and all ranks stay usable.
 
     Args:
         client: client that calls every server.
@@ -103,7 +106,7 @@ class _Exchange:
         self._failed: Future[Exception] = Future()
         self._failing = threading.Lock()
         self.group: Any = None
-        """vLLM's NCCL communicator, or ours over gloo; None for CUDA IPC."""
+        """NCCL communicator of vLLM, or `GlooGroup`; None for CUDA IPC."""
 
     @property
     def failure(self) -> Exception | None:
@@ -143,27 +146,29 @@ class _Exchange:
             self.fail(TimeoutError(f"no answer within server.sync_timeout_s = {self._timeout_s:g} s"))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Broadcast to the servers, with the signature of vLLM's communicator."""
+        """Broadcast a tensor to the servers. The signature is that of vLLM's communicator."""
         if self._failed.done():
             return
         try:
             self.group.broadcast(tensor, src=src)
-        except Exception as error:  # boundary: NCCL or gloo
+        except Exception as error:  # NCCL or gloo may raise anything
             self.fail(error)
 
     def close(self) -> None:
-        """Destroy the group. Idempotent. vLLM would only drop its reference, which does not free a communicator."""
+        """Destroy the group. Idempotent. vLLM would only drop its reference to the group, which does not free a
+        communicator.
+        """
         if self.group is not None:
             self.group.destroy()
 
 
 class WeightSender:
-    """The transfer group's end on one learner rank. Made once; call `send` for every sync.
+    """One learner rank's membership in the transfer group. Make it once, and call `send` for every sync.
 
     Args:
         client: client that calls every server; only rank 0's is used.
         address: rank 0's address, to which the servers' workers connect.
-        timeout_s: deadline of each of the servers' answers.
+        timeout_s: deadline of each answer of a server.
     Raises:
         ConfigError: the transport needs a GPU and there is none.
         WeightSyncError: a server or learner did not join.
@@ -198,7 +203,7 @@ class WeightSender:
                 self._engine: Any = WeightTransferTrainerFactory.trainer_init(
                     info, client=self._exchange, source=source
                 )
-        except Exception as error:  # boundary: vLLM and what it calls
+        except Exception as error:  # vLLM may raise anything
             raise WeightSyncError(
                 f"learner {rank} and the servers did not form a {plan.transport} group within "
                 f"server.sync_timeout_s = {timeout_s:g} s: {_first_line(error)}"
@@ -207,7 +212,7 @@ class WeightSender:
             self._exchange.group, self._engine.model_update_group = self._engine.model_update_group, self._exchange
 
     def send(self) -> None:
-        """Send every server the current weights. Collective; the ranks stay in step even if servers fail.
+        """Send the current weights to every server. Collective; all ranks finish the call even if servers fail.
 
         Raises:
             WeightSyncError: a server did not get all weights; the group can't be used any more.

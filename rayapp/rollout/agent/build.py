@@ -1,6 +1,6 @@
 """Makes an `AgentLoop` from settings, and checks that tokenizer, template, parser and tools fit each other.
 
-Called once per rollout worker, before its first prompt, so that unusable settings are reported at once.
+Each rollout worker makes its loops before its first prompt, so that unusable settings are reported at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
-    """Return vLLM's tool parser with this name. Raises ConfigError like `load_parser`."""
-    from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
+    """Return vLLM's tool parser with this name. Raises ConfigError: there is no such parser, or it can't be used."""
+    from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM, which takes seconds
 
     given = tokenizer.of_transformers if isinstance(tokenizer, ModelTokenizer) else tokenizer
     return load_parser(name, given, tools, sample)
@@ -43,11 +43,11 @@ async def open_loop(
     made: Sequence[Tool] = (),
     reader: ToolCallParser | None = None,
 ) -> AgentLoop:
-    """Return the agent loop for the settings of section `agent`. Its tools get sandboxes from `sandboxes`.
+    """Make the agent loop for the settings of section `agent`. Its tools get sandboxes from `sandboxes`.
 
     Args:
-        brought, made: tools besides those in the tool file; see `open_tools`.
-        reader: see `open_agent_loop`.
+        brought, made: names of tools, and tools, in addition to those in the tool file; see `tools.loading.open_tools`.
+        reader: tool call parser for a policy whose prompt lists no tools, as in `open_agent_loop`.
     """
     agent = config.agent
     limits = AgentLimits(
@@ -86,20 +86,20 @@ async def open_agent_loop(
     context: ToolContext | None = None,
     make_parser: MakeParser = vllm_parser,
 ) -> AgentLoop:
-    """Return the agent loop of a process; close it with `await loop.tools.close()`.
+    """Make the agent loop of a process. Close it with `await loop.tools.close()`.
 
     Args:
         model: name of the model, for messages.
-        tool_file: path of a tool file (docs/tools.md); empty for none.
-        brought, made: tools besides those in the tool file; see `open_tools`.
-        reader: parser for a policy whose prompt lists no tools; then the results are sent as user messages. None makes
-            the parser named `parser`.
-        parser: vLLM's name of the tool parser, or auto.
+        tool_file: path of a tool file (docs/tools.md); empty without one.
+        brought, made: names of tools, and tools, in addition to those in the tool file; see `tools.loading.open_tools`.
+        reader: tool call parser for a policy whose prompt lists no tools; tool results are then sent as user messages.
+            With None, the prompt lists the tools, and the parser `parser` is made.
+        parser: vLLM's name of a tool parser, or auto.
         chat_template: a .jinja file or the name of a shipped template; empty for the model's own.
         make_parser: function that makes the parser; tests and benchmarks replace it.
     Raises:
-        ConfigError: the tool file is wrong, an MCP server can't be used, the template ignores tools, there is no such
-            parser, or the parser doesn't find a call that the template writes.
+        ConfigError: the tool file is wrong, an MCP server can't be used, the template ignores tools, the parser does
+            not exist, or the parser doesn't find a call that the template writes.
     """
     tools = await open_tools(tool_file, context, brought=brought, made=made)
     try:
@@ -113,7 +113,8 @@ async def open_agent_loop(
 
 
 def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:
-    """Check with one example tool that the template lists tools. The real tools may need a service.
+    """Check, with one example tool, that the template lists tools. The run's own tools are not made, because they may
+    need a service.
 
     Raises:
         ConfigError: the template ignores tools.
@@ -123,7 +124,7 @@ def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFor
 
 
 def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
-    """Check the template like `check_template`, and the parser. Takes seconds, because it imports vLLM.
+    """Check the template as `check_template` does, and check the parser. This takes seconds, because it imports vLLM.
 
     Returns:
         The parser's name.
@@ -136,7 +137,9 @@ def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str)
 
 
 def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:
-    """Return a call that the parser must find. If the template writes no calls, log a warning and return None."""
+    """Return a call, as the template writes it, that the parser must find. If the template writes no calls, log a
+    warning and return None.
+    """
     if not chat.has_tools:
         return None
     sample = chat.sample_call()

@@ -1,7 +1,7 @@
-"""Runs one tool call: checks it, runs it with a deadline, and cuts the result to length. Called by the agent loop.
+"""Runs one tool call for the agent loop: checks the call, runs it with a deadline, and cuts the result to length.
 
 Mistakes of the policy and failures of a tool become the call's result, with a kind that metrics count. Only failed
-infrastructure raises an exception: such a trajectory is no evidence about the policy.
+infrastructure raises an exception: the trajectory then says nothing about the policy.
 
 `read_calls` and `read_turn` run a parser in a thread beside the event loop, for the agent loop and the gateway.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits) -> CallRecord:
-    """Run one call, or refuse it. Returns the record of the call with its result.
+    """Run one call, or refuse it. Return the record of the call with its result.
 
     Raises:
         ToolUnavailableError, SandboxError: infrastructure failed.
@@ -55,7 +55,7 @@ async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: To
     tool = tools.get(call.name)
     if tool is None:
         names = ", ".join(schema.name for schema in tools.schemas) or "none"
-        raise ToolFailedError(f"there is no tool {call.name!r}; there are: {names}", "unknown_tool")
+        raise ToolFailedError(f"there is no tool {call.name!r}; the tools are: {names}", "unknown_tool")
     arguments = read_arguments(call.arguments)
     if problem := tools.problem(call.name, arguments):
         raise ToolFailedError(f"wrong arguments for {call.name}: {problem}", "bad_arguments")
@@ -72,7 +72,7 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
         raise
     except TimeoutError:
         raise ToolFailedError(f"{record.name} did not finish within {tool.timeout_s:g} s", "timeout") from None
-    except Exception as error:  # boundary: a tool is foreign code; the policy reads that it failed, the log reads why
+    except Exception as error:  # boundary: foreign code may raise anything
         log.warning("tool %s crashed: %s: %s", record.name, type(error).__name__, error, exc_info=True)
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
@@ -81,13 +81,15 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 
 
 def _usable(output: ToolOutput) -> ToolOutput:
-    """Return the tool's output if its fields have the declared types. Raises TypeError, ValueError or OverflowError."""
+    """Check that the fields of a tool's output have the declared types, and return the output. Raises TypeError,
+    ValueError or OverflowError: a field has another type, or a number is not finite.
+    """
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
     if not isinstance(output.answer, str | None):
         raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
     if not all(isinstance(ran, ExecRecord) for ran in output.execs):
-        raise TypeError("ToolOutput.execs must hold records of executions")
+        raise TypeError("ToolOutput.execs must be a sequence of ExecRecord")
     reward = None if output.reward is None else storable(output.reward)
     return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
 
@@ -98,20 +100,20 @@ interpreter's lock, so other trajectories continue. There is only one thread, be
 
 
 async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCall, ...]:
-    """Return the calls in a turn's text after its thoughts; calls within the thoughts don't count.
+    """Return the tool calls in a turn's text. Calls within the thoughts don't count.
 
     Args:
         who: name of the request, for the log.
     """
     try:
         calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
-    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+    except Exception as error:  # boundary: a parser may raise anything on a policy's text
         return (_failed(error, who),)
     return _at_most(calls)
 
 
 async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[RawCall, ...], str]:
-    """Return the calls like `read_calls`, and the text outside them."""
+    """Return the tool calls in a turn's text, as `read_calls` does, and the text outside the calls."""
 
     def read() -> tuple[tuple[RawCall, ...], str]:
         calls = parser.parse(text)
@@ -119,7 +121,7 @@ async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[
 
     try:
         calls, words = await asyncio.get_running_loop().run_in_executor(PARSING, read)
-    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+    except Exception as error:  # boundary: a parser may raise anything on a policy's text
         return (_failed(error, who),), text
     return _at_most(calls), words
 

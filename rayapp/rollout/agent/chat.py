@@ -1,11 +1,12 @@
-"""The model's chat template as token ids: the prompt with its tools, and the tokens after a sampled turn.
+"""Renders the model's chat template to token ids: the prompt with its tools, and the tokens after a sampled turn.
 
     prompt_ids(messages, tools)                    rendered once per trajectory
     suffix_ids(sampled ids, tool messages)         end of the turn, tool results, generation prompt of the next turn
 
-Called by the agent loop. Sampled tokens are never rendered again. The suffix is the text that the template writes after
-a placeholder for the assistant's message, so the prompt of turn n + 1 is exactly the prompt of turn n + sampled ids +
-suffix. Some templates (Mistral, gpt-oss) write tool results only after calls: for them the placeholder has calls.
+The agent loop calls this module. Sampled tokens are never rendered again. The suffix is the text that the template
+writes after a placeholder for the assistant's message, so the prompt of turn n + 1 is exactly the prompt of turn n +
+sampled ids + suffix. Some templates (Mistral, gpt-oss) write tool results only after calls. For these templates the
+placeholder has calls.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _BLANKS = "\n\n Answer \n"
 _ARGUMENTS = '{"place":"Zürich","days":1.0}'
 """Arguments as a policy may write them: JSON without blanks, with a letter that is not ASCII."""
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
-"""Maximum number of frames in the cache; maximum messages of a frame; maximum characters of its names and ids. An agent
-could make all of them arbitrarily large."""
+"""Maximum number of frames in the cache, of messages of a frame, and of characters of a frame's names and ids. Without
+limits, an agent could make each of these numbers arbitrarily large."""
 _FRAMED = {"role", "name", "content", "tool_call_id"}
 
 
 class ChatTokenizer(Protocol):
-    """Interface of a Hugging Face tokenizer, as far as multi-turn rollouts use it."""
+    """The part of a Hugging Face tokenizer's interface that multi-turn rollouts use."""
 
     @property
     def all_special_tokens(self) -> list[str]: ...
@@ -56,14 +57,14 @@ class ChatTokenizer(Protocol):
 
 
 class ChatFormat:
-    """Chat template of a model with one set of tools, rendered to token ids.
+    """Renders the chat template of a model, with one set of tools, to token ids.
 
     Args:
         tokenizer: tokenizer of the model.
         tools: all tools that the policy may call.
-        template: Jinja text that replaces the tokenizer's own template; empty for the tokenizer's own.
+        template: Jinja text of the chat template; empty for the tokenizer's own.
         name: name of the model, for messages.
-        variables: variables of the template, besides the tokenizer's own.
+        variables: values for variables of the template, in addition to those that the tokenizer sets.
     Raises:
         ConfigError: there is no template, or the template ignores tools or their results.
     """
@@ -90,16 +91,17 @@ class ChatFormat:
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
         self._frames: dict[tuple[tuple[str | None, ...], ...], tuple[str, ...] | None] = {}
-        """(roles, names and call ids of messages) -> frame of the messages; see `text.frame`."""
+        """(roles, names and call ids of messages) -> frame: the texts that the template writes around the contents of
+        such messages (`text.frame`); None if they can't be cached."""
         if tools:
             self._check_tools()
 
     def without_tools(self) -> ChatFormat:
-        """Return this format for prompts that list no tools."""
+        """Return a copy of this format for prompts that list no tools."""
         return ChatFormat(self.tokenizer, (), template=self._template, name=self._name)
 
     def may_read(self, variable: str) -> bool:
-        """Return False if the template doesn't mention this variable."""
+        """Return True if the template mentions this variable."""
         texts = self._template or getattr(self.tokenizer, "chat_template", None) or ""
         text = "\n".join(map(str, texts.values())) if isinstance(texts, dict) else str(texts)
         return re.search(rf"\b{re.escape(variable)}\b", text) is not None
@@ -109,7 +111,9 @@ class ChatFormat:
         return bool(self._schemas)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the tools, the conversation so far, and the generation prompt of the policy's turn."""
+        """Return the token ids of a prompt: the tools, the conversation so far, and the generation prompt of the
+        policy's turn.
+        """
         return self._encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -131,11 +135,15 @@ class ChatFormat:
         return text
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn, with the tokens that a tool parser looks for and without the end of the turn."""
+        """Return the text of a sampled turn. It includes special tokens, which tool parsers look for, but not the
+        tokens that end the turn.
+        """
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
 
     def num_said(self, token_ids: Sequence[int]) -> int:
-        """Return the number of a turn's tokens before the tokens that may belong to its end."""
+        """Return the number of a turn's tokens before the tokens that end the turn. Last tokens that only begin the
+        template's end of a turn don't count either.
+        """
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
         return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
 
@@ -146,7 +154,7 @@ class ChatFormat:
 
         Args:
             tool_texts: results in the order of the calls.
-            tool_names: names of the called tools; some templates write them.
+            tool_names: names of the called tools, which some templates write.
         """
         return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
 
@@ -155,8 +163,8 @@ class ChatFormat:
 
         Args:
             sampled_ids: ids of the turn. If they already have part of the turn's end, this part is not repeated.
-            messages: messages of tools and users, none of the assistant. Control tokens of the model in these messages
-                are broken up.
+            messages: messages of tools and users, not of the assistant. The model's control tokens in them are broken
+                up.
         """
         ids = self._encode(self._written([self.harmless(message) for message in messages]))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
@@ -166,7 +174,9 @@ class ChatFormat:
         return ids[repeated:]
 
     def harmless(self, data: Any) -> Any:
-        """Return a message, or other JSON data, in which the model's control tokens are broken up in every string."""
+        """Return a copy of a message, or of other JSON data. In every string, the model's control tokens are broken
+        up.
+        """
         if isinstance(data, str):
             return self._neutralize(data)
         if isinstance(data, Mapping):
@@ -174,7 +184,9 @@ class ChatFormat:
         return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
 
     def rewritten(self) -> list[str]:
-        """Return the parts of a turn that the template writes otherwise, or not at all, once other messages follow."""
+        """Return descriptions of the parts of a turn that the template changes or leaves out once other messages
+        follow.
+        """
         parts = {
             "thoughts before a user's message": (_THOUGHT, [_assistant(f"{_THOUGHT}Answer"), _QUESTION]),
             "thoughts before a tool's result": (
@@ -193,7 +205,9 @@ class ChatFormat:
             return False  # the template has no such messages
 
     def sample_call(self) -> SampleCall | None:
-        """Return a call of one of the tools in the form that the template writes; None if it writes no calls."""
+        """Return an example call of one of the tools, as the template writes it; None if the template writes no
+        calls.
+        """
         tool = next((tool for tool in self._schemas if _sample_arguments(tool)), self._schemas[0])
         arguments = _sample_arguments(tool)
         texts = [
@@ -214,8 +228,8 @@ class ChatFormat:
         except ConfigError:
             return ""
         asked_ids, told_ids = self._encode(asked), self._encode(told)
-        # The generation prompt may differ from the beginning of a finished turn: it may open a thought, and finished
-        # turns may have none.
+        # Compare token by token, because the generation prompt may differ from the beginning of a finished turn: it may
+        # open a thought, and finished turns may have no thoughts.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
         return self.turn_text(told_ids[len(list(shared)) :])
 
@@ -223,18 +237,19 @@ class ChatFormat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the turn ends with a special token, but not the one that the template writes. (An engine stops
-        only at tokens that end a turn.)"""
+        """Return True if the last token is a special token other than the template's end of a turn. Such a token ends
+        the turn, because an engine stops only at tokens that end turns.
+        """
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def _written(self, messages: Sequence[Message]) -> str:
-        """Return the rendered text of `_after_turn`, from a cached frame if there is one."""
+        """Return the text of `_after_turn`, made from a cached frame if there is one."""
         if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
         if sum(len(part or "") for parts in key for part in parts) > _MOST_KEY_CHARS:
             return self._after_turn(messages)
-        frames = self._frames  # local name: threads of several sessions call this method
+        frames = self._frames  # keep a local reference: threads of several sessions call this method
         if key not in frames:
             if len(frames) >= _MOST_FRAMES:
                 self._frames = frames = {}
@@ -256,8 +271,8 @@ class ChatFormat:
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
 
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render without the tools: templates write tools before the first message, and callers need only later
-        text.
+        """Render messages without the tools: templates write tools above the first message, and callers need only text
+        below it.
         """
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -300,8 +315,8 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return the template's text for two tool results after a turn: a turn with text or, if that fails, a turn with
-        calls.
+        """Return the template's text for two tool results after a turn. Try a turn with text first. If the template
+        fails on it, use a turn with calls, and set `_needs_calls` so that later calls do the same.
         """
         try:
             rest = self._after_turn(_results(_RESULTS))
@@ -309,7 +324,7 @@ class ChatFormat:
                 return rest
         except (
             Exception
-        ):  # boundary: a template may raise anything; if both forms fail, the second one's error is raised
+        ):  # boundary: a template may raise anything. If both forms fail, the error of the second one is raised
             rest = ""
         self._needs_calls = True
         return self._after_turn(_results(_RESULTS))
@@ -357,8 +372,9 @@ def special_ids(tokenizer: ChatTokenizer) -> set[int]:
 
 
 def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
-    """Return the texts of all control tokens, including tokens not marked as special, such as DeepSeek's <｜User｜>.
-    Added tokens that are words or blanks are left out."""
+    """Return the texts of all control tokens, including tokens that are not marked as special, such as DeepSeek's
+    <｜User｜>. Added tokens that are plain words or blanks are left out.
+    """
     tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
     return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
 
@@ -369,7 +385,7 @@ def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
 
 
 def _saying(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
-    """Return the messages with these texts as contents."""
+    """Return copies of the messages that have these texts as contents."""
     return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
@@ -390,7 +406,7 @@ def _assistant(content: str, *calls: Message) -> Message:
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:
-    """Return example arguments for the tool's strings and integers: every call format can write these types."""
+    """Return example arguments for the tool's strings and integers, the types that every call format can write."""
     samples: Mapping[object, object] = {"string": "some text", "integer": 3}
     properties = tool.parameters.get("properties") or {}
     return {

@@ -1,4 +1,5 @@
-"""The agent loop: the policy samples a turn, its tool calls run, until a turn has no calls. Called by rollout workers.
+"""The agent loop: the policy samples a turn, and the turn's tool calls run, until a turn has no calls. Rollout workers
+call it.
 
     prompt ids -> generate -> sampled ids -> tool calls? -- no --> answered
                      ^                          | yes, side by side
@@ -26,23 +27,24 @@ from rayapp.tools.toolset import ToolSet, ToolStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoop:
-    """Plays prompts with a chat template, parser, tools and limits. All trajectories of a process share it."""
+    """Plays prompts with a chat template, a parser, tools and limits. All trajectories of a process share one loop."""
 
     chat: ChatFormat
     parser: ToolCallParser
     tools: ToolSet
     limits: AgentLimits
     is_talk: bool = False
-    """True if results are sent as a user's messages, because the policy's prompt lists no tools."""
+    """True if tool results are sent as user messages, because the policy's prompt lists no tools."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        """Play the prompt once. Only tool calls have deadlines: the caller limits the trajectory's time.
+        """Play the prompt once. Only tool calls have deadlines; callers have to limit the time of the whole trajectory.
 
         Args:
-            sampling: sampling settings of every turn; `max_tokens` is lowered to the number of tokens left.
-            request_id: id of the trajectory; turns are numbered from `prompt.first_turn` on.
+            sampling: sampling settings of every turn. `max_tokens` is lowered to the number of tokens that the
+                trajectory has left.
+            request_id: id of the trajectory. Its turns are numbered from `prompt.first_turn` on.
         Raises:
             EngineError: the engine can't generate.
             SandboxConfigError: this configuration can never provide a sandbox.
@@ -103,7 +105,7 @@ class _Play:
                 return RolloutStatus.MAX_TURNS
             suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
-                # Don't append results that leave no room for another turn: the policy could not learn from them.
+                # Don't append results that leave no room for another turn: the policy could not answer them.
                 return RolloutStatus.TRUNCATED
             self.recorder.add_read(suffix)
 
@@ -125,7 +127,7 @@ class _Play:
             if self.loop.is_talk:
                 return chat.continuation_ids(sampled, [{"role": "user", "content": text} for text in results])
             return chat.suffix_ids(sampled, results, names)
-        except Exception as error:  # boundary: a template is a program that reads a tool's text
+        except Exception as error:  # boundary: the template is a program and may fail on a tool's text
             raise ToolFailedError(f"the chat template can't write these results: {error}", "template") from error
 
     async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:

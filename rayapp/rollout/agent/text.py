@@ -1,7 +1,8 @@
-"""Cuts tool output to a length, and makes it harmless for the chat template. Pure functions, called by the agent loop.
+"""Cuts tool output to length, and makes it harmless for the chat template. Pure functions; the agent loop calls them.
 
-If a template copies messages without inspecting them, its own text around the messages (the frame) is rendered once for
-the same roles and tools, and reused: rendering takes longer than all other work of a turn.
+The text that a template writes around the contents of messages is their frame. If the template copies contents without
+inspecting them, the frame is rendered once for the same roles and tools, and then reused: rendering takes longer than
+all other work of a turn.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ CutSide = Literal["left", "middle", "right"]
 
 
 def cut(text: str, max_chars: int, side: CutSide) -> str:
-    """Return a text, cut to about `max_chars` characters with a mark in place of the removed part.
+    """Return a text, cut to about `max_chars` characters. A mark replaces the removed part.
 
     Args:
-        side: part to keep, by verl's names: `left` keeps the beginning, `right` the end, `middle` both.
+        side: verl's name for the part to keep: `left` keeps the beginning, `right` the end, `middle` both.
     """
     if len(text) <= max_chars:
         return text
@@ -32,8 +33,9 @@ def cut(text: str, max_chars: int, side: CutSide) -> str:
 
 
 def readable(text: str) -> str:
-    """Return the text with each half of a surrogate pair escaped. JSON can contain such halves; UTF-8 and tokenizers
-    can't."""
+    """Return the text, with lone halves of surrogate pairs escaped. JSON can contain them, but UTF-8 and tokenizers
+    can't.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -49,9 +51,10 @@ def marks(parts: Iterable[str]) -> set[str]:
 
 
 class Neutralizer:
-    """Breaks up the model's control tokens: a tool that prints `<|im_end|>` must not end a turn or begin another one.
+    """Breaks up the model's control tokens, so that a tool that prints `<|im_end|>` can't end a turn or begin another
+    one.
 
-    It takes linear time. A regex of all tokens would not: some tokenizers have thousands of tokens with the same
+    A call takes linear time. A regex of all tokens would not: some tokenizers have thousands of tokens with the same
     beginning.
 
     Args:
@@ -82,11 +85,11 @@ class Neutralizer:
 
 
 _PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
-"""Test contents for messages: a template might trim, escape, or parse them. @ is replaced by a unique text."""
+"""Contents of messages that test whether a template trims, escapes or parses contents. A unique text replaces @."""
 
 
 class LookedIntoError(Exception):
-    """Raised when a template compares, measures, searches or changes a sealed text."""
+    """A template compared, measured, searched or changed a `Sealed` text."""
 
 
 def _refuse(*args: object, **options: object) -> NoReturn:
@@ -94,7 +97,7 @@ def _refuse(*args: object, **options: object) -> NoReturn:
 
 
 class Sealed(str):
-    """String that a template may write but not inspect: all its methods raise LookedIntoError."""
+    """String that a template may write but not inspect: its methods raise LookedIntoError."""
 
     __slots__ = ()
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -106,7 +109,7 @@ class Sealed(str):
 
 
 def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...] | None:
-    """Return the template's own texts before, between and after the contents of `number` messages.
+    """Return a frame: the template's own texts before, between and after the contents of `number` messages.
 
     Args:
         write: function that renders messages with the given contents.
@@ -122,11 +125,11 @@ def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...]
             texts = [probe.replace("@", mark) for mark in marks]
             if write(texts) != join(around, texts):
                 return None
-    except Exception:  # boundary: a template is a program; it may refuse one of these texts and accept later ones
+    except Exception:  # boundary: a template is a program. It may refuse one of these texts and accept others later
         return None
     return around if len(around) == number + 1 else None
 
 
 def join(around: Sequence[str], texts: Sequence[str]) -> str:
-    """Return one text: the texts of a frame (`around`) with `texts` between them."""
+    """Return one text: the texts of the frame `around`, with `texts` between them."""
     return "".join([*around[:1], *map(add, texts, around[1:])])

@@ -1,10 +1,11 @@
-"""Agents that play rows of environments, and the environments' rewards. One agent per source.
+"""Agents that play rows of environments, and the environments' rewards. Each source has one agent.
 
     trl, openenv    one episode per trajectory: reset -> the agent loop with the episode's tools -> its reward
     verifiers       a process that plays the row through the gateway, as an external agent, and sends the reward
-If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `run_group`.
+If an environment fails, dies or does not answer, the trajectory fails and has no reward. `run_group` calls these
+agents.
 
-An episode is one trajectory's instance of an environment: it is reset once, tools change it, and at the end it returns
+An episode is one trajectory's instance of an environment. It is reset once, tools change it, and at the end it returns
 the reward.
 
 Episodes (one per source)  --episode()-->  Episode: reset -> observation;  call, call, …;  reward
@@ -51,12 +52,14 @@ class Episode(Protocol):
     """One trajectory's instance of an environment.
 
     Raises, from any method:
-        ToolFailedError: the policy made a mistake; it reads the message.
+        ToolFailedError: the policy made a mistake. The policy reads the message.
         ToolUnavailableError: the environment is lost.
     """
 
     async def reset(self, columns: Columns) -> str:
-        """Begin the episode. Returns the environment's first message, which is appended to the prompt; maybe empty."""
+        """Begin the episode. Return the environment's first message, which is appended to the prompt. It may be
+        empty.
+        """
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
@@ -82,7 +85,7 @@ class Episodes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTurn:
-    """Tool call parser that reads each whole turn as the only argument of one call; see `ToolCallParser`."""
+    """A `ToolCallParser` that reads each turn as one call, whose only argument is the whole text of the turn."""
 
     tool: str
     argument: str
@@ -102,10 +105,10 @@ class EpisodeTool(ToolBase):
     """One tool of an environment. Its state is the trajectory's episode.
 
     Args:
-        timeout_s: deadline of a call, enforced by the agent loop; the episode's own deadline is shorter.
+        timeout_s: deadline of a call, which the agent loop enforces. The episode's own deadline is shorter.
     """
 
-    ends_episode = True  # so that a call in the last turn is run, because it may change the reward
+    ends_episode = True  # run calls in the last turn too: they may change the reward
 
     def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
         super().__init__({}, schema, ToolContext(environ={}))
@@ -123,7 +126,8 @@ log = logging.getLogger(__name__)
 VERDICT = "environment"
 """Key of the environment's reward in `Trajectory.tool_rewards`."""
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
-"""Function that makes a loop from an environment's tools and, if the policy doesn't write tool calls, a parser."""
+"""Function that makes an agent loop from an environment's tools. The second argument is a parser if the policy doesn't
+write tool calls, else None."""
 
 
 class EpisodePlayer:
@@ -136,7 +140,7 @@ class EpisodePlayer:
         ]
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt without token ids: `play` appends the environment's first message to it."""
+        """Return the prompt without token ids, because `play` appends the environment's first message to it."""
         messages = problem.start.messages
         return replace(problem.prompt, text=self._loop.chat.render(messages), messages=messages)
 
@@ -151,7 +155,7 @@ class EpisodePlayer:
                 prompt = AgentPrompt(
                     token_ids=self._prompt_ids(task, observation),
                     tools_kwargs={name: {"create_kwargs": {"episode": episode}} for name in self._tools},
-                    first_turn=1,  # turn 0 is the request that `_CohortPlace.fill` sent for this trajectory
+                    first_turn=1,  # `group._CohortPlace.fill` has sent a request as turn 0 of this trajectory
                 )
                 played = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
                 if played.status.is_error:
@@ -206,11 +210,11 @@ class VerifiersPlayer:
 
 
 class EnvironmentAgents:
-    """Agent for all environments of a source, opened at their first row. `close` it at the end.
+    """Agent for all environments of a source. An environment is opened at its first row; `close` closes all.
 
     Args:
         config: config of the source.
-        make_loop: see `OpenLoop`.
+        make_loop: function that makes an agent loop; see `OpenLoop`.
         make_agent: function that makes the external agent for an environment that needs the gateway, given a
             trajectory's time limit in seconds.
     """
@@ -224,7 +228,7 @@ class EnvironmentAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
-        """Return the agent for the run's settings and tool file."""
+        """Make the agent for the run's settings and tool file."""
 
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
             return await open_loop(config, sandboxes, made=tools, reader=reader)
@@ -237,11 +241,11 @@ class EnvironmentAgents:
         return cls(config, make_loop, make_agent)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt of a row; see `Agent.prompt`. Raises UserError: the environment can't be used."""
+        """Return the prompt of a row, as `Agent.prompt` does. Raises UserError: the environment can't be used."""
         return await (await self._player(row_of(problem).environment)).prompt(problem)
 
     async def play(self, problem: Problem, **asked: Any) -> Trajectory:
-        """Play a row. Its `prompt` must have been called: it opens the environment."""
+        """Play a row. Call `prompt` with the problem before, because `prompt` opens the environment."""
         return await self._players[id(row_of(problem).environment)].play(problem, **asked)
 
     async def close(self) -> None:
@@ -258,7 +262,7 @@ class EnvironmentAgents:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
         episodes = await asyncio.to_thread(episodes_of, environment)
-        # Allow for all calls of a turn: they run one after the other, each with the environment's own deadline.
+        # Allow for all calls of a turn, which run one after the other, each with the environment's own deadline.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
         tools = [EpisodeTool(schema, timeout_s=timeout_s) for schema in await episodes.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
@@ -281,13 +285,13 @@ def row_of(problem: Problem) -> EnvironmentTask:
 
 
 def problem_of_environment(task: EnvironmentTask) -> Problem:
-    """Return the problem of a row; the environment itself scores its trajectories."""
+    """Return the problem of a row. The environment itself scores the problem's trajectories."""
     start = AgentStart(messages=task.messages)
     return Problem(prompt=bare_prompt(task.name), score=score_by_environment, task=task, agent_start=start)
 
 
 async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
-    """Return the environment's own reward; an invalid reward if there is none."""
+    """Return the reward that the environment gave to the trajectory; an invalid reward if it gave none."""
     value = played.tool_rewards.get(VERDICT)
     if value is None:
         return Reward.invalid("no_verdict", f"the environment returned no reward: {played.status}")
@@ -295,7 +299,9 @@ async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: 
 
 
 def episodes_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Episodes:
-    """Return the maker of an environment's episodes. Raises ConfigError: the environment's class can't be found."""
+    """Return the object that makes an environment's episodes. Raises ConfigError: the environment's class can't be
+    found.
+    """
     return TrlEpisodes(environment) if isinstance(environment, TrlEnvironment) else OpenEnvEpisodes(environment)
 
 
@@ -303,7 +309,7 @@ def plays_environments(tasks: Sequence[Task]) -> bool:
     """Return True if these tasks are rows of environments.
 
     Raises:
-        InputError: only some of them are.
+        InputError: only some of the tasks are.
     """
     names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
     if len(names) > 1:
@@ -315,8 +321,8 @@ def plays_environments(tasks: Sequence[Task]) -> bool:
 
 
 def check_environments(tasks: Sequence[Task]) -> None:
-    """Check that each environment answers, before a run starts. Environments of verifiers answered when they listed
-    their rows.
+    """Check, before a run starts, that each environment answers. Environments of verifiers have already answered, when
+    they listed their rows.
 
     Raises:
         UserError: an environment does not answer.
@@ -339,7 +345,7 @@ def check_environments(tasks: Sequence[Task]) -> None:
 
 
 def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
-    """Return the messages with the environment's first message appended to the last message, like in TRL."""
+    """Return the messages, with the environment's first message appended to the last of them, as in TRL."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 

@@ -1,11 +1,12 @@
-"""Client of an OpenEnv server, version 0.2 or newer, with a WebSocket session for each trajectory. The protocol:
+"""Client of an OpenEnv server, version 0.2 or newer, with one WebSocket session for each trajectory. The protocol:
 
     GET /schema -> {"action": JSON schema, …}
     /ws   {"type": "reset", "data": {"seed": 7}}  ->  {"type": "observation", "data": {"observation", "reward", "done"}}
           {"type": "step", "data": action}        ->  the same, or {"type": "error", "data": {"message", "code"}}
 
-An action is a call of the only tool `step`, whose arguments are the action's fields; with `text_field` it is the text
-of a turn. If the environment's actions are calls of MCP tools, each MCP tool is a tool of the policy.
+The policy acts by calling its only tool `step`, whose arguments are the fields of an action. With `text_field`, the
+text of each turn is an action instead. If the environment's actions are calls of MCP tools, each MCP tool is a tool of
+the policy.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 _MAX_MESSAGE_BYTES = 16 << 20
 _FULL_PAUSE_S = 1.0
 _POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
-"""Error codes of a server for an invalid action; any other error is a failure of the server."""
+"""Error codes with which a server refuses an invalid action. Any other code is a failure of the server."""
 
 
 @dataclass(slots=True)
 class OpenEnvEpisodes:
-    """Episodes of an OpenEnv environment, each a session of its server; see `Episodes`."""
+    """`Episodes` of an OpenEnv environment. Each episode is a session of the environment's server."""
 
     environment: OpenEnvEnvironment
     _takes_calls: bool = field(default=False, init=False)
@@ -57,7 +58,7 @@ class OpenEnvEpisodes:
             ) from error
 
     async def holds_one_session(self) -> bool:
-        """Return True if the server refuses a second concurrent session, like servers made by `openenv init`."""
+        """Return True if the server refuses a second concurrent session, as servers made by `openenv init` do."""
         async with self.episode() as first, self.episode() as second:
             await first.reset(self._first)
             try:
@@ -68,7 +69,7 @@ class OpenEnvEpisodes:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[OpenEnvEpisode]:
-        """Yield a new episode; see `Episodes`."""
+        """Yield a new episode with an open session, as `Episodes.episode` demands."""
         timeout_s = self.environment.timeout_s
         async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=timeout_s)) as session:
             episode = OpenEnvEpisode(session, self.environment, self._takes_calls)
@@ -88,8 +89,8 @@ class OpenEnvEpisodes:
             needed = ", ".join(parameters["required"]) or "nothing"
             raise ConfigError(
                 f"{self._where}: text_field {field!r} can't be a whole action: the text fields of an action are "
-                f"{', '.join(texts) or 'none'}, and it needs {needed}. Leave text_field out: then the policy calls the "
-                "tool `step`"
+                f"{', '.join(texts) or 'none'}, and the action needs {needed}. Leave text_field out: "
+                "then the policy calls the tool `step`"
             )
 
     @property
@@ -118,12 +119,12 @@ class OpenEnvEpisodes:
 
 
 class _ServerFullError(ToolUnavailableError):
-    """Raised if all sessions of the server are in use."""
+    """All sessions of the server are in use."""
 
 
 @dataclass(slots=True)
 class OpenEnvEpisode:
-    """Episode in a session of an OpenEnv server; see `Episode`. Call `connect` first, and at the end `close`."""
+    """`Episode` in a session of an OpenEnv server. Call `connect` first, and `close` at the end."""
 
     session: ClientSession
     environment: OpenEnvEnvironment
@@ -148,7 +149,7 @@ class OpenEnvEpisode:
         await self._socket.close()
 
     async def reset(self, columns: Columns) -> str:
-        """Begin the episode. While the server has no free session, try again until the group's deadline."""
+        """Begin the episode. While the server has no free session, try again; only the group's deadline ends this."""
         while True:
             try:
                 return _shown((await self.ask("reset", columns))["observation"])
@@ -188,7 +189,7 @@ class OpenEnvEpisode:
             raise ToolUnavailableError(f"{self.environment.url}: the server did not list its tools") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message of this kind. Returns the server's answer: the observation, with `reward` and `done`.
+        """Send a message of this kind, and return the server's answer: the observation, with `reward` and `done`.
 
         Raises:
             ToolFailedError: the server refuses the action as invalid.
@@ -197,12 +198,12 @@ class OpenEnvEpisode:
         url = self.environment.url
         try:
             async with asyncio.timeout(self.environment.timeout_s):
-                # If sending fails because the server closed the session, it may have sent the reason: read that.
+                # Read the answer even if sending fails: a server that closed the session may have sent the reason.
                 with suppress(ConnectionError):
                     await self._socket.send_json({"type": kind, "data": data})
                 message = await self._socket.receive()
         except TimeoutError as error:
-            raise ToolUnavailableError(f"{url}: no answer to {kind} in {self.environment.timeout_s:g} s") from error
+            raise ToolUnavailableError(f"{url}: no answer to {kind} within {self.environment.timeout_s:g} s") from error
         except (OSError, ClientError) as error:
             raise ToolUnavailableError(f"{url}: the session is lost: {error}") from error
         if message.type is not WSMsgType.TEXT:
@@ -236,7 +237,7 @@ def _number(value: Any, url: str) -> float | None:
 
 
 def _step(action: Mapping[str, Any]) -> ToolSchema:
-    """Return the tool `step`, whose arguments are the fields of an action.
+    """Make the tool `step`, whose arguments are the fields of an action.
 
     Args:
         action: JSON schema of an action.
@@ -252,7 +253,7 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text for the policy: the observation's only value if it is a string, otherwise the
+    """Return an observation as text for the policy. If its only value is a string, return this string, otherwise the
     observation as JSON.
     """
     result = observation.get("result")

@@ -1,9 +1,8 @@
-"""Environments that are Python classes like those of TRL's `environment_factory`: `reset(**row)`, and public methods
-that are the policy's tools.
+"""Environments that are Python classes in the form of TRL's `environment_factory`: with `reset(**row)`, and public
+methods that are the policy's tools.
 
-The user's class runs in this process. Like in TRL, an object is reset for each trajectory, and a new object is made
-only if all others are in use. An object that raised an unexpected error, or did not answer in time, is never used
-again.
+The user's class runs in this process. As in TRL, an object is reset for each trajectory, and a new object is made only
+if all objects are in use. An object that raised an unexpected error, or did not answer in time, is never used again.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from rayapp.tasks.environments.files import Columns, EnvironmentTask, TrlEnviron
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _GONE = re.compile("Connect|Disconnect|Timeout")
-"""Pattern in the names of connection errors: ConnectError of httpx, ConnectionClosedError of websockets,
-ServerDisconnectedError of aiohttp…"""
+"""Pattern that occurs in the names of connection errors, such as ConnectError of httpx, ConnectionClosedError of
+websockets, and ServerDisconnectedError of aiohttp."""
 _NO_TOOLS = frozenset({"reset", "get_reward"})
 
 
 @dataclass(slots=True)
 class TrlEpisodes:
-    """Episodes of a TRL environment; see `Episodes`."""
+    """`Episodes` of a TRL environment."""
 
     environment: TrlEnvironment
     _factory: Callable[[], Any] = field(init=False)
@@ -76,7 +75,7 @@ class TrlEpisodes:
 
 @dataclass(slots=True)
 class TrlEpisode:
-    """Episode in one object of the user's class; see `Episode`."""
+    """`Episode` in one object of the user's class."""
 
     made: Any
     environment: TrlEnvironment
@@ -95,7 +94,7 @@ class TrlEpisode:
             async with self._one_at_a_time:
                 return ToolOutput(text=str(await self._call(name, **arguments)))
         except ToolUnavailableError as error:
-            # Like in TRL, the policy reads a tool's exception: `raise ValueError("game over")`. But a lost connection
+            # As in TRL, the policy reads a tool's exception, such as `ValueError("game over")`. Only a lost connection
             # is a failure of the environment.
             if not _is_lost(error.__cause__):
                 self.is_lost = False
@@ -137,7 +136,9 @@ class TrlEpisode:
 
 
 def _is_lost(error: BaseException | None) -> bool:
-    """Return True if this error or its cause is a lost connection. Clients have no common class for such errors."""
+    """Return True if this error or its cause is a lost connection. HTTP and WebSocket clients have no common class for
+    it.
+    """
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
             return True
@@ -156,12 +157,12 @@ def _tools(made: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) -> ToolSchema:
-    from transformers.utils import get_json_schema  # TRL's own reader of docstrings; importing it takes seconds
+    from transformers.utils import get_json_schema  # TRL reads docstrings with it; the import takes seconds
 
     where = f"task {environment.name}: {environment.factory}.{name}()"
     try:
         return ToolSchema.from_openai(get_json_schema(method), where=where)
-    except Exception as error:  # boundary: it parses the user's docstring
+    except Exception as error:  # boundary: the user's docstring may be anything
         raise ConfigError(
             f"{where} can't be a tool: {error}. Annotate its arguments with types and describe each in its docstring "
             "under Args:; if it is not meant as a tool, begin its name with an underscore"
@@ -169,11 +170,11 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
-    """Call a method and return its result. A method that isn't a coroutine runs in a thread, which can't be stopped at
-    the deadline and is left running.
+    """Call a method of the user's class and return its result. A method that isn't a coroutine runs in a thread. At the
+    deadline, the thread is left running, because it can't be stopped.
 
     Raises:
-        ToolUnavailableError: the method took too long, or raised an error, which is the cause.
+        ToolUnavailableError: the method took too long, or raised an error, which is then this error's `__cause__`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -183,5 +184,5 @@ async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **
             return await guarded(lambda: found) if inspect.isawaitable(found) else found
     except TimeoutError as error:
         raise ToolUnavailableError(f"{what} did not answer within {timeout_s:g} s") from error
-    except Exception as error:  # boundary: the user's code
+    except Exception as error:  # boundary: the user's code may raise anything
         raise ToolUnavailableError(f"{what} raised {type(error).__name__}: {error}"[:500]) from error

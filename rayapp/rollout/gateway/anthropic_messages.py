@@ -1,4 +1,4 @@
-"""Dialect of Anthropic's Messages API. Pure functions."""
+"""Requests and replies of Anthropic's Messages API. Pure functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FIELDS = names("""
 
 
 class AnthropicMessages:
-    """Anthropic's Messages API; see `reading.Dialect`."""
+    """`Dialect` of Anthropic's Messages API: reads its requests and writes its replies."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others = other_fields(body, _FIELDS)
@@ -94,7 +94,7 @@ class AnthropicMessages:
         return _Stream(begun, ask)
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
-        # Agents compact their history when an error contains these words.
+        # Write these words in the error: agents compact their history when they read them.
         message = f"prompt is too long: {refused}" if refused.kind == "tokens" else str(refused)
         kind = _TYPES.get(refused.kind, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -107,7 +107,7 @@ class _Stream(StreamWriter):
     def __init__(self, begun: Begun, ask: Ask) -> None:
         super().__init__(begun, ask)
         self._open: PartKind | None = None
-        """Kind of the block that is open."""
+        """Kind of the content block that is open; None if none is."""
         self._num_blocks = 0
 
     def begin(self) -> bytes:
@@ -127,7 +127,9 @@ class _Stream(StreamWriter):
         return self._begun(kind) + _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _begun(self, kind: PartKind) -> bytes:
-        """Return the events that open a block of this kind, unless it is open."""
+        """Return the events that close the open block and open one of this kind; no events if the open block is of this
+        kind.
+        """
         if self._open == kind:
             return b""
         ended, self._open = self._ended(), kind
@@ -139,7 +141,7 @@ class _Stream(StreamWriter):
         return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _ended(self) -> bytes:
-        """Return the event that closes the open block, if there is one."""
+        """Return the event that closes the open block; no event if none is open."""
         if self._open is None:
             return b""
         self._open = None
@@ -165,7 +167,7 @@ class _Stream(StreamWriter):
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a field's value; an empty object for null."""
+    """Return the object in a field of the body. For null, return an empty object."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise refuse(f"{name} must be an object, not {value!r:.40}")
@@ -173,7 +175,7 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    """Return the form of the calls that `tool_choice` demands; None if it leaves the choice to the policy."""
+    """Return the form of the tool calls that `tool_choice` demands; None if it leaves the policy the choice."""
     match choice.get("type", "auto"):
         case "auto" | "none":
             return None
@@ -185,9 +187,9 @@ def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, s
 
 
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Return a tool that the agent runs itself."""
+    """Check that the agent runs a tool itself, and return the tool. Tools that Anthropic's servers run are refused."""
     if given.get("type") not in (None, "custom"):
-        raise refuse(f"tools[{index}]: Anthropic's own tools ({given.get('type')!r:.40}) are not offered")
+        raise refuse(f"tools[{index}]: Anthropic's own tools ({given.get('type')!r:.40}) are not supported")
     return given
 
 

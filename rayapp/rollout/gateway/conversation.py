@@ -1,10 +1,10 @@
-"""Types for calls independent of any API, and the tree of a session's recorded messages. Pure functions.
+"""API-independent types for calls and replies, and the tree of a session's recorded messages. Pure functions.
 
-Every dialect reads a request's body into an `Ask` and writes a `Reply` into a response's body. `Conversations` is a
-tree of messages; the recorder holds a tree of tokens. If the messages of a call begin with those of a recorded turn and
-its reply, the call continues from that turn's token ids.
+The code for one API is a dialect. It reads a request's body into an `Ask`, and writes a `Reply` into a response's body.
+`Conversations` is a tree of messages; the recorder holds a tree of tokens. If the messages of a call begin with the
+messages of a recorded turn and its reply, the call continues from that turn's token ids.
 
-`RefusedError` is the one type of error that a refused call raises; each dialect writes it in its API's form.
+Every refused call raises a `RefusedError`, which each dialect writes in its API's form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -24,9 +24,9 @@ from rayapp.core.types import FinishReason
 from rayapp.tools.base import ToolSchema
 
 _PER_MESSAGE = 500
-"""Approximate bytes of a kept message in addition to its texts."""
+"""Approximate size of a kept message in bytes, without its texts."""
 Key = tuple[object, ...]
-"""Hashable value of a message; messages with equal keys count as the same message."""
+"""Hashable value of a message. Messages with equal keys count as the same message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text."""
+    """The call's arguments as JSON text."""
 
     @property
     def key(self) -> Key:
@@ -44,7 +44,7 @@ class ToolCall:
 
     @property
     def parsed(self) -> Any:
-        """Return the arguments as data; as text if they are not JSON."""
+        """The arguments as data, or as text if they are not JSON."""
         try:
             return json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -61,13 +61,13 @@ class Said:
     calls: tuple[ToolCall, ...] = ()
     """Tool calls of the assistant."""
     call_id: str = ""
-    """For a tool's message: id of the call that it answers."""
+    """Id of the tool call whose result this message is; empty for other messages."""
     key: Key = field(init=False, repr=False)
-    """Key of this message. It leaves out call ids and blanks around the assistant's text, because clients change both
+    """Key of this message. It leaves out call ids, and blanks around the assistant's text, because clients change both
     when they send a message back."""
 
     def __post_init__(self) -> None:
-        # Compute it now, not on demand: messages are read in a thread, but looked up on the event loop.
+        # Compute the key now, in the thread that reads messages. On demand it would be computed on the event loop.
         words = (self.text.strip(), *(call.key for call in self.calls)) if self.role == "assistant" else (self.text,)
         object.__setattr__(self, "key", (self.role, *words))
 
@@ -77,61 +77,63 @@ class Form:
     """Form that an answer must have, such as a JSON schema."""
 
     field: str
-    """Field of the request that asks for it."""
+    """Field of the request that demands the form."""
     structured: Mapping[str, Any]
     """Value of `SamplingParams.structured_outputs`."""
     is_calls: bool = False
-    """True if the form is a list of calls, each with name and arguments."""
+    """True if the form is a list of tool calls, each with name and arguments."""
     problem: str = ""
-    """Reason why no answer can have this form; empty if an answer can."""
+    """Reason why no answer can have this form; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One call of an API."""
+    """One call of an API: everything that its request asks for."""
 
     messages: tuple[Said, ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    """Prompts to continue as they are, as text or token ids, instead of messages (completions only)."""
+    """Prompts to continue without a chat template, each as text or token ids (Completions API only). They replace
+    messages."""
     tools: tuple[ToolSchema, ...] = ()
     model: str = "policy"
-    """Name of the model in the request, repeated in the reply. There is only one policy."""
+    """Name of the model in the request. The reply repeats it; there is only one policy."""
     num_choices: int = 1
     max_tokens: int | None = None
-    """Limit of each choice; None allows as many tokens as the session has left."""
+    """Maximum tokens of each choice. None allows as many tokens as the session has left."""
     stop: tuple[str, ...] = ()
     distribution: Mapping[str, Any] = field(default_factory=dict)
-    """temperature, top_p, top_k and seed as given; not followed in sessions that are trained on."""
+    """The request's temperature, top_p, top_k and seed. Sessions that are trained on ignore them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Other sampling settings by vLLM's names; refused in sessions that are trained on."""
+    """Other sampling settings, by vLLM's names. Sessions that are trained on refuse them."""
     num_top_log_probs: int | None = None
-    """Number of likeliest tokens whose log-probs to return at each position, besides the sampled token's; None for no
-    log-probs.
+    """Number of likeliest tokens whose log-probs to return at each position, in addition to the sampled token's. None:
+    no log-probs at all.
     """
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template. Those that the template doesn't read have no effect."""
+    """Values for variables of the chat template. Variables that the template doesn't read have no effect."""
     form: Form | None = None
     reads_calls: bool = True
-    """False if text that looks like a call must stay text."""
+    """False if text that looks like a tool call must stay text."""
     several_calls: bool = True
-    """False if the reply must have only the first call of the turn."""
+    """False if the reply may have only the first tool call of the turn."""
     not_followed: tuple[str, ...] = ()
-    """Names of fields that are ignored."""
+    """Names of the request's fields that are ignored."""
     is_freed: bool = False
-    """True if the call asked for a form and the request for it was dropped."""
+    """True if the request demanded a form, and the demand was dropped."""
     unknown: tuple[str, ...] = ()
-    """Names of fields that no dialect knows."""
+    """Names of the request's fields that no dialect knows."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that the API's reply repeats (Responses only)."""
+    """Fields that the reply repeats (Responses API only)."""
     is_stream: bool = False
     wants_usage: bool = True
-    """True if a stream ends with token counts."""
+    """True if a stream has to end with token counts."""
     wants_thoughts: bool = False
-    """True if the reply has thoughts as separate blocks (Anthropic only)."""
+    """True if the reply has thoughts as separate blocks (Anthropic's API only)."""
     previous: str = ""
-    """Id of the reply that this call continues from (Responses only)."""
+    """Id of the reply from which this call continues; empty if the call has the whole conversation (Responses API
+    only)."""
     may_be_named: bool = False
-    """True if a later call may continue from this call's reply by its id (Responses only)."""
+    """True if a later call may continue from this call's reply by the reply's id (Responses API only)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class TokenLogProb:
     token: str
     log_prob: float
     top: tuple[tuple[str, float], ...] = ()
-    """(token, log-prob), likeliest first."""
+    """Pairs (token, log-prob), likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +156,10 @@ class Choice:
     calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason = "stop"
     is_stopped_by: str = ""
-    """Stop text that ended the completion; empty if none did."""
+    """Stop text that ended the completion; empty if no stop text did."""
     num_tokens: int = 0
     log_probs: tuple[TokenLogProb, ...] = ()
-    """Log-probs of each sampled token, if the call asked for them."""
+    """Log-probs at each sampled token; empty if the call did not ask for them."""
 
     @property
     def said(self) -> Said:
@@ -166,11 +168,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The part of an answer that is known before sampling."""
+    """The part of a reply that is known before sampling."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Number of tokens of the prompt that were part of an earlier call of the session."""
+    """Number of the prompt's tokens that an earlier call of the session has already recorded."""
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -194,34 +196,36 @@ class Reply(Begun):
 
 @dataclass(slots=True)
 class _TreePlace:
-    """Node of the tree of messages: a message after those of its parents."""
+    """Node of the tree of messages: a message that follows the messages of its parents."""
 
     children: dict[Key, _TreePlace] = field(default_factory=dict)
     prompt_end: int | None = None
-    """Index of the last token of the prompt that ends with this message; None if no prompt does."""
+    """Index of the last token of the prompt that ends with this message; None if no prompt ends here."""
     turn: int | None = None
     """Number of the turn that sampled this message; None if the message was not sampled."""
     turn_end: int = -1
-    """Index of that turn's last token."""
+    """Index of the turn's last token; -1 without a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The part of a call's messages that is already recorded."""
+    """The part of a call's messages that earlier calls have recorded."""
 
     after: int = -1
     """Index of the token that the call continues from; -1 if the call begins a new conversation."""
     turn: int | None = None
-    """Turn that the call continues from. None with `after` set means that the same prompt was sent before."""
+    """Number of the turn that the call continues from. If it is None and `after` is not -1, the same prompt was sent
+    before."""
     num_messages: int = 0
-    """Number of messages that are recorded already."""
+    """Number of the call's messages that are in this part."""
 
 
 class Replies:
-    """Recent conversations, each up to a reply, by the reply's id.
+    """Recent conversations, each up to and including a reply, by the reply's id.
+
     Args:
-        max_chars: maximum characters of all conversations together; the oldest are dropped. A conversation counts once
-            for each of its replies.
+        max_chars: maximum characters of all kept conversations together. The oldest ones are dropped. A conversation
+            counts once for each of its replies.
     """
 
     def __init__(self, max_chars: int = 64 << 20) -> None:
@@ -238,21 +242,24 @@ class Replies:
             self._num_chars -= dropped
 
     def get(self, reply_id: str) -> tuple[Said, ...] | None:
-        """Return the messages up to and including a reply; None if the reply isn't kept."""
+        """Return a conversation's messages up to and including a reply; None if the reply isn't kept."""
         return self._kept[reply_id][0] if reply_id in self._kept else None
 
 
 class Conversations:
-    """Tree of the messages of a session's turns, one for each set of tools."""
+    """Trees of the messages of a session's turns, one tree for each set of tools."""
 
     def __init__(self) -> None:
         self._roots: dict[Key, _TreePlace] = {}
+        self._num_messages: dict[Key, int] = {}
+        """Number of messages of the longest recorded prompt, for each set of tools."""
 
     def find(self, tools: Key, messages: Sequence[Said]) -> Found:
         """Return the recorded part that these messages continue from.
 
-        It ends with the same prompt or, if no assistant message follows, with the last recorded reply. An assistant
-        message that was never sampled means that the agent edited the history: then a new conversation begins.
+        If the same prompt was sent before, the recorded part is this prompt. Otherwise it ends with the last recorded
+        reply. If an assistant message after this reply was never sampled, the agent has edited the history: then a new
+        conversation begins.
         """
         place, found, number = self._roots.get(tools, _TreePlace()), Found(), 0
         for number, said in enumerate(messages, start=1):
@@ -268,7 +275,7 @@ class Conversations:
         return Found() if is_edited else found
 
     def drift(self, tools: Key, messages: Sequence[Said]) -> Drift | None:
-        """Return the reason why these messages continue no recorded conversation; None if no conversation is
+        """Return the reason why these messages don't continue a recorded conversation; None if no conversation is
         recorded.
         """
         if not self._roots:
@@ -278,15 +285,20 @@ class Conversations:
         place = self._roots[tools]
         for number, said in enumerate(messages):
             if (following := place.children.get(said.key)) is None:
-                return _drift(place, said, is_first=number == 0)
+                drift = _drift(place, said, is_first=number == 0)
+                is_shorter = len(messages) < self._num_messages[tools]
+                return replace(drift, reason="history_compacted") if drift.is_edit and is_shorter else drift
             place = following
         return Drift("history_cut")
 
     def record(
         self, tools: Key, messages: Sequence[Said], *, prompt_end: int, reply: Said, turn: int, end: int
     ) -> None:
-        """Record a turn: the messages of its prompt, and its reply. A later equal turn replaces an earlier one."""
+        """Record a turn: the messages of its prompt, and its reply. If the same turn is recorded already, the new one
+        replaces it.
+        """
         place = self._roots.setdefault(tools, _TreePlace())
+        self._num_messages[tools] = max(len(messages), self._num_messages.get(tools, 0))
         for said in messages:
             place = place.children.setdefault(said.key, _TreePlace())
         if place.prompt_end is None:
@@ -297,13 +309,18 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The reason why a call begins a new conversation, and the sent and recorded texts from their first difference
-    on.
+    """The reason why a call begins a new conversation, with the recorded and the sent text around their first
+    difference.
     """
 
     reason: str
     recorded: str = ""
     sent: str = ""
+
+    @property
+    def is_edit(self) -> bool:
+        """True if the agent replaced messages after the first."""
+        return self.reason in ("history_rewritten", "reply_never_sampled")
 
     def __str__(self) -> str:
         shown = f": {self.sent!r} was sent, {self.recorded!r} is recorded" if self.recorded or self.sent else ""
@@ -312,10 +329,11 @@ class Drift:
 
 _REASONS = {"system": "system_prompt_changed", "tool": "result_changed", "user": "history_rewritten"}
 _SHOWN_CHARS = 40
+_DIGITS = re.compile(r"\d+")
 
 
 def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
-    """Return the difference between a message and the messages recorded at its place."""
+    """Return the difference between a message and the most similar message that is recorded in its place."""
     known = [key for key in place.children if key[0] == said.role]
     if not known:
         other = "other_conversation" if is_first else "history_rewritten"
@@ -327,12 +345,15 @@ def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
         reason = "arguments_rewritten"
     else:
         reason = "reply_rewritten"
-    start = max(0, _num_equal(recorded := _flat(closest), sent := _flat(said.key)) - _SHOWN_CHARS // 4)
+    recorded, sent = _flat(closest), _flat(said.key)
+    if said.role in ("system", "user") and _DIGITS.sub("0", recorded) == _DIGITS.sub("0", sent):
+        reason = "clock_in_prompt"
+    start = max(0, _num_equal(recorded, sent) - _SHOWN_CHARS // 4)
     return Drift(reason, recorded[start : start + _SHOWN_CHARS], sent[start : start + _SHOWN_CHARS])
 
 
 def _flat(key: Key) -> str:
-    """Return the texts of a message's key."""
+    """Return the texts in a message's key, one on each line."""
     return "\n".join(part if isinstance(part, str) else " ".join(map(str, part)) for part in key[1:])  # type: ignore[call-overload]
 
 
@@ -342,8 +363,9 @@ def _num_equal(first: str, second: str) -> int:
 
 
 def in_order(messages: Sequence[Said]) -> tuple[Said, ...]:
-    """Return the messages with the results of each turn's calls in the order of the calls: many templates match results
-    to calls only by order."""
+    """Return the messages, with the results of each turn's calls in the order of the calls. Many templates match
+    results with calls only by their order.
+    """
     ordered = list[Said]()
     for is_result, members in groupby(messages, key=lambda said: said.role == "tool"):
         if not is_result:
@@ -359,7 +381,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def without_surrogates(data: Any) -> Any:
-    """Return JSON data with each half of a surrogate pair escaped: a text that contains one can't be encoded as UTF-8.
+    """Return JSON data with lone halves of surrogate pairs escaped, because UTF-8 can't encode them.
 
     Raises:
         ValueError, RecursionError: the data can't be written as JSON.
@@ -371,7 +393,7 @@ def without_surrogates(data: Any) -> Any:
 
 
 def canonical(arguments: str) -> str:
-    """Return a canonical JSON text: equal for equal arguments, however a client wrote them.
+    """Return a JSON text in a form that is equal for equal arguments, however a client wrote them.
 
     Numbers are compared as doubles: JavaScript writes 10.0 as 10, and 1e400 as null.
     """
@@ -388,21 +410,23 @@ def _double(number: str) -> float | None:
 
 
 Kind = Literal[
-    "invalid", "key", "unknown", "no_path", "no_model", "over", "too_large", "turns", "tokens", "busy", "engine"
-]
+    "invalid", "key", "unknown", "no_path", "no_model", "over", "too_large", "turns", "tokens", "busy", "engine",
+    "endpoint",
+]  # fmt: skip
 STATUS: dict[Kind, int] = {
     "invalid": 400,
     "key": 401,
     "unknown": 404,
     "no_path": 404,
     "no_model": 404,
-    # Use a status that clients don't retry, unlike 408, 409, 429 and 5xx: a session never opens again.
+    # Clients must not retry, because a session never opens again. They retry 408, 409, 429 and 5xx.
     "over": 410,
     "too_large": 413,
     "turns": 400,
     "tokens": 400,
     "busy": 429,
     "engine": 503,
+    "endpoint": 502,
 }
 
 
@@ -420,15 +444,15 @@ class RefusedError(Exception):
 
 
 def not_offered(wish: str) -> str:
-    """Return the message for a request that this server never supports."""
+    """Return the error message for a request that no server of these APIs supports."""
     return (
-        f"{wish} is not supported: sampling settings and chat template are those that the policy is trained with. "
+        f"{wish} is not supported: the policy keeps the sampling settings and chat template of its training. "
         "Leave it out"
     )
 
 
 def not_in_training(wish: str, instead: str = "") -> str:
-    """Return the message for a request that is supported only if the policy is not trained on it."""
+    """Return the error message for a request that is supported only if the policy is not trained on the answer."""
     return (
         f"{wish} is not supported while the policy is trained on its answers; `rayapp serve` supports it. Leave it "
         f"out{instead}"

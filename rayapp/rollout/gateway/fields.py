@@ -1,6 +1,7 @@
-"""Sorts the fields of a request that a dialect does not read: harmless, without effect, unknown, or refused.
+"""Sorts the fields of a request that a dialect does not read into harmless, ignored, unknown and refused ones.
 
-Each dialect calls `other_fields` with the names of the fields that it reads itself. Pure functions.
+Each dialect (the code for one API) calls `other_fields` with the names of the fields that it reads itself. Pure
+functions.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _HARMLESS = names("""
     prompt_cache_retention request_id safety_identifier service_tier speed store stream stream_options user
     user_profile_id workspace_id
     """)
-"""Fields about the caller, or about a service's storage and speed."""
+"""Harmless fields: they concern the caller, or the storage and speed of a service."""
 _NOT_FOLLOWED = names("context_management include reasoning thinking truncation verbosity")
-"""Fields for settings that the chat template or the session determines."""
+"""Ignored fields: the chat template or the session determines these settings."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
@@ -44,9 +45,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (0, False, "", [], {}),
     ),
 }
-"""Fields for features that are not supported -> their values that don't use the feature."""
+"""Field of a feature that is not supported -> values with which the field is accepted, because they don't use the
+feature."""
 _INSTEAD = {f"guided_{name}": f"structured_outputs: {{{name}: …}}" for name in ("json", "regex", "choice", "grammar")}
-"""Fields of earlier versions of vLLM, and what replaces them."""
+"""Field of earlier versions of vLLM -> field that replaces it."""
 
 _MAX_FIELDS = 100
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -55,8 +57,8 @@ _Word = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class SamplingFields(BaseModel):
-    """Sampling fields of a request: names and bounds of vLLM's SamplingParams, and bounded in size. The default of each
-    field outside `_DISTRIBUTION` has no effect on sampling.
+    """Sampling fields of a request, with the names and bounds of vLLM's SamplingParams, and with limited sizes. The
+    default of each field outside `_DISTRIBUTION` has no effect on sampling.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
@@ -81,7 +83,7 @@ class SamplingFields(BaseModel):
 
 
 _DISTRIBUTION = names("temperature top_p top_k seed")
-"""Fields that most clients send whether or not their users chose a value. Training keeps its own values."""
+"""Fields that most clients always send, also if their users chose no value. Training ignores the given values."""
 SAMPLING_FIELDS = frozenset(SamplingFields.model_fields)
 
 
@@ -89,13 +91,13 @@ class Sampling(NamedTuple):
     """Sampling fields of one request."""
 
     distribution: dict[str, Any]
-    """Given fields of `_DISTRIBUTION`."""
+    """The given fields of `_DISTRIBUTION`."""
     options: dict[str, Any]
-    """The other given sampling fields whose value is not the default."""
+    """All other given sampling fields, without those whose value is the default."""
 
 
 def sampling(body: Mapping[str, Any]) -> Sampling:
-    """Return the request's sampling fields, by the names of vLLM's SamplingParams.
+    """Read the request's sampling fields. Their names are those of vLLM's SamplingParams.
 
     Raises:
         RefusedError: a value is out of bounds.
@@ -117,7 +119,7 @@ def sampling(body: Mapping[str, Any]) -> Sampling:
 
 
 class OtherFields(NamedTuple):
-    """Names of fields that a dialect does not read."""
+    """Names of a request's fields that a dialect does not read."""
 
     not_followed: tuple[str, ...]
     unknown: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Makes and caches the chat template and tool parser for each set of tools that agents bring.
+"""Prepares the chat template and the tool parser for each set of tools that agents bring, and caches them.
 
 All sessions of a process share one `Formats`, because an agent brings the same tools to all its trajectories.
 """
@@ -29,29 +29,32 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
 _MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20
-"""Maximum number of sets of tools in the cache, and maximum characters of their JSON together."""
+"""Maximum number of sets of tools in the cache, and maximum characters of all their JSON together."""
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
-"""Thresholds of the garbage collector: new objects before a collection of the youngest generation, and collections of a
-generation before the next older one. Python's are 700, 10, 10."""
+"""Thresholds for `gc.set_threshold`. The first is the number of new objects before a collection of the youngest
+generation; the others are numbers of collections before the next older generation is collected. Python's defaults are
+700, 10, 10."""
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Template and parser for conversations with one set of tools."""
+    """Chat template and tool parser for conversations with one set of tools."""
 
     key: Key
     chat: ChatFormat
     parser: ToolCallParser
 
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if the prompt ends with an open `<think>`, which some templates write for the policy."""
+        """Return True if the prompt ends with `<think>`, which some templates write at the beginning of the policy's
+        turn.
+        """
         end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
         return end.rstrip().endswith("<think>")
 
 
 class Formats:
-    """Cache of a `Format` per set of tools, for one model.
+    """Makes a `Format` for each set of tools, for one model, and caches it.
 
     Args:
         model: name of the model, for messages.
@@ -78,7 +81,7 @@ class Formats:
 
     @classmethod
     def of(cls, config: Config) -> Formats:
-        """Return the formats for the run's model, template and parser."""
+        """Make the object for the run's model, chat template and parser."""
         agent = config.agent
         template = load_template(agent.chat_template) if agent.chat_template else ""
         tokenizer: Any = load_tokenizer(config)
@@ -88,7 +91,7 @@ class Formats:
         """Return the format for these tools and variables of the template.
 
         Raises:
-            RefusedError: the model's template or the parser can't take them.
+            RefusedError: the model's template or the parser can't handle these tools.
         """
         read = {name: value for name, value in variables.items() if self.plain.chat.may_read(name)}
         if not tools and not read:
@@ -96,7 +99,7 @@ class Formats:
         told = [(tool.name, tool.description, tool.parameters) for tool in tools]
         key: Key = (json.dumps(told), json.dumps(read, sort_keys=True))
         if (found := self._made.get(key)) is None:
-            # Use the parsers' only thread: importing vLLM takes seconds, and parsers keep state.
+            # Run in the thread of the parsers: importing vLLM takes seconds, and parsers keep state.
             found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools), read)
             self._made[key] = found
         self._made.move_to_end(key)
@@ -105,7 +108,8 @@ class Formats:
         return found
 
     def ids_of(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Return the ids of a prompt of the completions API, which is used without a chat template.
+        """Return the token ids of a prompt of the Completions API. No chat template is applied.
+
         Raises:
             RefusedError: the prompt is empty, or has ids that the tokenizer doesn't have.
         """
@@ -121,7 +125,7 @@ class Formats:
         return int(max(self._tokenizer.get_vocab().values()))
 
     def log_probs(self, completion: Completion) -> tuple[TokenLogProb, ...]:
-        """Return the log-probs of a completion's tokens, with the tokens as text."""
+        """Return the log-probs of a completion's tokens. Tokens are given as text."""
 
         def text(token_id: int) -> str:
             return readable(self._tokenizer.decode([token_id], skip_special_tokens=False))
@@ -141,7 +145,7 @@ class Formats:
             if not tools:
                 return Format(key, chat, NoCalls())
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
-        except Exception as error:  # boundary: templates and parsers are programs that read an agent's tools
+        except Exception as error:  # boundary: a template or parser may raise anything
             raise RefusedError("invalid", f"these tools and variables can't be put into the prompt: {error}") from error
         _collect_less_garbage()
         return Format(key, chat, parser)
@@ -156,30 +160,30 @@ class Formats:
 def _collect_less_garbage() -> None:
     """Run Python's garbage collector less often.
 
-    Importing vLLM and transformers leaves nearly a million objects for good, and sessions make many small ones that
-    last minutes. With Python's default thresholds, scanning them takes a third of a call's time. Reference counting
-    goes on as before: only objects in reference cycles are freed later.
+    Importing vLLM and transformers makes nearly a million objects that are never freed, and sessions make many small
+    objects that last minutes. With Python's default thresholds, scanning all of them takes a third of a call's time.
+    Reference counting stays as it is, so only objects in reference cycles are freed later.
     """
     gc.freeze()
     atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)  # otherwise libraries that count objects at exit would report all of them
+    atexit.register(gc.unfreeze)  # libraries that count objects at exit would report frozen ones
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
-    """Return the ids of a whole conversation in the model's template, ready for the policy's turn.
+    """Return the token ids of a whole conversation in the model's template, up to the beginning of the policy's turn.
 
     Raises:
         RefusedError: the template or the tokenizer refuses it.
     """
     try:
         return chat.prompt_ids([chat.harmless(message) for message in as_template_reads(messages)])
-    except Exception as error:  # boundary: a template is a program that reads an agent's messages
+    except Exception as error:  # boundary: a template is a program that may raise anything
         raise _unwritten(error) from error
 
 
 def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, messages: Sequence[Said]) -> list[int]:
-    """Return the tokens of messages that follow a sampled turn.
+    """Return the token ids of the messages that follow a sampled turn.
 
     Raises:
         RefusedError: the template or the tokenizer refuses it.
@@ -187,7 +191,7 @@ def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, message
     told = as_template_reads([reply, *messages])[1:]
     try:
         return chat.continuation_ids(sampled_ids, told)
-    except Exception as error:  # boundary: a template is a program that reads an agent's messages
+    except Exception as error:  # boundary: a template is a program that may raise anything
         raise _unwritten(error) from error
 
 
@@ -197,8 +201,9 @@ def _unwritten(error: Exception) -> RefusedError:
 
 
 def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form, with arguments as data. Call ids have nine letters and digits: Mistral's
-    templates require it."""
+    """Return messages in OpenAI's form, with the calls' arguments as data. Call ids have nine letters and digits, as
+    Mistral's templates require.
+    """
     ids, names, told = dict[str, str](), dict[str, str](), list[dict[str, Any]]()
     for said in messages:
         message: dict[str, Any] = {"role": said.role, "content": said.text}

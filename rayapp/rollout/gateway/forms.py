@@ -1,9 +1,10 @@
-"""Bounds on the forms that requests ask for: a form is compiled inside vLLM's engine, which serves everybody.
+"""Limits the forms that requests demand of answers (regular expressions, JSON schemas, grammars). vLLM compiles a form
+inside its engine, which serves all requests.
 
-xgrammar takes time and memory for the states of a form's automaton: `[a-z]{1,10000}` needs 1.7 s and 24 MB, a JSON text
-of at most 10,000 characters 10 s (vocabulary of 120,000 tokens). So a form is refused if it would have too many states,
-counted without building them: a repetition counts its content as often as it allows, also inside other repetitions.
-Pure functions.
+xgrammar, which compiles forms, takes time and memory for every state of a form's automaton. With a vocabulary of
+120,000 tokens, `[a-z]{1,10000}` needs 1.7 s and 24 MB, and a JSON text of at most 10,000 characters needs 10 s.
+Therefore a form with too many states is refused. States are counted without building the automaton: a repetition
+multiplies the states of its content by the maximum number of repetitions. Pure functions.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_STATES = 4_096
-"""Most states of a form, about. A character of a pattern and a value of a JSON schema count as one."""
+"""Approximate maximum number of a form's states. Each character of a pattern and each value of a JSON schema count as
+one state."""
 MAX_GRAMMAR_CHARS = 16 << 10
 MAX_DEPTH = 32
-"""Most levels of a JSON schema below each other."""
+"""Maximum depth of a JSON schema."""
 MAX_LOOPS = 2
-"""Most unlimited repetitions inside each other: an automaton keeps all readings of a text, as many as there are ways to
-divide it among them."""
+"""Maximum depth of nested unlimited repetitions. An automaton tracks every way in which nested repetitions can divide a
+text."""
 _BOUNDS = ("maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties")
 _REPEATED = re.compile(r"\{(\d{1,9})(?:(,)(\d{1,9})?)?\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
@@ -31,7 +33,7 @@ class _TooLargeError(Exception):
 
 
 def too_large(structured: Mapping[str, Any]) -> str:
-    """Return why a form is too large for the engine; empty if it is not.
+    """Return the reason why a form is too large for the engine; empty if it is not too large.
 
     Args:
         structured: value of `SamplingParams.structured_outputs`.
@@ -55,7 +57,7 @@ def _check(name: str, value: Any) -> None:
         try:
             _limited(_schema_states(json.loads(value), 0))
         except (ValueError, RecursionError):
-            return  # the engine says what is wrong with it
+            return  # not valid JSON: the engine reports what is wrong
     else:
         _limited(_schema_states(value, 0))
 
@@ -83,8 +85,9 @@ def _schema_states(value: Any, depth: int) -> int:
 
 
 def _pattern_states(pattern: str) -> int:
-    """Return about the number of states of a regular expression."""
-    # Items as (states, unlimited repetitions inside each other): the open groups, and what a repetition applies to.
+    """Return the approximate number of states of a regular expression."""
+    # An item is a pair (states, depth of nested unlimited repetitions). `open_groups` has an item for each open group,
+    # and `last` is the item to which a repetition would apply.
     open_groups, last, place = [(0, 0)], (0, 0), 0
     while place < len(pattern):
         states, loops = open_groups[-1]

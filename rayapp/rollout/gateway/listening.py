@@ -1,6 +1,7 @@
-"""Serves an application over HTTP to hostile clients: connections are limited in number, and idle ones are closed.
+"""Serves an application over HTTP to clients that may be hostile: the number of connections is limited, and idle
+connections are closed.
 
-Used by the gateway, for its own port and for the loopbacks of sandboxes, and by `rayapp serve`.
+The gateway uses this module for its own port and for the loopbacks of sandboxes; `rayapp serve` uses it too.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ from rayapp.sandbox.loopback import Accept
 
 log = logging.getLogger(__name__)
 
+SEND_TIMEOUT_S = 60.0
+"""Maximum seconds to wait for a client that doesn't read its stream. Then it is disconnected."""
 IDLE_TIMEOUT_S = 30.0
-"""Maximum seconds that a connection may be idle: before its first request's headers, and between two requests."""
+"""Maximum seconds that a connection may be idle. A connection is idle before the headers of its first request, and
+between two requests."""
 _MOST_CONNECTIONS = 1024
 _BACKLOG = 1024
-"""Length of the kernel's queue of new connections: all agents of a worker may connect at the same time."""
+"""Length of the kernel's queue of new connections. It is long because all agents of a worker may connect at the same
+time."""
 _WAIT_S = 0.05
 _QUIET_S = 60.0
 """Minimum time between two log lines about connections that could not be accepted."""
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that are bound to an address and do not listen yet.
+    """Return sockets that are bound to an address but don't listen yet.
 
     Args:
-        port: port number; 0 for any free one.
+        port: port number; 0 for any free port.
     Raises:
         ConfigError: the address can't be used.
     """
@@ -68,20 +73,21 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
 
 
 class Listening:
-    """Serves an application. Call `start` or `accept_from`, then `close`.
+    """Serves an application. Call `start` or `accept_from`, and `close` at the end.
 
     Args:
-        max_connections: maximum connections at once; 0 for half of this process's file descriptors, at most 1024. At
-            the maximum, a new connection closes the one that has had no request for the longest time.
+        max_connections: maximum connections at once; 0 stands for half of this process's file descriptors, but at most
+            1024. At the maximum, a new connection closes the connection that has had no request for the longest time.
     """
 
     def __init__(self, app: web.Application, *, max_connections: int = 0) -> None:
         self._busy = dict[object, int]()
-        """Requests in progress, by connection."""
+        """Connection -> number of its requests in progress."""
         self._idle = dict[web.RequestHandler, float]()
-        """Connection without a request -> time of its last request; the longest idle one is first."""
+        """Idle connection -> time at which it became idle, in seconds of the event loop's clock. The longest idle
+        connection is first."""
         app.middlewares.append(self._note_busy)
-        # handler_cancellation: if an agent disconnects, its turn is cancelled.
+        # handler_cancellation cancels the turn of an agent that disconnects.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         self._max_connections = max_connections or _default_connections()
         self._tasks = list[asyncio.Task[None]]()
@@ -92,7 +98,7 @@ class Listening:
         """Listen on sockets from `bound`.
 
         Raises:
-            ConfigError: another process listens there now.
+            ConfigError: another process listens on this address now.
         """
         loop = asyncio.get_running_loop()
         self._sockets += sockets
@@ -106,7 +112,7 @@ class Listening:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def accept_from(self, accept: Accept, name: str) -> None:
-        """Serve the connections that `accept` returns, in a task of this name."""
+        """Start a task of this name that serves the connections that `accept` returns."""
         if self._runner.server is None:
             await self._runner.setup()
             self._tasks.append(asyncio.create_task(self._close_silent(), name="close silent connections"))
@@ -158,7 +164,7 @@ class Listening:
                 self._close_longest()
 
     def _look(self, server: web.Server) -> None:
-        """Update the list of connections without a request."""
+        """Update `_idle`: a connection is idle if it has no request in progress."""
         now_s = asyncio.get_running_loop().time()
         idle = [each for each in server.connections if each not in self._busy]
         since = {each: self._idle.get(each, now_s) for each in idle}
@@ -168,13 +174,14 @@ class Listening:
         connection = next(iter(self._idle))
         del self._idle[connection]
         if connection.transport is not None:
-            connection.transport.abort()  # close() would first wait for a client that does not read its answer
+            connection.transport.abort()  # close() would wait for a client that does not read its answer
         connection.force_close()
 
 
 def _default_connections() -> int:
-    """Return half of the descriptors that this process may have, after raising that limit if it is too low: the other
-    half is for other uses."""
+    """Raise this process's limit of file descriptors if it is low. Return half of the limit, but at most 1024, so that
+    half is left for other uses.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 2 * _MOST_CONNECTIONS:
         soft = 2 * _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * _MOST_CONNECTIONS, hard)
@@ -183,7 +190,7 @@ def _default_connections() -> int:
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
-    """Return the next connection. If no file descriptor is left, wait, and log this at most once per `_QUIET_S`."""
+    """Return the next connection. If no file descriptor is left, wait, and log this at most once in `_QUIET_S`."""
     said_at_s = -_QUIET_S
     while True:
         try:
@@ -193,3 +200,16 @@ async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) ->
                 said_at_s = loop.time()
                 log.warning("connections can't be accepted: %s", error.strerror)
             await asyncio.sleep(1.0)
+
+
+async def send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Send a part of a streamed response. Disconnect a client that does not read it."""
+    if not data:
+        return
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None

@@ -4,8 +4,8 @@
     GET  /v1/models | /v1/models/<model>
     GET  /metrics | /health    without a key
 
-Each call gets its own session, which ends with it; of earlier calls only the latest responses' conversations are kept.
-Requests set the distribution, as evaluation harnesses choose their own.
+Each call gets its own session, which ends with the call. Only the conversations of the latest replies of the Responses
+API are kept. Requests may set the sampling distribution, because evaluation harnesses choose their own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from rayapp.rollout.gateway.session import MOST_CHOICES, Session, SessionLimits
 
 MAX_REQUESTS = 1024
 _KEPT_CHARS = 64 << 20
-"""Maximum characters of kept conversations, which later calls may continue by a reply's id."""
+"""Maximum characters of all kept conversations. Later calls may continue these by a reply's id."""
 _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Numbers:
-    """Metrics behind `/metrics`. Each server has its own registry: a process may have several servers."""
+    """The metrics that `/metrics` returns. Each server has its own registry, because a process may have several
+    servers.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -61,10 +63,12 @@ class Numbers:
 
 
 class OpenDoor:
-    """Opens a session for each call that has a valid key; the session ends with the call.
+    """Opens a session for each call that has a valid key. The session ends with the call.
+
     Args:
-        keys: valid keys. Conversations are continued only with the key that began them.
-        max_requests: maximum calls of one key at once; further calls get status 429.
+        keys: valid keys. A conversation can be continued only with the key that began it.
+        adapters: names of the engine's adapters.
+        max_requests: maximum calls with one key at once. Further calls get status 429.
     """
 
     def __init__(
@@ -74,9 +78,10 @@ class OpenDoor:
         sampling: SamplingParams,
         keys: Sequence[str],
         *,
+        adapters: Sequence[str] = (),
         max_requests: int = MAX_REQUESTS,
     ) -> None:
-        self._formats, self._engine, self._sampling = formats, engine, sampling
+        self._formats, self._engine, self._sampling, self.adapters = formats, engine, sampling, adapters
         self._keys = {key: Replies(_KEPT_CHARS // len(keys)) for key in keys}
         self._max_requests = max_requests
         self._running = Counts[str]()
@@ -99,6 +104,7 @@ class OpenDoor:
             follows_requests=True,
             request_id=RequestId("serve", uuid.uuid4().int),
             replies=self._keys[key],
+            adapters=self.adapters,
         )
         self._running[key] += 1
         try:
@@ -120,7 +126,8 @@ class OpenDoor:
     async def count(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # Label by the route's path: with the request's own path, each unknown path would add a time series.
+        # Label the metric by the route's path. If the request's own path were the label, each unknown path would add a
+        # time series.
         resource = request.match_info.route.resource
         path, status, started_s = resource.canonical if resource is not None else "other", 499, time.monotonic()
         try:
@@ -143,20 +150,23 @@ async def open_to_all(
     sampling: SamplingParams,
     keys: Sequence[str],
     sockets: Sequence[socket.socket],
+    adapters: Sequence[str] = (),
     max_connections: int = 0,
     max_requests: int = MAX_REQUESTS,
 ) -> AsyncIterator[str]:
-    """Run the server while the block runs; yield the server's URL.
+    """Run the server during a block, which gets the server's URL.
 
     Args:
         model: name of the policy in the list of models.
-        sampling: limit of a call's prompt and answer together, and defaults of requests.
+        sampling: defaults of the requests. Its max_tokens is the limit for a call's prompt and answer together.
         keys: keys of the clients.
         sockets: sockets from `bound` to listen on.
-        max_connections: maximum connections at once; 0: half of the descriptors of this process, at most 1024.
-        max_requests: maximum calls of one key at once.
+        adapters: names of the engine's adapters, each a model of its own.
+        max_connections: maximum connections at once; 0 stands for half of this process's file descriptors, but at most
+            1024.
+        max_requests: maximum calls with one key at once.
     """
-    door = OpenDoor(formats, engine, sampling, keys, max_requests=max_requests)
+    door = OpenDoor(formats, engine, sampling, keys, adapters=adapters, max_requests=max_requests)
     listening = Listening(open_application(door, model), max_connections=max_connections)
     try:
         await listening.start(sockets)
@@ -166,8 +176,8 @@ async def open_to_all(
 
 
 def open_application(door: OpenDoor, model: str) -> web.Application:
-    """Return the web application of the server of `rayapp serve`."""
-    app = Api(door, model=model).application()
+    """Return the web application that `rayapp serve` serves."""
+    app = Api(door, model=model, adapters=door.adapters).application()
     app.middlewares.append(door.count)
 
     async def metrics(request: web.Request) -> web.Response:

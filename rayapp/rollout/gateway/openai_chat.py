@@ -1,4 +1,4 @@
-"""Dialect of OpenAI's Chat Completions API. Pure functions."""
+"""Requests and replies of OpenAI's Chat Completions API. Pure functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FIELDS = names("""
 
 
 class OpenAIChat:
-    """OpenAI's Chat Completions API; see `reading.Dialect`."""
+    """`Dialect` of OpenAI's Chat Completions API: reads its requests and writes its replies."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others = other_fields(body, _FIELDS)
@@ -126,7 +126,9 @@ class _Stream(StreamWriter):
 
 
 def chosen_calls(choice: Any, brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    """Return the form of the calls that OpenAI's `tool_choice` demands; None if it leaves the choice to the policy."""
+    """Return the form of the tool calls that OpenAI's `tool_choice` demands; None if it leaves the policy the
+    choice.
+    """
     if choice in (None, "auto", "none"):
         return None
     if choice == "required":
@@ -200,7 +202,7 @@ def _reason(choice: Choice) -> str:
 
 
 def usage(reply: Reply) -> dict[str, Any]:
-    """Return the counts of tokens, as chat completions and completions write them."""
+    """Return the counts of tokens, as OpenAI's chat completions and completions write them."""
     return {
         "prompt_tokens": reply.num_prompt_tokens,
         "completion_tokens": reply.num_tokens,

@@ -1,4 +1,4 @@
-"""Dialect of OpenAI's Completions API, which continues prompts without a chat template. Pure functions."""
+"""Requests and replies of OpenAI's Completions API, which continues prompts without a chat template. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rayapp.rollout.gateway.streams import PartKind, StreamWriter
 
 _FIELDS = names("logprobs max_tokens model n prompt stop stream stream_options structured_outputs")
 _MAX_TOKENS = 16
-"""OpenAI's default of max_tokens."""
+"""OpenAI's default for `max_tokens`."""
 
 
 class OpenAICompletions:
-    """OpenAI's Completions API; see `reading.Dialect`."""
+    """`Dialect` of OpenAI's Completions API: reads its requests and writes its replies."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others, stream = other_fields(body, _FIELDS), body.get("stream_options") or {}
@@ -83,7 +83,9 @@ class _Stream(StreamWriter):
 
 
 def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts in a field's value: a string, a list of ids, or a list of such prompts."""
+    """Return the prompts in the field `prompt`, which has one prompt or a list of them. A prompt is a string or a list
+    of token ids.
+    """
     many = [given] if isinstance(given, str) or _are_ids(given) else given
     if not isinstance(many, list) or not many or not all(isinstance(each, str) or _are_ids(each) for each in many):
         raise refuse("prompt must be a string, a list of token ids, or a list of such prompts")

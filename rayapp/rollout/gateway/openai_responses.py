@@ -1,4 +1,4 @@
-"""Dialect of OpenAI's Responses API. Pure functions."""
+"""Requests and replies of OpenAI's Responses API. Pure functions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class OpenAIResponses:
-    """OpenAI's Responses API; see `reading.Dialect`."""
+    """`Dialect` of OpenAI's Responses API: reads its requests and writes its replies."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others = other_fields(body, _FIELDS)
@@ -111,10 +111,10 @@ class _Stream(StreamWriter):
         super().__init__(begun, ask)
         self._numbers = count()
         self._open: PartKind | None = None
-        """Kind of the item that is open."""
+        """Kind of the output item that is open; None if none is."""
         self._num_items = 0
         self._thoughts = list[str]()
-        """Thoughts that were already sent."""
+        """Pieces of thoughts that were already sent."""
 
     def _told(self, kind: str, **fields: Any) -> bytes:
         fields = {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
@@ -137,7 +137,7 @@ class _Stream(StreamWriter):
         return events + self._of_item("output_text.delta", said, content_index=0, delta=text, logprobs=[])
 
     def _begun(self, kind: PartKind) -> bytes:
-        """Return the events that open the item of this kind, unless it is open."""
+        """Return the events that open the item of this kind; no events if it is open."""
         if self._open == kind:
             return b""
         closed, self._open = self._thoughts_done(), kind
@@ -159,7 +159,7 @@ class _Stream(StreamWriter):
         return self._told("output_item.done", output_index=self._num_items - 1, item=item)
 
     def _thoughts_done(self) -> bytes:
-        """Return the events that close the item of the thoughts, if it is open."""
+        """Return the events that close the item of thoughts; no events if it is not open."""
         if self._open != "thoughts":
             return b""
         item = _thoughts(self.begun, "".join(self._thoughts))
@@ -204,7 +204,7 @@ def _wants_log_probs(include: Any) -> bool:
 
 
 def _said(item: Mapping[str, Any], index: int) -> Said | None:
-    """Return one item of the input as a message; None for thoughts, which are not sent to the policy again."""
+    """Return an item of the input as a message; None for thoughts, which the policy does not read again."""
     where, kind = f"input[{index}]", item.get("type", "message")
     if kind == "reasoning":
         return None
@@ -222,7 +222,7 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
 
 
 def _joined(messages: list[Said]) -> Iterator[Said]:
-    """Yield one message for each turn, joined from the turn's items."""
+    """Yield the messages, with the items of each turn of the assistant joined into one message."""
     waiting: Said | None = None
     for said in messages:
         if said.role == "assistant" and waiting is not None:
@@ -276,7 +276,8 @@ def _function_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _response(begun: Begun, ask: Ask, items: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
-    """Return a response object.
+    """Return a response object of the API.
+
     Args:
         reply: the complete reply; None while it is being sampled.
     """

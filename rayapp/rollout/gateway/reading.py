@@ -1,4 +1,6 @@
-"""Functions that the dialects share: read fields of a JSON body or refuse them, and write stream events. No I/O."""
+"""Functions that the dialects (one for each API) share: they read fields of a JSON body or refuse them, and write
+stream events. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from rayapp.rollout.gateway.streams import StreamWriter
 from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200
-"""Maximum number and length of a request's stop texts: the engine checks each of them at every token."""
+"""Maximum number and maximum length of a request's stop texts. The engine checks each stop text at every token."""
 MAX_TOOL_CHARS = 256 << 10
-"""Largest size of all tools of a request together, as JSON."""
+"""Maximum characters of all tools of a request together, as JSON."""
 _FORMS: dict[str, Any] = {
     "json": (str, dict),
     "regex": str,
@@ -22,20 +24,20 @@ _FORMS: dict[str, Any] = {
     "json_object": bool,
     "structural_tag": str,
 }
-"""Fields of vLLM's StructuredOutputsParams that a request may set -> their types."""
+"""Field of vLLM's StructuredOutputsParams that a request may set -> type of its value."""
 MAX_TOP_LOG_PROBS = 20
-"""Maximum of a request's `top_logprobs`; vLLM has the same limit."""
+"""Maximum value of a request's `top_logprobs`, the same as vLLM's."""
 _MAX_VARIABLES = 16
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
     "eos_token", "max_length", "messages", "padding", "return_dict", "return_tensors", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
-"""Names that a request's template variables can't have: arguments of `apply_chat_template`, and special tokens."""
+"""Names that template variables of a request can't have: arguments of `apply_chat_template`, and special tokens."""
 
 
 class Dialect(Protocol):
-    """One API: reads request bodies and writes reply bodies. No state, no I/O."""
+    """The code for one API, which reads request bodies and writes reply bodies. No state, no I/O."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         """Read a request's body. Raises RefusedError: a field is wrong or not supported."""
@@ -44,7 +46,7 @@ class Dialect(Protocol):
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]: ...
 
     def stream(self, begun: Begun, ask: Ask) -> StreamWriter:
-        """Return the writer of one reply as an event stream."""
+        """Return an object that writes one reply as a stream of events."""
         ...
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class Dialect(Protocol):
         ...
 
     def refusal_event(self, refused: RefusedError) -> bytes:
-        """Return the refusal as one event, for a stream that has begun."""
+        """Return the refusal as an event, for a stream that has begun."""
         ...
 
 
@@ -61,7 +63,7 @@ def refuse(message: str) -> RefusedError:
 
 
 def parsed(data: bytes) -> Mapping[str, Any]:
-    """Return a request's body as data. Halves of surrogate pairs are escaped, because tokenizers can't read them.
+    """Return a request's body as data. Lone halves of surrogate pairs are escaped, because tokenizers can't read them.
 
     Raises:
         RefusedError: the body is not a JSON object.
@@ -76,7 +78,7 @@ def parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return a list of objects; empty for null."""
+    """Check that a field's value is a list of objects, and return the list. For null, return an empty list."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -85,7 +87,7 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def text(value: Any, name: str) -> str:
-    """Return a string; empty for null."""
+    """Check that a field's value is a string, and return it. For null, return an empty string."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -94,7 +96,7 @@ def text(value: Any, name: str) -> str:
 
 
 def stops(value: Any, name: str) -> tuple[str, ...]:
-    """Return the stop texts of a field: one string, or a list of strings."""
+    """Return the stop texts in a field's value, which is one string or a list of strings."""
     many = [value] if isinstance(value, str) else value or []
     if not isinstance(many, list) or not all(isinstance(each, str) and each for each in many):
         raise refuse(f"{name} must be a non-empty string, or a list of non-empty strings")
@@ -112,10 +114,10 @@ def positive(value: Any, name: str) -> int | None:
 
 
 def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content: a string, or its parts joined with line breaks.
+    """Return the text of a message's content, which is a string or a list of parts. Parts are joined with line breaks.
 
     Args:
-        kinds: types of parts that are allowed.
+        kinds: allowed types of parts.
     """
     if value is None or isinstance(value, str):
         return value or ""
@@ -131,7 +133,7 @@ def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> t
     """Return the tools that an agent brings.
 
     Args:
-        read: reads one tool, given its entry and its index in the list.
+        read: function of an entry and its index in the list that returns the tool.
     Raises:
         RefusedError: an entry is not a tool, or the tools together are too long.
     """
@@ -143,12 +145,12 @@ def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> t
 
 
 def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
-    """Return the form that a request demands of its answer; None if it demands none.
+    """Return the form that a field of the request demands of the answer; None if it demands none.
 
     Args:
         value: OpenAI's `response_format` or `text.format`, or Anthropic's `output_config.format`.
         field: name of the field, for messages.
-        schema: name of the key with the JSON schema.
+        schema: key of the JSON schema in `value`.
     """
     if value is None:
         return None
@@ -168,7 +170,7 @@ def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
 
 
 def structured_form(value: Any) -> Form | None:
-    """Return the form that vLLM's field `structured_outputs` asks for."""
+    """Return the form that vLLM's field `structured_outputs` demands; None for null."""
     if value is None:
         return None
     given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
@@ -216,10 +218,10 @@ def _without_defs(tool: ToolSchema) -> dict[str, Any]:
 
 
 def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters") -> ToolSchema:
-    """Return a tool that an agent brings.
+    """Return the tool that a definition of an agent's tool describes.
 
     Args:
-        parameters: name of the key with the JSON schema.
+        parameters: key of the JSON schema in the definition.
     """
     name = text(function.get("name"), f"{where}.name")
     schema = function.get(parameters) or {"type": "object", "properties": {}}
@@ -231,11 +233,12 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
 
 
 def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
-    """Return the variables of the chat template that a request sets.
+    """Return the variables of the chat template that a request sets, with their values.
 
     Args:
         given: the request's `chat_template_kwargs`.
-        effort: its `reasoning_effort`. As in vLLM, any but none also sets `enable_thinking`.
+        effort: the request's `reasoning_effort`. As in vLLM, it also sets `enable_thinking`, to False for `none` and
+            else to True.
     """
     variables = {} if given is None else given
     if not isinstance(variables, dict) or len(variables) > _MAX_VARIABLES:
@@ -251,7 +254,7 @@ def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
 
 
 def top_log_probs(body: Mapping[str, Any], *, are_wanted: bool) -> int | None:
-    """Return the number of likeliest tokens that `top_logprobs` asks for; None if no log-probs are wanted."""
+    """Return the number of likeliest tokens that `top_logprobs` asks for; None if the request wants no log-probs."""
     number = body.get("top_logprobs")
     if number is None:
         return 0 if are_wanted else None
@@ -269,7 +272,7 @@ def as_top_log_probs(token: TokenLogProb) -> dict[str, Any]:
 
 
 def _log_prob(token: str, value: float) -> dict[str, Any]:
-    # JSON has no -inf: write -9999, as vLLM's servers do.
+    # JSON can't represent -inf. Write -9999 instead, as vLLM's servers do.
     written = token.encode("utf-8", "surrogateescape")
     return {"token": token, "logprob": max(value, -9999.0), "bytes": list(written)}
 
@@ -281,7 +284,7 @@ def flag(value: Any, name: str, *, default: bool) -> bool:
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event."""
+    """Return the bytes of a server-sent event."""
     head = f"event: {name}\n" if name else ""
-    # json.dumps writes ASCII only: a policy can write half a surrogate pair, which UTF-8 can't encode.
+    # json.dumps writes only ASCII. Without that, half a surrogate pair of the policy could not be encoded as UTF-8.
     return f"{head}data: {json.dumps(data)}\n\n".encode()

@@ -1,12 +1,13 @@
-"""The gateway: sessions of external agents over HTTP, in the APIs that agents speak. One per rollout worker.
+"""The gateway: serves the sessions of external agents over HTTP, in the usual APIs for language models. Each rollout
+worker has one.
 
     POST /<session>/v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
     GET  /<session>/v1/models | /v1/models/<model>
 
-A session's key (Authorization: Bearer, or x-api-key) is valid only for that session; the server has no other routes.
-Streams send text as it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
+A session's key (in the header Authorization: Bearer, or x-api-key) is valid only for that session. The server has no
+other routes. Streams send text while it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
 
-`Api` handles the requests of every server of these APIs; `open_server.py` is the server of `rayapp serve`.
+`Api` handles the requests of this server, and of the server of `rayapp serve` (`open_server.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import hashlib
 import hmac
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -28,12 +29,13 @@ from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.gateway.anthropic_messages import AnthropicMessages
 from rayapp.rollout.gateway.conversation import Ask, Begun, RefusedError, Reply
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.listening import Listening, bound
+from rayapp.rollout.gateway.forwarding import Forwarder
+from rayapp.rollout.gateway.listening import Listening, bound, send
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect, parsed
-from rayapp.rollout.gateway.session import Sending, Session, SessionLimits, Structured
+from rayapp.rollout.gateway.session import MODEL, Sending, Session, SessionLimits, Structured
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 
@@ -44,32 +46,32 @@ BODY_TIMEOUT_S = 120.0
 NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
 """Response header with the names of the request's fields that had no effect."""
 PATIENCE_S = 10.0
-"""Seconds without tokens after which a comment is sent in a stream, so that clients don't time out."""
-SEND_TIMEOUT_S = 60.0
-"""Maximum seconds to wait for a client that doesn't read its stream."""
+"""Seconds without new tokens after which a stream sends a comment, so that clients don't time out."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
-"""Maximum connections of one sandbox. Each holds at most one request body."""
+"""Maximum connections of one sandbox. Each connection holds at most one request body in memory."""
 _PING = b": the policy is sampling\n\n"
 _CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
-"""Function that returns a context manager with the session of a request, entered while the request is answered. It
-raises RefusedError if the request gets no session."""
+"""Function that returns a context manager with the session of a request. The request is answered inside the context.
+Entering it raises RefusedError if the request gets no session."""
 
 
 class Api:
-    """HTTP handlers of all APIs; `door` finds the session of each request.
+    """The HTTP handlers of all APIs. `door` finds the session of each request.
 
     Args:
-        model: name in the list of models; calls may use any name.
+        model: name of the policy in the list of models. Without adapters, calls may use any name.
+        adapters: further models in the list, which are adapters of the policy. With adapters, calls must use a name of
+            the list, or `policy`.
     """
 
-    def __init__(self, door: Door, *, model: str = "policy") -> None:
+    def __init__(self, door: Door, *, model: str = MODEL, adapters: Sequence[str] = ()) -> None:
         self._door = door
-        self._model = {"id": model, "object": "model", "created": 0, "owned_by": "rayapp"}
+        self._names = (model, *adapters)
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
-        """Return the web application: all routes below the prefix, and a refusal for every other path."""
+        """Return the web application. It has all routes, below `prefix`, and refuses every other path."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
         app.router.add_post(f"{prefix}/v1/completions", partial(self._answer, dialect=_COMPLETIONS))
@@ -85,14 +87,19 @@ class Api:
         try:
             with self._door(request):
                 if (name := request.match_info.get("model")) is None:
-                    return web.json_response({"object": "list", "data": [self._model]})
-                if name != self._model["id"]:
-                    raise RefusedError(
-                        "no_model", f"there is no model {name[:200]!r}; the model is {self._model['id']!r}"
-                    )
-                return web.json_response(self._model)
+                    models = [_model_object(each) for each in self._names]
+                    return web.json_response({"object": "list", "data": models})
+                self._check_name(name, self._names)
+                return web.json_response(_model_object(name))
         except RefusedError as refused:
             return _refusal(_CHAT, refused)
+
+    def _check_name(self, name: str, known: Sequence[str]) -> None:
+        if name not in known:
+            told = "the model is" if len(self._names) == 1 else "the models are"
+            raise RefusedError(
+                "no_model", f"there is no model {name[:200]!r}; {told} {', '.join(map(repr, self._names))}"
+            )
 
     async def _answer(self, request: web.Request, dialect: Dialect, *, only_counts: bool = False) -> web.StreamResponse:
         try:
@@ -106,7 +113,11 @@ class Api:
     ) -> web.StreamResponse:
         try:
             body = await _body(request)
+            if session.forwarder is not None and (other := await session.other_models_call(body)) is not None:
+                return await _forwarded(request, session, session.forwarder, other)
             ask = await session.read(partial(_read, dialect), body)
+            if len(self._names) > 1:
+                self._check_name(ask.model, (*self._names, MODEL))
             if only_counts:
                 return web.json_response({"input_tokens": await session.count(ask)})
             live = Live() if ask.is_stream else None
@@ -124,8 +135,25 @@ class Api:
             raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
 
 
+async def _forwarded(
+    request: web.Request, session: Session, forwarder: Forwarder, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    is_answered = False
+    with session.cancelling_at_end():
+        try:
+            response = await forwarder.answer(request, body)
+            is_answered = response.status == 200
+            return response
+        finally:
+            session.counts["endpoint_errors"] += not is_answered
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rayapp"}
+
+
 class Gateway:
-    """Server of all sessions of a rollout worker. Call `start`, and at the end `close`."""
+    """Server of all sessions of a rollout worker. Call `start`, and `close` at the end."""
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
@@ -163,8 +191,9 @@ class Gateway:
         request_id: RequestId,
         other_models: Literal["train", "untrained", "refuse"] = "train",
         structured: Structured = "refuse",
+        forwarder: Forwarder | None = None,
     ) -> Iterator[Session]:
-        """Serve a session while the block runs. The arguments are those of `Session`."""
+        """Open a session and serve it during a block. The arguments are those of `Session`."""
         session = Session(
             formats=self._formats,
             engine=engine,
@@ -173,6 +202,7 @@ class Gateway:
             request_id=request_id,
             other_models=other_models,
             structured=structured,
+            forwarder=forwarder,
         )
         self._sessions[session.id] = session
         try:
@@ -184,7 +214,7 @@ class Gateway:
 
     @asynccontextmanager
     async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
-        """While the block runs, serve this session, and no other, to the clients that `accept` returns.
+        """Serve only this session, during a block, to the clients whose connections `accept` returns.
 
         The clients may be hostile: they are programs in a sandbox.
         """
@@ -223,7 +253,7 @@ class Gateway:
 
 
 def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:
-    """Return the request's key, if it is one of these. Raises RefusedError: it is missing or wrong."""
+    """Return the request's key if it is one of `keys`. Raises RefusedError: the key is missing or wrong."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     sent = given.encode("utf-8", "surrogateescape")
     # Compare with every key, so that the duration reveals nothing about the keys.
@@ -253,7 +283,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _sending(request: web.Request, body: bytes) -> Sending:
-    """Return the information about a call's transmission (retry, timeout) in the headers that SDKs send."""
+    """Return what the headers of an SDK tell about a call's transmission: retries and timeout."""
     headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
     timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
     return Sending(
@@ -273,14 +303,14 @@ def _read(dialect: Dialect, body: bytes) -> Ask:
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
-    """Return the response header that names the request's fields without effect; empty if there are none."""
+    """Return the response header that names the request's fields without effect; no header if there are none."""
     ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
     ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
 
 
 def _unread(session: Session, ask: Ask) -> list[str]:
-    """Return the variables that the chat template doesn't read."""
+    """Return the template variables of a call that the chat template doesn't read."""
     unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
     if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
         # Both variables express the same setting, and a template reads only one of them.
@@ -302,24 +332,26 @@ async def _stream(
     while not turn.done():
         pieces = await live.pieces(PATIENCE_S)
         if turn.done() and not response.prepared:
-            turn.result()  # raises a refusal before the stream begins, so that it gets its own status
+            turn.result()  # raise a refusal before the stream begins: it then gets its own status
         if not response.prepared and (pieces or not turn.done()):
             await response.prepare(request)
         events = b"" if pieces or turn.done() else _PING
         if pieces and live.begun is not None:
             writer, begin = _begun(writer, dialect, live.begun, ask)
             events = begin + b"".join(writer.piece(*piece) for piece in pieces)
-        await _send(request, response, events)
+        await send(request, response, events)
     if not response.prepared:
         turn.result()
         await response.prepare(request)
-    await _send(request, response, _end(writer, dialect, ask, turn))
+    await send(request, response, _end(writer, dialect, ask, turn))
     await response.write_eof()
     return response
 
 
 def _begun(writer: StreamWriter | None, dialect: Dialect, begun: Begun, ask: Ask) -> tuple[StreamWriter, bytes]:
-    """Return the writer of the stream, and the events with which a new writer begins."""
+    """Return the writer of the stream, and the events with which the stream begins. If the writer exists already, there
+    are no such events.
+    """
     if writer is not None:
         return writer, b""
     writer = dialect.stream(begun, ask)
@@ -332,19 +364,6 @@ def _end(writer: StreamWriter | None, dialect: Dialect, ask: Ask, turn: asyncio.
         return begin + writer.end(reply)
     except RefusedError as refused:
         return dialect.refusal_event(refused)
-
-
-async def _send(request: web.Request, response: web.StreamResponse, events: bytes) -> None:
-    """Send events; disconnect a client that does not read them."""
-    if not events:
-        return
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await response.write(events)
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None
 
 
 def _refusal(dialect: Dialect, refused: RefusedError) -> web.Response:

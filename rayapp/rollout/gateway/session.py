@@ -1,9 +1,10 @@
-"""One trajectory's conversations with the policy: reads calls, writes replies, and records every token.
+"""The conversations of one trajectory with the policy: a session reads calls, makes replies, and records every token.
 
     Ask -> recorded part (Conversations) -> recorded ids + new ids -> engine -> Recorder, Conversations -> Reply
 
 The gateway makes one session for each trajectory and ends it with the trajectory. An agent's mistake raises a
-`RefusedError`. So does a failure of the engine, which also ends the session and sets `trouble` to the engine's error.
+`RefusedError`. A failure of the engine raises a `RefusedError` too; it also puts the engine's error into `trouble`,
+which ends the trajectory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import secrets
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rayapp.core.aio import side_by_side
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
@@ -44,33 +45,40 @@ from rayapp.rollout.gateway.conversation import (
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
 from rayapp.rollout.gateway.forms import too_large
+from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
+if TYPE_CHECKING:
+    from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
+
 MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
 MAX_RECORDED_CHARS = 16_384
-"""Maximum characters of a tool's result in the record of its call; the policy reads the whole result."""
+"""Maximum characters that the record of a call keeps of the tool's result. The policy reads the whole result."""
 _MAX_CHARS_A_TOKEN = 32
-"""Maximum characters per token, on average over a prompt. A prompt with more can't fit into the session's tokens, and
-is refused before it is rendered."""
+"""Maximum characters per token, on average over a prompt. A prompt that needs more can't fit into the session's tokens,
+so it is refused before it is rendered."""
 _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
-"""Bytes and JSON values allowed in a body besides its messages' texts: for tools and the fields around each message."""
+"""Maximum bytes and JSON values of a body without the texts of its messages. They are for tools, and for the fields
+around each message."""
 _MAX_TOOL_SETS = 32
-"""Maximum sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
+"""Maximum number of sets of tools of a session. Each set is prepared in the only thread that all sessions of a worker
+share."""
 _SIDE_CALLS_A_TURN = 4
 _MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
-"""Maximum number of unfinished calls to keep for clients that may retry them, and the seconds to keep each."""
+"""Maximum number of abandoned calls that are kept, because their clients may retry them; and the seconds for which each
+is kept."""
 _MOST_NOTES = 20
 MODEL = "policy"
-"""The policy's name as a model, in RAYAPP_MODEL."""
+"""Model name of the policy, which agents get in RAYAPP_MODEL."""
 _DESCRIBE = ", describe the form of the answer in the prompt, or set agent.external.structured"
 _SMALL = 16 << 10
-"""Bytes or characters up to which input is read on the event loop, which takes milliseconds."""
+"""Maximum bytes or characters of input that is read on the event loop. This takes milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
-"""Threads that read bodies and render prompts. Each session uses at most one thread at a time."""
+"""Threads that read bodies and render prompts. Each session uses at most one of them at a time."""
 _T = TypeVar("_T")
 Structured = Literal["refuse", "free", "guide"]
 
@@ -80,7 +88,7 @@ class SessionLimits:
     """Limits of a session's use of the policy."""
 
     max_tokens: int
-    """Maximum tokens of all the session's conversations together, read and sampled. A token that several calls share
+    """Maximum tokens of all conversations of the session together, read and sampled. A token that several calls share
     counts once."""
     max_turns: int
     """Maximum turns of the policy. A call with n choices takes n turns."""
@@ -96,7 +104,9 @@ class SessionLimits:
 
     @property
     def max_body_values(self) -> int:
-        """Maximum JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
+        """Maximum JSON values in a body. They are limited because parsing holds the interpreter's lock. Few tokens
+        contain two values.
+        """
         return _BODY_VALUES + 3 * self.max_tokens
 
 
@@ -105,11 +115,11 @@ class Sending:
     """One attempt of a client to send a call."""
 
     key: bytes = b""
-    """Key that is equal for attempts of the same call; empty if the client doesn't mark them."""
+    """Key that is equal for attempts to send the same call; empty if the client doesn't mark attempts."""
     is_repeated: bool = False
-    """True if this attempt is a retry, or the client may retry it, according to its headers."""
+    """True if, by its headers, this attempt is a retry, or the client may retry it."""
     timeout_s: float | None = None
-    """Seconds after which the client retries, if its headers tell."""
+    """Seconds after which the client retries; None if its headers don't tell."""
     sent_at_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -119,15 +129,15 @@ class Sending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """Prompt of a call, and the recorded token that it continues from."""
+    """Prompt of a call, and the recorded token from which it continues."""
 
     format: Format
     after: int
-    """Index of the recorded token that the new part follows."""
+    """Index of the recorded token that comes before the new part of the prompt; -1 if the whole prompt is new."""
     read_ids: list[int]
-    """Ids of the new part."""
+    """Token ids of the new part."""
     prompt_ids: list[int]
-    """Ids of the whole prompt."""
+    """Token ids of the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +148,7 @@ class _Turn:
     """Index of the turn in `Recorder.turns`."""
     prompt_end: int
     end: int
-    """Index of its last token."""
+    """Index of the turn's last token."""
     completion: Completion
 
 
@@ -149,63 +159,98 @@ class Session:
     formats: Formats
     engine: RolloutEngine
     sampling: SamplingParams
-    """Sampling settings of every turn. They fix the distribution; the agent sets only the number of tokens and choices,
-    and stop texts."""
+    """Sampling settings of every turn. They fix the sampling distribution: the agent can only set the number of tokens,
+    the number of choices, and stop texts."""
     limits: SessionLimits
     follows_requests: bool = False
-    """True if requests may also set the distribution, because the session is not trained on."""
+    """True if requests may also set the sampling distribution, because the session is not trained on."""
     request_id: RequestId
-    """Id of the trajectory; turns are numbered from 1 on."""
+    """Id of the trajectory. Turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
-    """Limit that refused the last call or cut its answer. Cleared when the agent continues with a call that fits."""
+    """Limit by which the last call was refused or its answer was cut; empty after a call within the limits."""
     replies: Replies = field(default_factory=Replies)
-    """Conversations that calls may continue by a reply's id (Responses)."""
+    """Conversations that calls may continue by a reply's id (Responses API only)."""
     other_models: Literal["train", "untrained", "refuse"] = "train"
-    """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
+    """Treatment of calls that name a model other than MODEL; see `agent.external.models`."""
+    forwarder: Forwarder | None = None
+    """Client of the endpoint that answers calls under other models' names; None if there is none."""
     structured: Structured = "refuse"
-    """Treatment of calls that ask for a form; see `agent.external.structured`."""
+    """Treatment of calls that demand a form of the answer; see `agent.external.structured`."""
+    adapters: Collection[str] = ()
+    """Models besides the policy that a call may name: adapters of the engine."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Counts of this session's calls by name, for `Trajectory.agent_counts`."""
+    """Kind of call -> number of this session's calls of the kind, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
-    """Log lines about calls that began a new conversation."""
+    """Lines for the agent's output about calls that did not continue the last conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Future that fails with the engine's error when the engine fails."""
+    """Future that never gets a result. When the engine fails, it gets the engine's error."""
     _conversations: Conversations = field(default_factory=Conversations)
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
-    """Calls whose client disconnected before the reply, by `Sending.key`."""
+    """`Sending.key` -> call whose client disconnected before the reply."""
     _sides: list[Session] = field(default_factory=list)
-    """Sessions of calls that are not recorded: one session per call, while the call is answered."""
+    """Sessions for calls that are not recorded. Each such call has its own session while it is answered."""
     _num_sides: int = 0
+    _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Tasks that forward requests to the endpoint."""
 
     async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
-        """Return the body of a request as a call.
+        """Read the body of a request, and return it as a call.
 
         Args:
-            read: parses the body; runs in a thread if the body is large.
+            read: function that parses the body. It runs in a thread if the body is large.
         Raises:
-            RefusedError: the body is not a call of that API.
+            RefusedError: the body is too large, or is not a call of the API.
         """
-        if len(body) > self.limits.max_body_bytes:
-            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
-        if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
-            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
+        self._check_body(body)
         ask = await self._beside(len(body), lambda: read(body))
         if ask.form is None or self.structured != "free":
             return ask
         return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
 
+    def _check_body(self, body: bytes) -> None:
+        if len(body) > self.limits.max_body_bytes:
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
+        if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
+
+    async def other_models_call(self, body: bytes) -> Mapping[str, Any] | None:
+        """Count a call that names a model other than MODEL, and return its body as data. Return None for other calls.
+
+        Raises:
+            RefusedError: the body is not a JSON object, or the session has used up its calls of other models.
+        """
+        self._check_body(body)
+        data = await self._beside(len(body), lambda: parsed(body))
+        if data.get("model", MODEL) == MODEL:
+            return None
+        self._check_open()
+        self._take_side_calls(1)
+        return data
+
+    @contextmanager
+    def cancelling_at_end(self) -> Iterator[None]:
+        """Context manager in which the current task is cancelled when the session ends."""
+        task = asyncio.current_task()
+        assert task is not None, "called in a task"
+        self._forwarded.add(task)
+        try:
+            yield
+        finally:
+            self._forwarded.discard(task)
+
     @contextmanager
     def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
-        """Context manager with the task that makes the reply. If a client disconnected and retries the call, it gets
-        the same reply."""
+        """Context manager with the task that makes the reply to a call. If a client disconnected and retries the call,
+        it gets the task of its first attempt.
+        """
         task = self._unanswered.pop(sending.key, None) if sending.is_repeated else None
         if task is not None and not (task.done() and (task.cancelled() or task.exception() is not None)):
             self.counts["repeated"] += 1
@@ -225,7 +270,7 @@ class Session:
             raise
 
     def _keep(self, task: asyncio.Task[Reply], key: bytes) -> None:
-        """Keep a call for some time, because its client may retry it."""
+        """Keep an abandoned call for some time, because its client may retry it."""
         self._unanswered[key] = task
         while len(self._unanswered) > _MOST_LEFT:
             self._unanswered.popitem(last=False)[1].cancel()
@@ -237,10 +282,10 @@ class Session:
         asyncio.get_running_loop().call_later(REPEAT_WITHIN_S, drop)
 
     async def ask(self, ask: Ask, live: Live | None = None) -> Reply:
-        """Return the policy's reply.
+        """Return the policy's reply to a call.
 
         Args:
-            live: gets the pieces of the reply while it is sampled.
+            live: queue that gets the pieces of the reply while it is sampled; None if it is not streamed.
         Raises:
             RefusedError: the call is refused, or the engine failed.
         """
@@ -260,18 +305,11 @@ class Session:
         return self.other_models != "train" and ask.model != MODEL
 
     async def _asked_aside(self, ask: Ask, live: Live | None) -> Reply:
-        """Return the reply to a call that is not recorded, in a separate session that ends with the call."""
+        """Answer a call that is not recorded, in a separate session that ends with the call."""
         self._check_open()
         if self.other_models == "refuse":
             raise RefusedError("no_model", f"there is no model {ask.model[:200]!r}; the model is {MODEL!r}")
-        self.counts["side_calls"] += 1
-        self._num_sides += ask.num_choices
-        if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
-            raise RefusedError(
-                "turns",
-                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: at most "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
-            )
+        self._take_side_calls(ask.num_choices)
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
         try:
@@ -281,9 +319,19 @@ class Session:
             if side.trouble.done() and (error := side.trouble.exception()) is not None:
                 self.fail(error)
 
+    def _take_side_calls(self, number: int) -> None:
+        self.counts["side_calls"] += 1
+        self._num_sides += number
+        if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
+            raise RefusedError(
+                "turns",
+                f"the session has had {self._num_sides - number} turns under other models' names: at most "
+                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
+            )
+
     def _side(self, request_id: RequestId) -> Session:
         limits = SessionLimits(max_tokens=self.limits.max_tokens, max_turns=MOST_CHOICES)
-        # A form changes nothing that is trained on.
+        # These answers are not trained on, so they may have a form.
         return Session(
             formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id,
             structured="guide",
@@ -311,7 +359,7 @@ class Session:
         return reply
 
     async def _prompts(self, ask: Ask) -> list[_Wanted]:
-        """Return the prompts of a completions call, given as text or token ids."""
+        """Return the prompts of a call of the Completions API, which are texts or token ids."""
         num_chars = sum(map(len, ask.prompts))
         if num_chars > self.limits.max_chars:
             raise self._too_long(f"the prompts have {num_chars} characters")
@@ -319,24 +367,26 @@ class Session:
         return [_Wanted(format=self.formats.plain, after=-1, read_ids=ids, prompt_ids=ids) for ids in read]
 
     async def count(self, ask: Ask) -> int:
-        """Return the number of tokens in the prompt of a call, without sampling."""
+        """Return the number of tokens in the prompt of a call. Nothing is sampled or recorded."""
         if self._is_side(ask):
             return await self._side(self.request_id).count(ask)
         self._check_open()
         return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
-        """Set `trouble`, so that the agent waiting on it ends the trajectory."""
+        """Put an error into `trouble`, so that `ExternalAgent`, which waits for it, ends the trajectory."""
         if not self.trouble.done():
             self.trouble.set_exception(error)
 
     def end(self) -> None:
-        """Serve no more calls, and cancel the turns that wait for the engine. Idempotent."""
+        """Refuse all further calls, and cancel the turns that wait for the engine. Idempotent."""
         self.is_over = True
         for task in self._running:
             task.cancel()
         for side in self._sides:
             side.end()
+        for request in self._forwarded:
+            request.cancel()
         for left in self._unanswered.values():
             left.cancel()
         self._unanswered.clear()
@@ -346,13 +396,13 @@ class Session:
     def trajectory(
         self, *, failure: str = "", answer: str | None = None, ran_out: bool = False, output: str = ""
     ) -> Trajectory:
-        """Return the session's record.
+        """Return the session's recorded tokens as a trajectory.
 
         Args:
-            failure: reason why the agent's program failed; empty if it ended normally or a limit ended it.
+            failure: reason why the agent's program failed; empty if it ended normally, or if a limit ended it.
             answer: answer that the agent handed in; None for the text of the last turn.
             ran_out: True if the agent's time was up.
-            output: output of its program.
+            output: output of the agent's program.
         """
         status = RolloutStatus.ERROR_TASK if failure else RolloutStatus.COMPLETED
         if self.limit == "tokens":
@@ -372,7 +422,7 @@ class Session:
                 "invalid",
                 f"previous_response_id {ask.previous!r:.60}: this server has no such reply. Send the whole input",
             )
-        # Instructions apply to one call: don't repeat those of the previous call.
+        # Leave out the previous call's instructions: instructions apply to one call.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
         kept = before[1:] if before[0].role == "system" else before
         return in_order((*own, *kept, *ask.messages[len(own) :]))
@@ -396,7 +446,9 @@ class Session:
             )
 
     def _take_turns(self, number: int) -> range:
-        """Return the numbers of the next turns."""
+        """Return the numbers of the next turns, which count as used. Raises RefusedError: too many turns are used or
+        running.
+        """
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
             raise RefusedError(
                 "busy", f"more than {MOST_TURNS_AT_ONCE} turns of this session are in progress: wait until one ends"
@@ -427,7 +479,7 @@ class Session:
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
-        """Count a call that does not continue the last turn, and note why."""
+        """Count a call that does not continue a recorded turn, and note why."""
         if found.after >= 0:
             drift = Drift("retry") if found.turn is None else None
         else:
@@ -435,11 +487,12 @@ class Session:
         if drift is None:
             return
         self.counts["forks"] += 1
+        self.counts["forked"] = 1
         self.counts[f"forks/{drift.reason}"] += 1
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread if its input is large, one at a time per session."""
+        """Run `work`, in a thread if its input is large. A session runs one such work at a time."""
         if size <= _SMALL:
             return work()
         async with self._thread:
@@ -457,8 +510,8 @@ class Session:
     def _too_long(self, what: str) -> RefusedError:
         return RefusedError(
             "tokens",
-            f"{what}: its maximum context length, {self.limits.max_tokens} tokens (rollout.max_prompt_tokens + "
-            "rollout.max_completion_tokens), is exceeded",
+            f"{what}: this exceeds the maximum context length of {self.limits.max_tokens} tokens "
+            "(rollout.max_prompt_tokens + rollout.max_completion_tokens)",
         )
 
     async def _format(self, ask: Ask) -> Format:
@@ -471,7 +524,7 @@ class Session:
         return chat_format
 
     def _note_results(self, found: Found, messages: Sequence[Said]) -> None:
-        """Add the results of the agent's tools to the record of the turn that called them."""
+        """Add the results of the agent's tools to the record of the turn that called these tools."""
         if found.turn is None:
             return
         turn = self.tree.turns[found.turn]
@@ -483,7 +536,7 @@ class Session:
     async def _sampled(
         self, ask: Ask, messages: Sequence[Said], wanted: _Wanted, live: Live | None, first: int
     ) -> tuple[Choice, ...]:
-        """Sample the choices after one prompt; `first` is the number of the first of them."""
+        """Sample the choices after one prompt. `first` is the number of the first choice."""
         left = self._left(wanted)
         sampling = replace(
             self.sampling,
@@ -494,6 +547,7 @@ class Session:
             structured_outputs=ask.form.structured if ask.form is not None else {},
             wants_allowed=not self.follows_requests,
             num_top_log_probs=ask.num_top_log_probs or 0,
+            adapter=ask.model if ask.model in self.adapters else "",
         )
         choices, splitters = list[Choice](), list[Splitter]()
         if live is not None:
@@ -515,7 +569,9 @@ class Session:
         return tuple(choices)
 
     def _left(self, wanted: _Wanted) -> int:
-        """Return the number of tokens that may still be sampled."""
+        """Return the number of tokens that may still be sampled after this prompt. Raises RefusedError: there are
+        none.
+        """
         num_new = self.tree.num_new(wanted.after, wanted.read_ids)
         left = self.limits.max_tokens - self.tree.size - num_new
         if left < 1:
@@ -530,7 +586,7 @@ class Session:
     async def _turns(
         self, wanted: _Wanted, sampling: SamplingParams, number: int, listeners: Sequence[OnTokens]
     ) -> list[_Turn]:
-        """Sample and record this number of turns after one prompt."""
+        """Sample and record `number` turns after one prompt."""
         numbers = self._take_turns(number)
         on_tokens: Sequence[OnTokens | None] = listeners or [None] * number
         tasks = [
@@ -540,7 +596,7 @@ class Session:
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            # Raise a refusal if `end` cancelled the turns; otherwise the client has disconnected.
+            # Raise a refusal if `end` cancelled the turns. Otherwise the client has disconnected.
             self._check_open()
             raise
         except RayappError as error:
@@ -556,14 +612,15 @@ class Session:
 
     async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
         if sampling.seed is not None:
-            # Give each turn its own seed: the same prompt sent again must get a new answer.
+            # Give each turn its own seed, so that the same prompt gets a new answer when it is sent again.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
         request_id = self.request_id._replace(turn=number)
         sampled = await self.engine.generate(request_id, wanted.prompt_ids, sampling, on_tokens)
         self._check_open()
-        # Concurrent turns may have used up the limit. A cut sample is distributed like one with a lower max_tokens.
+        # Concurrent turns may have used up the limit meanwhile. A cut completion has the same distribution as one with
+        # a lower max_tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
         prompt_end, end = self.tree.add_turn(
@@ -575,7 +632,8 @@ class Session:
         """Return a turn as an API represents it.
 
         Args:
-            text_start: end of the thoughts according to the stream's splitter; None for after the last `</think>`.
+            text_start: index after the thoughts, as the stream's splitter found it. With None, the thoughts end at the
+                last `</think>`.
         """
         record = self.tree.turns[turn.number]
         text, stopped_by = _before_stop(record.text, ask.stop)
@@ -596,9 +654,9 @@ class Session:
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
-        """Return the calls of a turn and the text outside them.
+        """Return the tool calls of a turn, and the text outside them.
 
-        If one call can't be parsed, return the whole turn as text: the agent could not answer that call.
+        If one call can't be parsed, return the whole turn as text, because the agent could not answer this call.
         """
         if ask.form is not None and ask.form.is_calls:
             return _formed_calls(said)
@@ -630,7 +688,7 @@ def _retrieved(task: asyncio.Task[Reply]) -> None:
 
 
 def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:
-    """Return the ids of the prompt's tokens after the recorded token `found.after`."""
+    """Return the token ids of the part of the prompt that follows the recorded token `found.after`."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)
     if found.turn is None:
@@ -644,8 +702,8 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls of an answer whose form is a list of calls, and no text; if it was cut off, no calls and its
-    text.
+    """Return the calls of an answer whose form is a list of calls, and an empty text. If the answer was cut off, return
+    no calls, and its text.
     """
     try:
         made: list[dict[str, Any]] = json.loads(said)
@@ -655,7 +713,9 @@ def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return the text up to the first stop text in it, and that stop text."""
+    """Return the text before the first stop text in it, and this stop text. Without a stop text, return the text and an
+    empty string.
+    """
     places = [(text.find(each), each) for each in stop if each in text]
     if not places:
         return text, ""

@@ -1,11 +1,10 @@
-"""Streams a turn while it is sampled: turns new tokens into pieces of thoughts and text, and these into the API's
-events.
+"""Streams a turn while it is sampled: new tokens become pieces of thoughts and text, which become events of the API.
 
     engine -- new ids --> Splitter -- Piece --> Live -- queue --> server -- StreamWriter --> client
 
 A splitter holds back text that later tokens may change or remove: unfinished characters, the end of the turn, the start
 of a stop text, blanks at the end, and everything from the first tool call on. When the turn ends, the writer gets the
-whole `Reply` and sends the parts that are missing. Pure, except for the queue.
+whole `Reply` and sends the missing parts. Except for the queue, everything is pure.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ PartKind = Literal["thoughts", "text"]
 _OPEN, _CLOSE = "<think>", "</think>"
 _PIECE_CHARS = 256
 _WINDOW = 8
-"""Number of earlier tokens to decode again together with new tokens: some tokenizers write a token's leading blank only
-if another token is before it."""
+"""Number of earlier tokens that are decoded again together with new tokens. Some tokenizers write a token's leading
+blank only after another token."""
 
 
 class Piece(NamedTuple):
@@ -38,19 +37,20 @@ class Piece(NamedTuple):
 
 
 class Splitter:
-    """Splits the tokens of one turn into pieces of thoughts and text while they are sampled.
+    """Splits the tokens of one turn, while they are sampled, into pieces of thoughts and text.
+
     Args:
         chat_format: chat format of the call.
         ask: the call.
-        is_thinking: True if the prompt ends with `<think>`. Then no piece is sent before `</think>`, because without it
-            the turn is text.
+        is_thinking: True if the prompt ends with `<think>`. No piece is then sent before `</think>`, because without
+            `</think>` the whole turn is text.
     """
 
     def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
         self._format, self._stop = chat_format, ask.stop
         self._ids = list[int]()
         self._num_read = 0
-        """Number of ids whose text is in `_text`."""
+        """Number of token ids whose text is in `_text`."""
         self._text = ""
         self._num_sent: dict[PartKind, int] = {"thoughts": 0, "text": 0}
         self._is_raw, self._is_thinking = bool(ask.prompts), is_thinking
@@ -59,7 +59,7 @@ class Splitter:
         self._marks = (*ask.stop, *([chat_format.parser.start] if has_calls and chat_format.parser.start else []))
         self._is_held = is_called or (has_calls and not chat_format.parser.start)
         self.text_start: int | None = None
-        """Index of the first character after the turn's thoughts; None while it is unknown."""
+        """Index of the first character after the turn's thoughts; None as long as it is unknown."""
 
     def add(self, new_ids: Sequence[int]) -> Iterator[tuple[PartKind, str]]:
         """Yield the pieces that these tokens complete."""
@@ -68,7 +68,9 @@ class Splitter:
             yield from self._pieces()
 
     def _read_text(self) -> bool:
-        """Decode new tokens. Return False if they end within a character, or may belong to the end of the turn."""
+        """Decode new tokens. Return False if nothing can be added yet: the tokens end within a character, or may belong
+        to the end of the turn.
+        """
         end = self._format.chat.num_said(self._ids)
         start, decode = max(0, self._num_read - _WINDOW), self._format.chat.tokenizer.decode
         if end <= self._num_read:
@@ -105,7 +107,9 @@ class Splitter:
             yield from self._until("thoughts", start, self._settled(start, (_CLOSE, *self._stop)))
 
     def _settled(self, start: int, marks: Sequence[str] | None = None) -> int:
-        """Return the end of the text that can be sent: before blanks at the end, and before the beginning of a mark."""
+        """Return the end of the text that can be sent: it ends before trailing blanks, and before a mark or the
+        beginning of one.
+        """
         text, marks = self._text[start:], self._marks if marks is None else marks
         found = [place for mark in marks if (place := text.find(mark)) >= 0]
         if found:
@@ -127,15 +131,15 @@ def _num_begun(text: str, mark: str) -> int:
 
 @dataclass(slots=True)
 class Live:
-    """Queue of pieces that a stream has to send, in order, while its call is answered."""
+    """Queue of the pieces that a stream has to send while its call is answered."""
 
     begun: Begun | None = None
-    """Information about the prompt; None until the prompt is read."""
+    """The part of the reply that is known before sampling; None until the prompt is read."""
     _pieces: list[Piece] = field(default_factory=list)
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listener(self, index: int, splitter: Splitter) -> Callable[[Sequence[int]], None]:
-        """Return a function that receives the new ids of a choice and queues their pieces."""
+        """Return a function that takes new token ids of a choice and queues their pieces."""
 
         def add(new_ids: Sequence[int]) -> None:
             new = [Piece(index, kind, text) for kind, text in splitter.add(new_ids)]
@@ -146,11 +150,11 @@ class Live:
         return add
 
     def wake(self) -> None:
-        """Make `pieces` return, because the call has been answered."""
+        """Make `pieces` return at once, because the call has been answered."""
         self._has_news.set()
 
     async def pieces(self, timeout_s: float) -> list[Piece]:
-        """Return the pieces since the last call; wait at most this time for one."""
+        """Return the pieces since the last call. If there are none, wait for one, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_news.wait()
@@ -162,26 +166,27 @@ class Live:
 
 
 class StreamWriter(ABC):
-    """Writes one stream in the events of one API."""
+    """Writes one stream, in the events of one API."""
 
     def __init__(self, begun: Begun, ask: Ask) -> None:
         self.begun, self.ask = begun, ask
         self._sent: dict[tuple[int, PartKind], list[str]] = defaultdict(list)
 
     def begin(self) -> bytes:
-        """Return the events before the first piece."""
+        """Return the events that come before the first piece."""
         return b""
 
     def piece(self, index: int, kind: PartKind, text: str) -> bytes:
-        """Return the events of a piece of a choice."""
+        """Return the events for a piece of a choice, and remember that it was sent."""
         self._sent[index, kind].append(text)
         parts = (text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS))
         return b"".join(self.delta(index, kind, part) for part in parts)
 
     def rest(self, index: int, choice: Choice) -> bytes:
-        """Return the events of a choice's pieces that were not sent yet.
+        """Return the events for the part of a finished choice that was not sent yet.
+
         Raises:
-            RefusedError: the finished turn differs from the part that was sent.
+            RefusedError: the finished choice does not begin with the part that was sent.
         """
         events, parts = b"", {"thoughts": choice.thoughts, "text": choice.text}
         for kind, whole in parts.items():
@@ -193,8 +198,8 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def delta(self, index: int, kind: PartKind, text: str) -> bytes:
-        """Return the events of a piece with at most `_PIECE_CHARS` characters."""
+        """Return the events for a piece of at most `_PIECE_CHARS` characters."""
 
     @abstractmethod
     def end(self, reply: Reply) -> bytes:
-        """Return the events of all parts that were not sent yet, and the end of the stream."""
+        """Return the events for all parts that were not sent yet, and the events that end the stream."""

@@ -56,7 +56,7 @@ class Ledger:
 
     @classmethod
     def load(cls, folder: Path) -> Ledger | None:
-        """Read the folder's record; None if there is none, or a torn one.
+        """Read the folder's record; None if it is missing or incomplete.
 
         Raises:
             RunFolderError: a newer version wrote it.
@@ -75,7 +75,7 @@ class Ledger:
 
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL, LOCKS = "metrics.jsonl", "checkpoints", "trajectories", "final", "locks"
-EVALUATIONS = "evaluations"
+EVALUATIONS, PROFILES = "evaluations", "profiles"
 EXPORTED = "rayapp.json"
 """File in `final/` that names the model's run and step."""
 LOCAL_ONLY = frozenset({"run.lock"})
@@ -86,8 +86,8 @@ def loose_files(folder: Path, sent: Container[str] = ()) -> dict[str, Stamp]:
     """Return the files that are sent one by one, in the order of sending. Hidden files are work in progress.
 
     Args:
-        sent: keys already stored. Trajectories among them are left out: they never change, and checking thousands of
-            files every second would be slow.
+        sent: keys already stored. Trajectories that are stored are left out: they never change, and checking thousands
+            of files every second would be slow.
     """
     found: dict[str, Stamp] = {}
     for path in _walk(folder):
@@ -131,8 +131,9 @@ def checkpoint_step(key: str) -> int | None:
 
 
 def is_of_step_after(key: str, step: int) -> bool:
-    """Return True if a key is a trajectory file, or in a checkpoint, of a later step."""
-    steps = (trajectory_step(key), checkpoint_step(key))
+    """Return True if a key belongs to a later step: it is a trajectory file, or lies in a checkpoint or profile."""
+    profile = re.match(rf"{PROFILES}/step=(\d+)/", key)
+    steps = (trajectory_step(key), checkpoint_step(key), int(profile[1]) if profile else None)
     return any(found is not None and found > step for found in steps)
 
 

@@ -3,15 +3,15 @@
     locks/000001.json  {owner, host, beat, released: true}       the first run, ended
     locks/000002.json  {owner, host, beat, released: false}      the holder: the highest number
 
-The creation of the next number decides. Some stores accept two concurrent creators (Swift does). With such a store the
-object that remains decides; each creator reads it after a moment, and again before every beat. The holder writes a new
+The run that creates the next number holds the lock. Some stores accept two concurrent creations (Swift does); then the
+object that remains decides: each creator reads it after a moment, and again before every beat. The holder writes a new
 `beat` every ten seconds. A new run takes over when the holder has released the lock, was a process of this machine that
 is gone, or has not beaten for a minute by the new run's clock. A holder that finds a number above its own, or another
 name under its number, has lost the folder.
 
-A holder that was paused doesn't know that it lost the folder. So each of its writes calls `fence` first. Within half a
-lease after a beat that found the folder still held, the write may start, and must end before the lease does. After that
-time, `fence` first writes a new beat.
+A holder that was paused doesn't know that it lost the folder. So each of its writes calls `fence` first. A write may
+start until half a lease after the last beat that found the folder held, and must end before the lease does. Later than
+that, `fence` first writes a new beat.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Return Return True if the holder was a process of this machine and namespace that has ended; False if this is
+        """Return True if the holder was a process of this machine and namespace that has ended; False if this is
         unknown.
         """
         return bool(self.boot) and self.boot == _boot() and _started(self.pid) != self.started
@@ -126,7 +126,7 @@ class RunLock:
         """Check before a write that the folder is still held.
 
         Args:
-            storage: without a fence of its own.
+            storage: the run's storage, whose writes don't call `fence`.
         Returns:
             Seconds within which the write must end, at least half a lease.
         Raises:

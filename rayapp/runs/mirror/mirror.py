@@ -87,7 +87,7 @@ class Uploader:
         self.num_failed, self.uploaded_bytes = 0, 0
         self.last_error = ""
         self.busy: set[Path] = set()
-        """Checkpoints being read, which must not be pruned now."""
+        """Checkpoints that are being uploaded, so they must not be deleted now."""
         self.cut_after: int | None = None
         """Step after which stored data must be deleted, because a resumed run repeats those steps; None when it is
         deleted.
@@ -95,8 +95,8 @@ class Uploader:
         self._num_cuts = 0
 
     def pending(self) -> dict[str, int]:
-        """Return the bytes still to be sent, by key. A folder is one key; data that must still be deleted is one key,
-        too.
+        """Return the bytes that still have to be sent, by key. A folder is one key. Stored data that must still be
+        deleted is another key.
         """
         files = {key: stamp[0] for key, stamp in self._new_files().items()}
         if self.cut_after is not None:
@@ -216,7 +216,7 @@ class Uploader:
         for key in [key for key in self._ledger.files if is_of_step_after(key, after)]:
             del self._ledger.files[key]
         self._num_cuts += 1
-        # Another cut may have been requested meanwhile: clear only this one.
+        # Another cut may have been requested meanwhile: clear only the finished one.
         self.cut_after = None if self.cut_after == after else self.cut_after
 
 
@@ -289,7 +289,8 @@ class RunMirror:
             self._uploader.cut_after = version
 
     def fetch_again(self, newest: int) -> bool:
-        """Fetch the newest checkpoint up to version `newest` that was not yet fetched this way; False if none is left.
+        """Fetch the newest checkpoint up to version `newest` that this method has not fetched yet; False if none is
+        left.
 
         Blocks. Raises StorageError.
         """
@@ -305,7 +306,7 @@ class RunMirror:
         return self._uploader is not None and checkpoint in self._uploader.busy
 
     def finish(self) -> dict[str, int]:
-        """Send the rest and release the remote folder. Idempotent.
+        """Upload the remaining files and release the remote folder. Idempotent.
 
         Returns:
             Bytes that are not stored, by key; empty if complete.
@@ -334,7 +335,7 @@ class RunMirror:
             asyncio.run(self._work())
         except Exception as error:  # boundary: reported by `metrics` and `finish`
             self._crash = first_error(error)
-            log.warning("uploads to %s have ended: %s", self.uri, self._crash)
+            log.warning("uploads to %s have stopped: %s", self.uri, self._crash)
         finally:
             self._is_ready.set()
 

@@ -119,9 +119,9 @@ async def fetch(storage: Storage, checkpoint: RemoteCheckpoint, run: Path) -> Pa
 
 
 async def prune(storage: Storage, keep_last: int, keep_best: int) -> Sequence[str]:
-    """Delete checkpoints that are neither recent nor best, and torn ones older than the newest complete one.
-
-    If the newest one is not stored as it was sent, it counts as torn, so that it never replaces a good one.
+    """Delete checkpoints that are neither among the newest nor among the best, and incomplete ones older than the
+    newest complete one. If the newest checkpoint is not stored as it was sent, it counts as incomplete, so that it
+    never replaces a good one.
 
     Returns:
         The keys of the deleted folders.
@@ -164,7 +164,7 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
         StorageError: the run can't be read completely.
     """
     if (folder / RESTORING).exists():
-        _empty(folder)  # all files in it came from object storage
+        _empty(folder)  # all files in the folder came from object storage
     ledger = Ledger.load(folder)
     if ledger is not None and ledger.generation == generation - 1 > 0:
         # No other process has written to the remote folder since: the local files are complete, and may be newer.
@@ -254,7 +254,7 @@ async def fetch_again(storage: Storage, folder: Path, newest: int, tried: set[in
 
 
 def _tell_damaged(storage: Storage, checkpoint: RemoteCheckpoint, error: StorageCorruptError) -> None:
-    log.warning("%s/%s is damaged and passed over: %s", storage.uri, checkpoint.key, error)
+    log.warning("%s/%s is damaged and skipped: %s", storage.uri, checkpoint.key, error)
 
 
 def _has_files(folder: Path) -> bool:

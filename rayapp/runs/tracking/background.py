@@ -61,7 +61,7 @@ class BackgroundTracker(Generic[T]):
         """Pass a record to the thread.
 
         Raises:
-            Exception: the error of an earlier record, or queue.Full; this record is still passed on if possible.
+            Exception: queue.Full, or the error of an earlier record; in the second case this record is still passed on.
         """
         values = dict(metrics)
         self._put(step, lambda tracker: tracker.log(step, values))
@@ -112,7 +112,7 @@ class BackgroundTracker(Generic[T]):
         try:
             if tracker is not None:
                 tracker.close()
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: `close` raises it
             self._errors.put(error)
 
 
@@ -142,7 +142,7 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
         """Pass the chosen rollouts of a step to the thread.
 
         Raises:
-            Exception: like `log`; queue.Full: this step's traces are left out.
+            Exception: the error of an earlier record; or queue.Full: this step's traces are left out.
         """
         chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
         if not chosen:

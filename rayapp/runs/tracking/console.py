@@ -1,7 +1,7 @@
 """Shows a run's progress: a live display on a terminal, otherwise one line or log record per step.
 
-Made by `make_trackers`, called by the driver. All consoles show the same numbers; a missing number is a dash. No
-console writes to a file of the run.
+`make_trackers` makes a console, and the driver calls it. All consoles show the same numbers, and a dash for a missing
+number. No console writes to a file of the run.
 """
 
 from __future__ import annotations
@@ -55,11 +55,16 @@ EVALUATED: dict[str, tuple[str, str]] = {
 }
 """Numbers of an evaluation, shown after those of a step, or alone before the first step."""
 LEGEND = (
-    "pass rate: share of tests passed; solved: completions that pass all; no signal: share of groups with equal "
-    "rewards, from which GRPO learns nothing; entropy: near 0 the policy repeats itself; stale: steps between "
-    "sampling and training weights"
+    "reward: mean over the step's completions; pass rate: share of tests passed; solved: share of completions that "
+    "pass all; no signal: share of groups with equal rewards, from which GRPO learns nothing; entropy: nats per token, "
+    "near 0 the policy repeats itself; stale: optimizer steps between the weights that sampled and those that train"
 )
 """Meanings of the labels in FORMATS, shown once, before the first step."""
+SUPERVISED_LEGEND = (
+    "loss, validation: cross-entropy of the step's demonstrations and of held-out rows, in nats per token; epoch: "
+    "passes over the demonstrations so far; tokens: tokens learned in this step"
+)
+"""Meanings of the labels in SUPERVISED, shown once, before the first step."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
@@ -69,6 +74,13 @@ def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
         return SUPERVISED | evaluated
     costed = COST if "cost/total" in metrics else {}
     return evaluated if evaluated and "reward/mean" not in metrics else FORMATS | costed | evaluated
+
+
+def legend_of(metrics: Mapping[str, float]) -> str:
+    """Return the meanings of the labels that a step with these metrics shows; empty for an evaluation alone."""
+    if any(key.startswith("sft/") for key in metrics):
+        return SUPERVISED_LEGEND
+    return LEGEND if "reward/mean" in metrics else ""
 
 
 class Pace:
@@ -130,9 +142,9 @@ class LineConsole:
 
     def _explain(self, metrics: Mapping[str, float]) -> None:
         """Print the legend before the first step that shows its labels."""
-        if not self._is_explained and "reward/mean" in metrics:
+        if not self._is_explained and (legend := legend_of(metrics)):
             self._is_explained = True
-            self.note(LEGEND)
+            self.note(legend)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         return step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
@@ -235,8 +247,8 @@ class LiveConsole:
             reward = Text(number("reward", self._metrics), style="bold")
             head.add_row(Text("reward", style="dim"), Text.assemble(sparkline(self._rewards), "  ", reward))
         details = [Text(self._details())] if self._metrics else []
-        if self._rewards:
-            details.append(Text(LEGEND, style="dim"))
+        if legend := legend_of(self._metrics):
+            details.append(Text(legend, style="dim"))
         phase = Text(self._phase_text(), style="cyan")
         return Group(head, phase, *details, *(Text(note, style="dim") for note in self._notes))
 
@@ -250,7 +262,7 @@ class LiveConsole:
 
 
 class NotebookConsole(LiveConsole):
-    """The same display below a notebook's cell, redrawn with each step, phase and note.
+    """A live display below a notebook's cell, redrawn with each step, phase and note.
 
     Args:
         num_steps: steps of the whole run.

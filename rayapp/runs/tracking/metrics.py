@@ -1,7 +1,7 @@
 """Metrics of a step's rollouts: scalars from group summaries. docs/run-folder.md has their meanings and units.
 
-Also: `metrics.jsonl`, one line a step, on disk before the next step starts; pass@k of an evaluation, per data source or
-task; and `SignalWatch`, which counts steps that teach the policy nothing.
+The module also writes `metrics.jsonl`, one line a step, which is on disk before the next step starts; and computes
+pass@k of an evaluation, per data source or task. `SignalWatch` counts steps that teach the policy nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
 
 
 def _kept(summaries: Sequence[GroupSummary], version: int) -> dict[str, float]:
-    """Return shares of the trajectories that lived through a weight sync and of the tokens that they kept over it, and
-    the staleness of a token in the mean. Synchronous runs keep nothing."""
+    """Return the share of trajectories that were continued after a weight sync, the share of tokens that were sampled
+    before it, and the mean staleness of a token. Both shares are 0 in synchronous runs."""
     trajectories = [counts for summary in summaries for counts in summary.tokens_by_version if counts]
     num_tokens = sum(sum(counts.values()) for counts in trajectories)
     if not num_tokens:
@@ -83,7 +83,7 @@ def _is_of_tools(name: str) -> bool:
 
 
 def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Count trajectories whose verdicts are less trustworthy (e.g. forgeable), and sum judges' costs and external
+    """Count trajectories whose verdicts are less trustworthy (e.g. forgeable), and add up judges' costs and external
     agents' calls.
     """
     names = {name for summary in summaries for name in summary.reward_terms if name.startswith(_COUNTS)}
@@ -208,8 +208,8 @@ def summarize_passes(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """Compute `pass_at_K/NAME` for each data source or task, the mean over its prompts, for K = 1, 2, 4, … and all
     samples. If the run has sources, NAME is `SOURCE/TASK`, since each source may run a task differently.
 
-    Samples without a verdict are left out. pass@K leaves out prompts with fewer than K other samples;
-    `pass_prompts/NAME` counts the prompts in pass@1.
+    Samples without a verdict are left out; prompts with fewer than K remaining samples are left out of pass@K.
+    `pass_prompts/NAME` is the number of prompts in pass@1.
     """
     metrics: dict[str, float] = {}
     for name in sorted({_name(summary) for summary in summaries}):

@@ -3,9 +3,9 @@
     driver, sandbox-pool, vllm-server-N, rollout-worker-N            Prometheus
       {"reward/mean": 0.4, …} --samples()--> Sample --actors/metrics.py--> ray_rl_reward_mean{run="x"} 0.4
 
-The parts of a run already count in slash-named scalars (docs/run-folder.md); each metric names the scalars that it
+The processes of a run report scalars such as `reward/mean` (docs/run-folder.md); each metric names the scalars that it
 shows. The dashboard and the alerts are generated from this table too (`write.py`), so they can't name missing metrics.
-Pure; never talks to Ray. Names carry units by Prometheus's rules; Ray adds the prefix `ray_`.
+The module is pure and never talks to Ray. Names carry units by Prometheus's rules; Ray adds the prefix `ray_`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression for its scalars, with a group per label."""
+        """Regular expression for the names of its scalars, with a group per label."""
         parts = _LABEL.split(self.source)
         return re.compile("".join(f"(?P<{p}>[^/]+)" if i % 2 else re.escape(p) for i, p in enumerate(parts)))
 

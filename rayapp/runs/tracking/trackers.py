@@ -99,7 +99,7 @@ class RunTracker:
             self._num_failed[name] = self._num_failed.get(name, 0) + 1
 
     def close(self) -> None:
-        """Close every tracker. The last line of a run that learned nothing is a warning."""
+        """Close every tracker. If the run learned nothing, first print a warning."""
         if text := self._signal.summary():
             self.note(text)
         for name, tracker in self._trackers.items():

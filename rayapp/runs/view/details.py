@@ -1,6 +1,7 @@
 """One group or one trajectory for the page, read from the step's file when a user opens it.
 
-Texts are passed on unescaped, cut to the page's limit; the page inserts them as text, never as markup. Beside them:
+Texts are passed on unescaped, cut to the page's limit; the page inserts them as text, never as markup. The module also
+computes:
 
 - Advantages, recomputed from the recorded rewards because the learner's own are not recorded. For GRPO they follow from
   the group alone; for other estimators the page shows the reward minus the group's mean, with a note.
@@ -39,7 +40,7 @@ class Advantages:
 
     label: str
     values: tuple[float | None, ...]
-    """(G,) Advantage of each trajectory, (G,); None if it is left out of the loss."""
+    """Advantages of the G trajectories; None for a trajectory that is left out of the loss."""
 
 
 def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm: Mapping[str, Any]) -> Advantages:
@@ -59,8 +60,8 @@ def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm:
 MAX_LINES = 1500
 MAX_LINE_CHARS = 1000
 BUDGET = 2_000_000
-"""Pairs of equal lines, and then of equal words, that difflib may compare: half a second. Repetitive texts have
-thousands of times as many; text beyond the budget is shown as changed."""
+"""Number of pairs of equal lines, and then of equal words, that difflib may compare; they take half a second.
+Repetitive texts have thousands of times as many pairs; text beyond the budget is shown as changed."""
 _WORDS = re.compile(r"\w+|\s+|.", re.DOTALL)
 
 
@@ -218,7 +219,9 @@ MAX_TRAJECTORIES = 256
 _GROUP_COLUMNS = ("index", "prefill", "completion", "reward_detail", *SCALARS)
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS = "forks"
-"""Column of the positions of tokens that don't continue the ones before them."""
+"""Column with the forks: positions of tokens that don't follow the token before them."""
+AGENT_OUTPUT = "agent_output"
+"""Column with the end of an external agent's output, and notes on the calls that forked the trajectory."""
 RECORDED_TURNS = "turns"
 """Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
@@ -245,7 +248,7 @@ def read_trajectory(
     Raises:
         InputError: there is no such trajectory, or its file can't be read.
     """
-    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS)
+    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, AGENT_OUTPUT)
     rows = _read(source, step, group_id, [("index", "=", index)], (*_GROUP_COLUMNS, *more))
     if not rows:
         raise InputError(f"step {step} has no trajectory {index} in group {group_id}")
@@ -257,6 +260,8 @@ def read_trajectory(
     for turn in turns:
         turn["calls"] = calls_at.get(turn["first_token"], [])
     return _cut_row(row) | {
+        AGENT_OUTPUT: cut(row[AGENT_OUTPUT] or ""),
+        "num_forks": len(tokens[FORKS]),
         "num_tokens": len(tokens["token_ids"]),
         "has_learner_log_probs": tokens[LEARNER_LOG_PROBS] is not None,
         "is_tokenized": tokenizer is not None,
@@ -332,7 +337,7 @@ def _cut_row(row: dict[str, Any]) -> dict[str, Any]:
 def _read(
     source: RunSource, step: int, group_id: int, filters: list[Any], columns: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """Read the rows of a group; only the parts of its file that can hold them."""
+    """Read the rows of a group. Parts of the file that can't hold them are not read."""
     purpose, recorded_id = recorded_group(group_id)
     filters = [("group_id", "=", recorded_id), *filters]
     path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"

@@ -80,7 +80,7 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Range and order of the rows."""
+    """Range and order of the table's rows."""
 
     sort: str = "step"
     descending: bool = True

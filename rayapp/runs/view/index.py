@@ -36,7 +36,7 @@ MAX_REFUSED_PER_REFRESH = 3
 FIRST_ROWS = 4096
 """Rows of the first batch: enough for a first page, read before the address is printed."""
 _PREVIEW_CHARS = 800
-"""Characters kept from a prompt's end, where the user's request is."""
+"""Number of characters kept from a prompt's end, where the user's request is."""
 _COLUMNS = ("step", "group_id", "source", *SCALARS)
 
 _CREATE = """
@@ -98,7 +98,7 @@ class GroupIndex:
         self._lock = threading.Lock()
 
     def refresh(self) -> bool:
-        """Read new files, at most a batch; returns True if more files can be read at once.
+        """Read new files, at most a batch; return True if more files are waiting.
 
         Raises:
             StorageUnreachableError: the folder can't be listed.

@@ -139,4 +139,5 @@ def _render(
         images=images,
         meanings=meanings,
         examples=examples(run),
+        profiles=run.profiles(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import yaml
 
 from rayapp.core.errors import InputError, RayappError, StorageError
+from rayapp.runs.mirror.layout import PROFILES
+from rayapp.runs.profiles import SUMMARY, read_profile
 from rayapp.runs.tracking.metrics import warning_of
 from rayapp.runs.view.curves import PANELS, Curves, Metrics, Panel, curve, keys_of, keys_of_panel
 from rayapp.runs.view.details import diff_lines, group_advantages, load_tokenizer, read_group, read_trajectory
@@ -21,6 +24,7 @@ from rayapp.runs.view.source import RunSource
 # A run that has logged nothing for this many times the length of its last step is shown as quiet, not running.
 QUIET_STEPS = 5
 QUIET_FLOOR_S = 120.0
+MOST_PROFILES = 5
 _Small = tuple[tuple[int, int], list[dict[str, Any]], dict[str, Any]]
 """Stamp of metrics.jsonl, its records, and the configuration."""
 
@@ -99,6 +103,16 @@ class ViewedRun:
         """Return the charts with their curves."""
         shown = panels_of(self._metrics.records())
         return [asdict(panel) | {"keys": list(curves), "curves": curves} for panel, curves in shown]
+
+    def profiles(self) -> list[dict[str, Any]]:
+        """Return the summaries of the last profiled steps, without damaged ones."""
+        found = []
+        for name in self.source.profiled_steps()[:MOST_PROFILES]:
+            text = self.source.read_bytes(f"{PROFILES}/{name}/{SUMMARY}")
+            with suppress(ValueError):
+                profile = read_profile(text or b"")
+                found.append(asdict(profile) | {"rows": list(profile.rows()), "total_s": profile.total_s})
+        return found
 
     def facets(self) -> dict[str, Any]:
         return facets(self.index)

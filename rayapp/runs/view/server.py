@@ -44,6 +44,7 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: flo
         Route("/api/runs", lambda request: answer([run.summary() for run in request.app.state.runs])),
         Route("/api/runs/{run:int}/config", _of_run(lambda run, _: run.config())),
         Route("/api/runs/{run:int}/panels", _of_run(lambda run, _: run.panels())),
+        Route("/api/runs/{run:int}/profiles", _of_run(lambda run, _: run.profiles())),
         Route("/api/runs/{run:int}/facets", _of_run(lambda run, _: run.facets())),
         Route("/api/runs/{run:int}/groups", _of_run(lambda run, query: run.groups(query))),
         Route("/api/runs/{run:int}/group", _of_run(lambda run, query: run.group(*_numbers(query, "step", "group")))),
@@ -86,7 +87,7 @@ def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Respon
         runs: list[ViewedRun] = request.app.state.runs
         number = request.path_params["run"]
         if number >= len(runs):
-            raise InputError(f"there is no run {number}; this page shows {len(runs)}")
+            raise InputError(f"there is no run {number}; this page shows {len(runs)} runs")
         return answer(read(runs[number], request.query_params))
 
     return endpoint

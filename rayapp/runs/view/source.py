@@ -17,9 +17,11 @@ import pyarrow.fs as pafs
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.files import Location
 from rayapp.runs.folder import FORMAT_FILE, check_format_text
+from rayapp.runs.mirror.layout import PROFILES
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
+_STEP_FOLDER = re.compile(r"step=\d+")
 Purpose = Literal["train", "eval"]
 FOLDERS: Mapping[Purpose, str] = {"train": "trajectories", "eval": "evaluations"}
 SCALARS = (
@@ -92,6 +94,11 @@ class RunSource:
             if (match := _STEP_FILE.fullmatch(info.base_name)) is not None
         ]
         return sorted(files, key=lambda file: -file.step)
+
+    def profiled_steps(self) -> list[str]:
+        """Return the folders of profiled steps (`rayapp.runs.profiles`), newest step first."""
+        found = (info.base_name for info in self._list(f"{self.root}/{PROFILES}"))
+        return sorted((name for name in found if _STEP_FOLDER.fullmatch(name)), reverse=True)
 
     def read_bytes(self, name: str, *, offset: int = 0) -> bytes | None:
         """Return a small file of the run from `offset` on; None if there is no such file."""

@@ -1,4 +1,6 @@
-"""OCI's and Docker's documents about an image: index, manifest and configuration. Pure; nothing in them is trusted."""
+"""Reads OCI's and Docker's documents about an image: index, manifest and configuration. Pure; the documents are not
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Layer:
     digest: str
     """Digest of the stored (usually compressed) bytes; empty if only `diff_id` is known."""
     size: int
-    """Bytes as stored; 0 if unknown."""
+    """Size of the stored bytes; 0 if unknown."""
     diff_id: str
     """Digest of the uncompressed archive."""
 
@@ -62,14 +64,16 @@ def digest_of(data: bytes) -> str:
 
 
 def check_digest(data: bytes, digest: str, what: str) -> bytes:
-    """Return the data. Raises ImageError: the digest of the data is another one."""
+    """Return the data. Raises ImageError: the data don't have this digest."""
     if digest and digest_of(data) != digest:
         raise ImageError(f"{what} is damaged: its digest is {digest_of(data)}, not {digest}")
     return data
 
 
 def document(data: bytes, what: str) -> dict[str, Any]:
-    """Parse an index, manifest or configuration. Raises ImageError: it is not a JSON object, or too large."""
+    """Parse an index, manifest or configuration. Raises ImageError: the document is not a JSON object, or is too
+    large.
+    """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ImageError(f"{what} has {len(data)} bytes; at most {MAX_DOCUMENT_BYTES} are read")
     try:
@@ -77,7 +81,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ImageError(f"{what} is not JSON: {type(error).__name__}") from None
     if not isinstance(found, dict):
-        raise ImageError(f"{what} is no JSON object")
+        raise ImageError(f"{what} is not a JSON object")
     return found
 
 
@@ -89,7 +93,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
     """Return the digest of the manifest for a platform.
 
     Raises:
-        ImageError: the index has no manifest for it; the message lists the platforms that it has.
+        ImageError: the index has no manifest for the platform. The message lists the index's platforms.
     """
     entries = _list(index, "manifests", what)
     named = [(_platform_of(entry.get("platform")), _digest(entry.get("digest"), what)) for entry in entries]
@@ -97,7 +101,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
         if has == wanted or has.startswith(f"{wanted}/"):
             return digest
     if len(named) == 1 and not named[0][0]:
-        return named[0][1]  # the only manifest: its configuration names the platform
+        return named[0][1]  # the image's configuration names the platform
     there = sorted({has for has, _ in named if has and not has.startswith("unknown")})
     raise ImageError(f"{what} is not built for {wanted}, only for {', '.join(there) or 'no platform'}")
 
@@ -110,7 +114,7 @@ def _platform_of(found: object) -> str:
 
 
 def config_digest(manifest: Mapping[str, Any], what: str) -> str:
-    """Return the digest of a manifest's configuration. Raises ImageError: it has none."""
+    """Return the digest of a manifest's configuration. Raises ImageError: the manifest names no configuration."""
     config = manifest.get("config")
     return _digest(config.get("digest") if isinstance(config, dict) else None, what)
 
@@ -160,13 +164,13 @@ def read_config(data: bytes, what: str) -> ImageConfig:
 
 
 def check_platform(config: ImageConfig, wanted: str, what: str) -> None:
-    """Raise ImageError: an image is for another platform."""
+    """Check an image's platform. Raises ImageError: the image is for another platform."""
     if config.platform != wanted:
         raise ImageError(f"{what} is built for {config.platform or 'no platform'}, not for {wanted}")
 
 
 def chain_id(diff_ids: Sequence[str]) -> str:
-    """Return a short name of a stack of layers: equal for equal stacks."""
+    """Return a short name for a stack of layers. Equal stacks have equal names."""
     return hashlib.sha256("\n".join(diff_ids).encode()).hexdigest()[:32]
 
 

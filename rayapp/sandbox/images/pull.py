@@ -1,4 +1,4 @@
-"""Brings an image into the cache: resolve its name, download and unpack its layers, stack them, write its record.
+"""Pulls an image into the cache: resolve its name, download and unpack its layers, stack them, write its record.
 
     name -> top document -> manifest for this platform -> configuration -> layers (several at once) -> tree -> record
 
@@ -44,26 +44,26 @@ _TIMEOUT_S = 3600.0
 _MAX_ANSWER_BYTES = 64 << 20
 _AT_ONCE = 4
 _GUESSED_RATIO = 3
-"""Estimated bytes of a layer's files for each downloaded byte: eviction makes this much room before unpacking."""
+"""Estimated size of a layer's files, as a multiple of the downloaded bytes. This much room is made before unpacking."""
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Settings of pulls."""
+    """Settings of a pull."""
 
     platform: str = ""
     """Platform as OCI writes it, e.g. linux/arm64; empty for this machine's."""
     mirrors: Mapping[str, Sequence[str]] | None = None
     """Registry -> mirrors that are tried before it."""
     on_bytes: Callable[[int], None] = lambda _: None
-    """Called with the size of each part that was downloaded, from several threads."""
+    """Called with the number of bytes of each part that was downloaded. Several threads call it."""
 
 
 def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
-    """Return a `Hold` on an image of the cache; download and unpack the image first if it is missing.
-    A name with a digest and a built image need no request if they are in the cache. For a tag, the registry is asked
-    for the digest first.
+    """Return a lock (`Hold`) that keeps an image in the cache; download and unpack the image first if it is missing. An
+    image of the cache needs no request if its name has a digest, or if it was built here. For a tag, the registry is
+    first asked for the digest.
 
     Raises:
         ImageError: the image is missing, damaged, too large, or for another platform.
@@ -93,7 +93,7 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Facts from an image's manifest and configuration."""
+    """Facts from an image's manifest and configuration that a pull needs."""
 
     reference: Reference
     digest: str
@@ -103,8 +103,13 @@ class _Plan:
 
 
 def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
-    """Return the name with its current digest, without downloading the image. A name with a digest is looked up, too.
-    Raises the errors of `pull`."""
+    """Return the name with its current digest, without downloading the image. A name that has a digest is also looked
+    up.
+
+    Raises:
+        ImageError: the image is missing, damaged, or for another platform.
+        SandboxUnavailableError: the registry can't be reached.
+    """
     if reference.kind != "registry":
         return reference
     wanted = wanted or Wanted()
@@ -116,7 +121,7 @@ def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
     what = f"image {reference}"
     data = documents.check_digest(source.top(), reference.digest, what)
     found, digest = documents.document(data, what), documents.digest_of(data)
-    for _ in range(3):  # a folder's index names indexes
+    for _ in range(3):  # an index in a folder may list further indexes
         if not documents.is_index(found):
             break
         digest = documents.choose(found, platform, what)
@@ -131,7 +136,7 @@ def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
 
 
 def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], None]) -> None:
-    """Unpack an image into the cache. Its layers can't be evicted before the image's record is written."""
+    """Unpack an image into the cache. Locks keep its layers from being evicted until the image's record is written."""
     stored = sum(layer.size for layer in plan.layers if store.layer(layer.diff_id) is None)
     if stored > store.max_bytes:
         raise ImageError(_too_large(store, plan, f"its download has {stored} bytes"))
@@ -143,7 +148,7 @@ def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], 
             try:
                 kept.enter_context(job.result())
             except CancelledError:
-                continue  # never started, because another layer failed
+                continue  # its download was never started, because another layer failed
             except SandboxError as error:
                 problems.append(error)
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -162,7 +167,9 @@ def _too_large(store: Store, plan: _Plan, why: str) -> str:
 
 
 def _layer(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> IO[bytes]:
-    """Download and unpack one layer. Return an open file: until it is closed, the layer can't be evicted."""
+    """Download and unpack one layer. Return an open file that holds a lock: the layer can't be evicted until the file
+    is closed.
+    """
     name = layer_lock(layer.diff_id)
     while True:
         kept = store.keep(name)
@@ -183,10 +190,9 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
         try:
             _unpack_as_it_comes(store, source, layer, what, _Arriving(blob, on_bytes))
         except _BadBytesError:
-            blob.unlink()
             if not was_begun:
                 raise
-            # The part that an earlier pull left was bad: load the layer once more from its beginning.
+            # The part that an earlier pull left was damaged: download the layer again from its beginning.
             _unpack_as_it_comes(store, source, layer, what, _Arriving(blob, on_bytes))
         blob.unlink()
 
@@ -250,9 +256,9 @@ def _unpack_as_it_comes(store: Store, source: Source, layer: Layer, what: str, a
                 arriving.end()
         if child.exception() is not None and not isinstance(child.exception(), ImageError):
             child.result()
-        if layer.digest not in ("", layer.diff_id, arriving.digest):
-            raise _BadBytesError(f"{what} is damaged: its digest is {arriving.digest}, not {layer.digest}")
         try:
+            if layer.digest not in ("", layer.diff_id, arriving.digest):
+                raise _BadBytesError(f"{what} is damaged: its digest is {arriving.digest}, not {layer.digest}")
             facts = child.result()
             if facts["diff_id"] != layer.diff_id:
                 raise ImageError(f"{what} is damaged: unpacked its digest is {facts['diff_id']}")
@@ -269,7 +275,7 @@ def _stack(store: Store, plan: _Plan) -> None:
     layers = [(str(store.layer_folder(each)), store.layer(each)) for each in config.diff_ids]
     settings = {"layers": layers, "user": config.user, "search_path": config.search_path}
     with store.alone(f"tree-{tree}"):
-        if (store.trees / tree).is_dir():  # another image with the same layers has made this tree
+        if (store.trees / tree).is_dir():  # another image with the same layers already has this tree
             facts = _in_child(store.trees / tree, what, store, {**settings, "layers": []})
         else:
             with store.pending(store.trees / tree) as folder:
@@ -294,7 +300,7 @@ def _stack(store: Store, plan: _Plan) -> None:
 def _in_child(
     target: Path, what: str, store: Store, job: Mapping[str, object], stored: Iterable[bytes] = ()
 ) -> dict[str, Any]:
-    """Do a job of `unpack.py` in a process of its own.
+    """Run `unpack.py` on a job in a child process, and return its result.
 
     Args:
         stored: the stored bytes of the layer to unpack. All are taken, even if the process ends early.
@@ -350,7 +356,9 @@ _PULLS_AT_ONCE, _AHEAD_AT_ONCE = 4, 2
 
 
 class ImageSource:
-    """The cache of images for asyncio: holds images, and pulls missing ones in threads, each once at a time."""
+    """The cache of images for asyncio code. It pulls missing images in threads; callers that need the same image share
+    one pull.
+    """
 
     def __init__(
         self,
@@ -361,8 +369,8 @@ class ImageSource:
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """
-        Args:
-            aliases: template -> template to use instead, e.g. a tag -> the digest that a run has pinned it to.
+        Args: aliases: template -> the template to use in its place, e.g. with a tag -> with the digest that the run has
+        pinned.
         """
         self._folder, self._max_gib = folder, max_gib
         self._wanted = Wanted(mirrors=mirrors)
@@ -375,7 +383,7 @@ class ImageSource:
 
     @property
     def store(self) -> Store:
-        """The cache, opened on first use. Raises ImageError: it can't be made."""
+        """The cache, which is opened at the first use. Raises ImageError: the cache's folder can't be made."""
         if self._opened is None:
             self._opened = open_store(self._folder, self._max_gib)
         return self._opened
@@ -385,12 +393,12 @@ class ImageSource:
         return self.store.trees
 
     async def hold(self, template: str) -> Hold:
-        """Return a `Hold` on the image of a template; pull the image first if it is missing.
-        A pull continues if its caller is cancelled.
+        """Return a lock (`Hold`) that keeps the image of a template in the cache; pull the image first if it is
+        missing. A pull continues if its caller is cancelled.
 
         Raises:
             ImageError: the image is missing, damaged, too large, or for another platform.
-            SandboxUnavailableError: its registry can't be reached.
+            SandboxUnavailableError: the registry can't be reached.
         """
         reference = parse(self._aliases.get(template, template))
         while True:
@@ -403,8 +411,9 @@ class ImageSource:
         return self.store.named(parse(self._aliases.get(template, template)))
 
     def prefetch(self, templates: Sequence[str]) -> None:
-        """Pull missing images in the background, in this order, two at a time: an image that a sandbox waits for never
-        waits for them. A failure is raised only when the image is used."""
+        """Pull missing images in the background, in this order. Only two are pulled at a time, so that threads are left
+        for images that sandboxes wait for now. A failed pull is logged, and raised when the image is used.
+        """
         self._ahead.extend(template for template in templates if template not in self._ahead)
         self._pull_ahead()
 
@@ -433,16 +442,16 @@ class ImageSource:
 
 
 TOOLS = ("buildah", "podman", "docker")
-"""Tools that build Dockerfiles, in the order in which they are looked for. A tool runs the Dockerfile's commands with
-its own network and isolation: build only what you would build by hand."""
+"""Tools that build Dockerfiles, in the order in which they are looked for. The tool runs the Dockerfile's commands with
+its own network and isolation, so build only Dockerfiles that you trust."""
 
 
 def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
-    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool inherits this
+    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool writes to this
     process's stdout and stderr.
 
     Args:
-        tool: one of `TOOLS`; empty takes the first one that is installed.
+        tool: one of `TOOLS`; empty: the first that is installed.
         options: passed to the tool's build command.
     Raises:
         ImageError: no tool is installed, or the build failed.

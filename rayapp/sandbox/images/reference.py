@@ -1,9 +1,9 @@
-"""Parses names of images, as they stand in `SandboxSpec.template` and on the command line. Pure.
+"""Parses names of images, as written in `SandboxSpec.template` and on the command line. Pure.
 
-image:REGISTRY/NAME[:TAG][@sha256:…]    from a registry; without a registry, Docker's
-image:oci:FOLDER[:TAG]                  a folder in OCI's image layout
-image:archive:FILE.tar[:NAME]           a file that `docker save`, or a tool for OCI archives, wrote
-image:build:NAME                        built here by `rayapp images build`
+image:REGISTRY/NAME[:TAG][@sha256:…]    in a registry; without REGISTRY, in Docker's
+image:oci:FOLDER[:TAG]                  in a folder with OCI's image layout
+image:archive:FILE.tar[:NAME]           in a file that `docker save`, or a tool for OCI archives, wrote
+image:build:NAME                        built on this node by `rayapp images build`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reference:
 
     kind: Kind
     registry: str = ""
-    """Host and port; for kind registry only."""
+    """Host and port of the registry; empty for other kinds of names."""
     name: str
     """Repository in a registry, path of a folder or archive, or name of a built image."""
     tag: str = ""
@@ -50,7 +50,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """True if no registry can change what this name means: it has a digest, or is a file of this machine."""
+        """True if no registry can change the image that this name means: it has a digest, or names no registry."""
         return bool(self.digest) or self.kind != "registry"
 
     def pinned(self, digest: str) -> Reference:
@@ -97,7 +97,7 @@ def _local(kind: Kind, rest: str, text: str) -> Reference:
                 f"image {text!r}: the name of a built image may have only letters, digits, `.`, `_`, `-` and `@`"
             )
         return Reference(kind=kind, name=rest)
-    # A colon in the last component separates the tag. Few files have a colon in their name.
+    # A colon in the last component separates the tag. File names with a colon are therefore not supported.
     folder, slash, last = rest.rpartition("/")
     file, _, tag = last.partition(":")
     if not file:

@@ -2,8 +2,9 @@
 
     Source.top() -> index or manifest -> Source.document(digest) -> Source.fetch(layer) -> a file
 
-Requests to registries go through `oras`, which reads credentials from Docker's `config.json` and its helpers. This
-module adds time limits, mirrors and resumed downloads. Callers check digests, except those that `fetch` needs.
+Requests to registries go through the library `oras`, which reads credentials from Docker's `config.json` and credential
+helpers. This module adds time limits, mirrors and resumed downloads. Callers check digests, except where `fetch` must
+know whether a download is complete.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """One image in one place."""
+    """Interface to one image in one registry, folder or archive."""
 
     def top(self) -> bytes:
-        """Return the index or manifest of the image's name. Raises ImageError: the image does not exist."""
+        """Return the bytes of the index or manifest that the image's name stands for. Raises ImageError: there is no
+        such image.
+        """
 
     def document(self, digest: str, *, is_manifest: bool) -> bytes:
         """Return the bytes of a manifest or a configuration. Raises ImageError: the document is missing."""
 
     def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
-        """Write a layer's stored bytes to a file; continue an earlier download if the file has its first part.
+        """Write a layer's stored bytes to a file. If the file has their first part, continue that download.
 
         Raises:
             ImageError: the layer is missing or damaged.
@@ -89,7 +92,7 @@ class RegistrySource:
         self._retried(lambda: self._continue(layer, target, on_bytes), self._what(layer), _ATTEMPTS)
 
     def _retried(self, work: Callable[[], T], what: str, attempts: int) -> T:
-        """Do the work; again, after a pause, if the connection breaks or no host answers."""
+        """Return the result of `work`. If the connection breaks or no host answers, do the work again after a pause."""
         for pause_s in itertools.islice(pauses_s(1.0, 10.0), attempts - 1):
             try:
                 return work()
@@ -124,9 +127,7 @@ class RegistrySource:
 
     @contextmanager
     def _asked(self, path: str, headers: Mapping[str, str] | None = None) -> Iterator[Any]:
-        """Yield the response of the first host that has this path; None if every host answers that the path does not
-        exist.
-        """
+        """Yield the response of the first host that has this path, or None if no host has it."""
         import requests
 
         problem, status = "", 0
@@ -136,7 +137,7 @@ class RegistrySource:
             except requests.RequestException as error:
                 problem, status = one_line(error), 0
                 continue
-            except (ValueError, AttributeError):  # raised by oras if it has no credentials for this host
+            except (ValueError, AttributeError):  # oras raises these if it has no credentials for this host
                 status = 401
                 continue
             status, problem = answer.status_code, f"it answered {answer.status_code}"
@@ -156,7 +157,7 @@ class RegistrySource:
     def _ask(self, host: str, path: str, headers: Mapping[str, str]) -> Any:
         client = self._client(host)
         url = f"{client.prefix}://{_bare(host)}/v2/{self._reference.name}/{path}"
-        # Bypass oras's decorator, which repeats failed calls for two minutes before it raises.
+        # Bypass oras's decorator, which repeats failed calls for two minutes before it raises the error.
         ask = type(client).do_request.__wrapped__
         accepted = {"Accept": ", ".join(MANIFEST_TYPES)} if path.startswith("manifests/") else {}
         return ask(client, url, "GET", headers={**accepted, **headers, "Accept-Encoding": "identity"}, stream=True)
@@ -171,7 +172,7 @@ class RegistrySource:
 
 
 def _client(host: str, name: str) -> Any:
-    """Make a client of oras for one host, with credentials and time limits."""
+    """Return an oras client for one host, with credentials and time limits."""
     import oras.container
     import oras.provider
     import requests
@@ -268,7 +269,8 @@ class ArchiveSource:
         return self._small(_blob(digest))
 
     def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
-        # Open the archive again in each call: layers are fetched by several threads, and an open file has one position.
+        # Each call opens the archive again, because several threads fetch layers and an open file has only one
+        # position.
         with tarfile.open(self._archive.name) as own, target.open("wb") as file:
             _copy(_member(own, self.path_of(layer), self._reference), file, None, on_bytes)
 
@@ -280,7 +282,7 @@ class ArchiveSource:
 
 
 class SavedSource(ArchiveSource):
-    """An image in an archive of `docker save` before Docker 25, which has no digests of the stored layers."""
+    """An image in an archive that `docker save` of Docker before 25 wrote. It has no digests of the stored layers."""
 
     def __init__(self, reference: Reference, archive: tarfile.TarFile) -> None:
         super().__init__(reference, archive)
@@ -342,7 +344,7 @@ def _blob(digest: str) -> str:
 
 
 def _named_in(index: bytes, reference: Reference) -> bytes:
-    """Return a layout's index with only the entry that a name selects."""
+    """Return the index of an OCI layout, reduced to the entry that the name selects."""
     import json
 
     found = document(index, f"the index of image {reference}")
@@ -351,5 +353,7 @@ def _named_in(index: bytes, reference: Reference) -> bytes:
         names = [(entry.get("annotations") or {}).get(_NAME, "") for entry in entries]
         entries = [entry for entry, name in zip(entries, names, strict=True) if name == reference.tag]
         if not entries:
-            raise ImageError(f"image {reference} is not in its layout, which has {', '.join(map(str, names))}")
+            raise ImageError(
+                f"image {reference} is not in the index of its folder, which has {', '.join(map(str, names))}"
+            )
     return json.dumps({**found, "manifests": entries}).encode()

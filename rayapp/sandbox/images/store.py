@@ -2,14 +2,15 @@
 
     layers/HASH/, layers/HASH.json    an unpacked layer, named by the digest of its uncompressed archive
     trees/CHAIN/                      an image's whole file system: hard links to its layers' files
-    images/CHAIN-….json               a record for each image: its tree, user, environment; its modification time is
-    that of the last use names/HASH.json                   the image that a name stood for when it was last pulled
-    blobs/HASH.part                   a download that may be continued locks/                            one lock file
-    for each of these
+    images/CHAIN-….json               a record for each image: its tree, user, environment; the record's
+                                      modification time is the time of the image's last use
+    names/HASH.json                   the image that a name stood for when it was last pulled
+    blobs/HASH.part                   a download that may be continued
+    locks/                            one lock file for each of these
 
-Everything is written under a temporary name and renamed after its content is on disk, so that a layer, tree or record
-under its final name is complete. Readers of a layer or tree hold a shared lock on it; eviction removes only those on
-which it gets an exclusive lock.
+Everything is written under a temporary name and renamed when its content is on disk, so a layer, tree or record under
+its final name is complete. Readers of a layer or tree hold a shared lock on it. Eviction removes only layers and trees
+on which it gets an exclusive lock.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from rayapp.sandbox.local.levels import kernel
 _GIB = 1 << 30
 _PENDING = ".pending"
 FORMAT = 1
-"""Version of the records and trees. If it differs, an older cache is not used."""
+"""Version of the format of records and trees. Records of another version are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """An image that is unpacked in the cache, and everything that a sandbox needs to know about it."""
+    """Record of an image that is unpacked in the cache, with everything that a sandbox needs to know about it."""
 
     name: str
-    """Its name when it was pulled, with the digest of its manifest."""
+    """Name under which the image was pulled, with the digest of its manifest."""
     digest: str
     tree: str
-    """Name of its folder in `trees`."""
+    """Name of the image's folder in `trees/`."""
     layers: tuple[str, ...]
-    """Digests of its uncompressed layers, lowest first."""
+    """Digests of the image's uncompressed layers, lowest first."""
     num_bytes: int
     env: tuple[tuple[str, str], ...]
     workdir: str
@@ -55,7 +56,7 @@ class Image:
     gid: int
     home: str
     python: str
-    """Path of its python3; empty if it has none that can be used."""
+    """Path of the image's python3; empty if the image has no usable one."""
     format: int = FORMAT
 
     @property
@@ -64,7 +65,7 @@ class Image:
 
 
 class Hold:
-    """A shared lock on an image: it can't be evicted until `release`, or until this process ends."""
+    """A shared lock on an image: the image can't be evicted until `release` is called or this process ends."""
 
     def __init__(self, image: Image, file: IO[bytes]) -> None:
         self.image = image
@@ -89,16 +90,18 @@ class Store:
 
     @property
     def trees(self) -> Path:
-        """Folder of the trees. Zygotes mount trees from it; sandboxes don't see the folder itself."""
+        """Folder of the trees. Zygotes (warm interpreters) mount trees from it; sandboxes don't see the folder
+        itself.
+        """
         return self.folder / "trees"
 
     def prepare(self) -> Self:
-        """Make the cache's folder. Raises ImageError: this user has no right to."""
+        """Make the cache's folders. Raises ImageError: this user may not make them."""
         try:
             for name in ("layers", "trees", "images", "names", "blobs", "locks"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             if os.geteuid() == 0:
-                # Let the images' user, as which sandboxes run, enter the folder; other users must not read private
+                # Sandboxes run as the images' user, who must enter the folder. Other users must not read private
                 # images.
                 os.chown(self.folder, 0, images_uid())
                 self.folder.chmod(0o710)
@@ -112,7 +115,7 @@ class Store:
     # Names and records
 
     def image(self, digest: str) -> Image | None:
-        """Return the image of a manifest's digest, if it is unpacked here."""
+        """Return the image whose manifest has this digest; None if it is not in the cache."""
         try:
             found = json.loads(self._record(digest).read_text())
         except (OSError, ValueError):
@@ -163,7 +166,9 @@ class Store:
     # Holding and locking
 
     def hold(self, image: Image) -> Hold | None:
-        """Return a `Hold` on an image, and update its time of last use; return None if it was evicted meanwhile."""
+        """Return a lock on an image and update the image's time of last use; return None if the image was just
+        evicted.
+        """
         file = self._lock_file(f"tree-{image.tree}").open("ab")
         fcntl.flock(file, fcntl.LOCK_SH)
         if self.image(image.digest) is None:
@@ -175,7 +180,7 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Hold an exclusive lock for the length of the block, after waiting for it."""
+        """Wait for an exclusive lock, and hold it for the length of the block."""
         with self._lock_file(name).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -188,7 +193,7 @@ class Store:
 
     @contextlib.contextmanager
     def _if_unused(self, name: str) -> Iterator[bool]:
-        """Yield True, with the lock held, if no other process or thread holds it."""
+        """Yield True with the lock held, or False if another process or thread holds the lock."""
         with self._lock_file(name).open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +205,7 @@ class Store:
     # Layers
 
     def layer(self, diff_id: str) -> dict[str, Any] | None:
-        """Return the facts about an unpacked layer; None if the layer isn't in the cache."""
+        """Return the record of an unpacked layer; None if the layer isn't in the cache."""
         try:
             found: dict[str, Any] = json.loads(self._layer_record(diff_id).read_text())
         except (OSError, ValueError):
@@ -261,7 +266,9 @@ class Store:
             return self.num_bytes() + num_bytes <= self.max_bytes
 
     def prune(self, *, unused_s: float = 0.0) -> list[Image]:
-        """Remove the images that are not held and were not used for this long, and leftovers of interrupted pulls."""
+        """Remove the images that no process holds and that were not used for this long, and leftovers of interrupted
+        pulls.
+        """
         with self.alone("cache"):
             before = time.time() - unused_s
             gone = [image for image, used in self.images() if used <= before and self._evict(image)]
@@ -279,7 +286,7 @@ class Store:
             return is_unused
 
     def _remove_layers(self) -> None:
-        """Remove layers that belong to no image, except those that a pull has just unpacked."""
+        """Remove layers that belong to no image, except layers that a running pull holds."""
         used = {_hex(diff_id) for image, _ in self.images() for diff_id in image.layers}
         for path in (self.folder / "layers").glob("*.json"):
             if path.stem in used:
@@ -290,7 +297,7 @@ class Store:
                     _remove(path.with_suffix(""))
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files of killed processes: the kernel has released their locks."""
+        """Remove temporary files of killed processes. The kernel has released the locks of these processes."""
         for path in (*self.folder.glob(f"*/*{_PENDING}-*"), *(self.folder / "blobs").iterdir()):
             name = path.name.partition(_PENDING)[0].removesuffix(".part")
             kind = "tree" if path.parent == self.trees else "layer" if path.parent.name == "layers" else "blob"
@@ -320,14 +327,16 @@ def blob_lock(digest: str) -> str:
 
 
 def default_folder() -> Path:
-    """Return the default folder of the cache. For root it is not below its home, which sandboxes' users can't enter."""
+    """Return the default folder of the cache. For root it is /var/cache/…, because the users of sandboxes can't enter
+    root's home.
+    """
     if os.geteuid() == 0:
         return Path("/var/cache/rayapp/images")
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayapp/images"
 
 
 def open_store(folder: str = "", max_gib: float = 50.0) -> Store:
-    """Return the cache of images, made if it is missing. Raises ImageError: it can't be made."""
+    """Open the cache of images; make its folders if they are missing. Raises ImageError: the folders can't be made."""
     return Store(Path(folder).expanduser() if folder else default_folder(), max_bytes=int(max_gib * _GIB)).prepare()
 
 
@@ -341,7 +350,7 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the whole file system of a folder, which is faster than fsync for thousands of files."""
+    """Sync the whole file system of a folder to disk: for thousands of files this is faster than fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         kernel.syncfs(descriptor)

@@ -1,15 +1,15 @@
-"""Unpacks layers and stacks them, without root, in a child process that can write to one folder only.
+"""Unpacks layers and stacks them, without root, in a child process that can write to only one folder.
 
     layer: archive -> layers/HASH      with whiteouts as files `.wh.NAME`, as the archive has them
     tree:  layers/…, lowest first -> trees/CHAIN     hard links to the layers' files; whiteouts applied
 
-Layers are hostile. Every path is resolved by the kernel as if the target folder were the root (openat2 with
-RESOLVE_IN_ROOT), and Landlock lets the child write nowhere else. Under root the child becomes the images' user first.
-All files belong to one user, so the owner's rights to read and write are added, as root has them in a container; set-id
+Layers are hostile. The kernel resolves every path as if the target folder were the root (openat2 with RESOLVE_IN_ROOT),
+and Landlock lets the child write nowhere else. A child that root starts first becomes the images' user. All files
+belong to one user. In a container root could read and write every file, so each file's owner gets these rights; set-id
 bits, device nodes and extended attributes are dropped.
 """
 
-# Paths here are relative to folder descriptors, which pathlib can't use.
+# Paths in this module are relative to folder descriptors, which pathlib can't use.
 # ruff: noqa: PTH115, PTH120
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _DAMAGED = ("EOFError", "IsalError", "ZstdError")
 """Names of the errors of the decompressors: zstd is imported only where a layer needs it."""
 _WINDOW_LOG = 27
-"""Largest window of a zstd layer, as a power of two: the default limit of zstd."""
+"""Largest accepted window of a zstd layer, as a power of two. It is zstd's own default."""
 _RESOLVE_IN_ROOT, _RESOLVE_NO_MAGICLINKS = 0x10, 0x02
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _PYTHON = "python3"
 
 
 class BadLayerError(Exception):
-    """A damaged, hostile or too large layer; the message says which of these."""
+    """A layer is damaged, hostile or too large; the message says which."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,16 +63,16 @@ class Unpacked:
     num_bytes: int = 0
     num_files: int = 0
     implicit: list[str] = field(default_factory=list)
-    """Folders that the archive uses but has no entry for: they may be links in a lower layer."""
+    """Folders that the archive has no entry for but puts files in. In a lower layer they may be symbolic links."""
     links: list[tuple[str, str]] = field(default_factory=list)
     """Hard links (path, target) to files of lower layers."""
 
 
 def open_in(root: int, path: str, flags: int) -> int:
-    """Open a path as if the folder `root` were the root of the file system.
+    """Open a path as if the folder `root` were the root of the file system: symbolic links can't lead out of it.
 
     Raises:
-        OSError: as os.open; symbolic links can't lead out of `root`.
+        OSError: the path can't be opened, as in os.open.
     """
     how = struct.pack("<QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     return kernel.syscall(
@@ -169,7 +169,7 @@ def _decompressed(file: _Stored) -> Iterator[bytes]:
 
 
 def _gunzipped(file: _Stored) -> Iterator[bytes]:
-    """Yield the content of all members of a gzip file; layers for lazy pulling have one for each file."""
+    """Yield the content of all members of a gzip file; layers made for lazy pulling have one member for each file."""
     member = isal_zlib.decompressobj(31)
     while data := file.read(_CHUNK):
         while data:
@@ -181,14 +181,14 @@ def _gunzipped(file: _Stored) -> Iterator[bytes]:
             if member.eof and not data.strip(b"\0"):
                 data = b""
     if not member.eof:
-        raise EOFError("it ends in the middle")
+        raise EOFError("it is cut off")
 
 
 def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unpacked:
     """Unpack a layer into an empty folder.
 
     Raises:
-        BadLayerError: it is damaged, hostile or too large.
+        BadLayerError: the layer is damaged, hostile or too large.
     """
     stream = _Stream(file, max_bytes)
     layer = _Layer(root, stream, max_bytes)
@@ -199,7 +199,7 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
                 if layer.facts.num_files > max_files:
                     raise BadLayerError(f"it has more than {max_files} files")
                 layer.add(member, archive)
-                archive.members = []  # otherwise tarfile keeps every entry in memory
+                archive.members = []  # otherwise tarfile would keep every entry in memory
         stream.seek(sys.maxsize)
         layer.finish()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -213,17 +213,20 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
 
 
 class _Layer:
-    """A folder that is being filled with a layer's files."""
+    """A folder into which a layer's files are unpacked."""
 
     def __init__(self, root: int, stream: _Stream, max_bytes: int) -> None:
         self._root = root
         self._stream = stream
-        self._bytes_left = max_bytes
-        """Counted here as well: a sparse file is larger than its part of the archive."""
+        self._max_bytes = self._bytes_left = max_bytes
+        """Bytes that the layer's files may still have. The archive's size is not enough, because a sparse file is
+        larger than its part of the archive."""
         self._folder = ("", os.dup(root))
-        """Path and descriptor of the last entry's folder: most entries are in the same folder as the one before."""
+        """Path and open descriptor of the last entry's folder, because most entries are in the same folder as the
+        last."""
         self._modes: dict[str, tuple[int, float]] = {}
-        """Mode and time of each folder. They are set at the end, because filling a folder changes its time."""
+        """Mode and modification time of each folder. They are set at the end, because each new file changes the
+        folder's time."""
         self.facts = Unpacked()
 
     def add(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
@@ -258,14 +261,14 @@ class _Layer:
             try:
                 folder = open_in(self._root, path, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:
-                continue  # replaced by a later entry
+                continue  # a later entry has replaced the folder
             os.fchmod(folder, mode & 0o1777 | 0o700)
             os.utime(folder, (mtime, mtime))
             os.close(folder)
         os.close(self._folder[1])
 
     def _enter(self, path: str) -> int:
-        """Return a descriptor of the folder, made if it is missing."""
+        """Return a descriptor of the folder; make the folder if it is missing."""
         if self._folder[0] != path:
             os.close(self._folder[1])
             self._folder = ("/", -1)
@@ -282,7 +285,7 @@ class _Layer:
             os.mkdir(name, 0o755, dir_fd=parent)
             self._note(self.facts.implicit, path)
         except FileExistsError:
-            # A link to a folder of a lower layer: make that folder here too.
+            # The path is a link to a folder of a lower layer: make that folder in this layer, too.
             if not links_left:
                 raise
             target = os.readlink(name, dir_fd=parent)
@@ -300,7 +303,7 @@ class _Layer:
             return
         remove(folder, name, is_folder=stat.S_ISDIR(found.st_mode))
         if stat.S_ISDIR(found.st_mode):
-            self._folder = ("/", self._folder[1])  # the remembered folder may be below the removed one
+            self._folder = ("/", self._folder[1])  # `self._folder` may be inside the removed folder
 
     def _make_folder(self, folder: int, path: str, name: str, member: tarfile.TarInfo) -> None:
         try:
@@ -323,7 +326,7 @@ class _Layer:
             for data in self._content(member, archive) if archive else ():
                 self._bytes_left -= len(data)
                 if self._bytes_left < 0:
-                    raise BadLayerError("its files are larger than allowed")
+                    raise BadLayerError(f"its files have more than {self._max_bytes} bytes")
                 written = 0
                 while written < len(data):
                     written += os.write(descriptor, data[written:])
@@ -365,7 +368,7 @@ class _Layer:
 
 
 def clean(path: str) -> str:
-    """Return an archive's path without a leading slash or dots.
+    """Return a path of an archive without a leading slash and without `.` components.
     Raises:
         BadLayerError: the path leads out of its folder, or has too many components.
     """
@@ -396,8 +399,8 @@ def stack(layers: list[tuple[int, Unpacked]], root: int) -> None:
 
 
 def _stack_folder(source: int, target: int, root: int, path: str, implicit: frozenset[str]) -> None:
-    """Add a layer's folder to the tree's folder. `source`, `target` and `root` are descriptors: no link leads out of
-    the tree.
+    """Add a layer's folder to the tree's folder. `source`, `target` and `root` are descriptors, so that no link leads
+    out of the tree.
     """
     entries = [(name, os.lstat(name, dir_fd=source)) for name in os.listdir(source)]
     for name, _ in entries:
@@ -428,10 +431,10 @@ def _stack_folder(source: int, target: int, root: int, path: str, implicit: froz
 
 
 def _enter_in_tree(target: int, root: int, name: str, linked: str) -> int:
-    """Return a descriptor of a folder in the tree, made if it is missing.
+    """Return a descriptor of a folder in the tree; make the folder if it is missing.
 
     Args:
-        linked: path of the folder, to follow a symbolic link found there; empty to replace such a link.
+        linked: path of the folder if a symbolic link in its place is followed; empty if the link is replaced.
     """
     try:
         mode = os.lstat(name, dir_fd=target).st_mode
@@ -441,7 +444,7 @@ def _enter_in_tree(target: int, root: int, name: str, linked: str) -> int:
         try:
             return open_in(root, linked, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            pass  # the link is dangling: replace it
+            pass  # the link leads nowhere: replace it by a folder
     if not stat.S_ISDIR(mode):
         if mode:
             remove(target, name, is_folder=False)
@@ -459,7 +462,7 @@ def _hard_link(source: int, target: int, name: str) -> None:
 
 
 def _copy_file(source: int, target: int, name: str) -> None:
-    """Copy a file instead of linking it, because it has as many links as the file system allows."""
+    """Copy a file that has as many hard links as the file system allows."""
     with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source), "rb") as original:
         facts = os.fstat(original.fileno())
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
@@ -491,7 +494,7 @@ def _remove_any(folder: int, name: str) -> None:
 
 
 def _make_mount_point(root: int, name: str) -> None:
-    """Make a real folder, not a symbolic link: a mount would follow the link out of the tree."""
+    """Make `name` a folder, not a symbolic link: a mount would follow a link out of the tree."""
     try:
         if stat.S_ISDIR(os.lstat(name, dir_fd=root).st_mode):
             return
@@ -536,7 +539,7 @@ def _records(root: int, path: str, num_fields: int) -> Iterator[list[str]]:
 
 
 def python_in(root: int, search_path: str) -> str:
-    """Return the path of the image's python3; empty if it has none, or one whose file name says that it is older than
+    """Return the path of the image's python3; empty if there is none, or if its file name says that it is older than
     3.9.
     """
     for folder in search_path.split(":"):
@@ -553,7 +556,9 @@ def python_in(root: int, search_path: str) -> str:
 
 
 def _is_usable(root: int, file: str) -> bool:
-    """Return False if a Python is older than 3.9, or has only part of its library (Debian's python3-minimal)."""
+    """Return False if a Python is older than 3.9 or has only a part of the standard library (Debian's
+    python3-minimal).
+    """
     version = file.rpartition("/")[2]
     minor = version.removeprefix(f"{_PYTHON}.")
     if not minor.isdecimal():
@@ -567,8 +572,8 @@ def _is_usable(root: int, file: str) -> bool:
 
 
 def main() -> None:
-    """Run as the child process: read one job from standard input, a line of JSON that the stored bytes of a layer may
-    follow; do it, and print its result."""
+    """Run in the child process: read one job from standard input, do it, and print its result. The job is a line of
+    JSON; the stored bytes of a layer follow it."""
     job = json.loads(sys.stdin.buffer.readline())
     try:
         found = _do(job)
@@ -582,7 +587,8 @@ def main() -> None:
 def _do(job: dict[str, Any]) -> dict[str, object]:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0)
-    # Open it before this process gives up root: only root may be allowed to enter the cache's parent folders.
+    # Open the folder before this process gives up root, because the cache's parent folders may be closed to other
+    # users.
     folder = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     root = os.open(job["target"], folder)
     layers = [(os.open(path, folder), Unpacked(**facts)) for path, facts in job.get("layers", [])]
@@ -602,8 +608,8 @@ def _do(job: dict[str, Any]) -> dict[str, object]:
 
 
 def _confine(folders: list[int]) -> None:
-    """Let this process write only below these folders, if the kernel has Landlock. A hard link needs rights on the
-    source's and on the target's folder.
+    """Let this process write only below these folders, if the kernel has Landlock. To make hard links, a process needs
+    rights on the folders of both the source and the target.
     """
     from backports import zstd  # noqa: F401  (loaded now: no file can be opened afterwards)
 

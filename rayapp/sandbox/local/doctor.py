@@ -1,11 +1,11 @@
-"""Measures this node's isolation by attacking it, for `rayapp sandbox doctor` and the adversarial tests.
+"""Tests this node's isolation by attacking it: for `rayapp sandbox doctor`, and for the tests.
 
-    battery/*.yaml (a file per family) -> Attack -> PRELUDE and source, called as attack(canary) -> things reached
+    battery/*.yaml (one file per family) -> Attack -> PRELUDE and source, called as attack(canary) -> things reached
     for each level: start a zygote -> for each attack: run it, judge it, run an honest program -> IsolationReport
 
 An attack returns the things that it reached: an empty list means that everything was refused. A broken attack also
-returns an empty list, so the tests run each attack without isolation too, where it must reach something (`unisolated:
-must-reach`). The doctor changes nothing on the node, unless an attack breaks out of its sandbox.
+returns an empty list. So the tests also run each attack without isolation, where it must reach something (`unisolated:
+must-reach`). Nothing on the node changes, unless an attack breaks out of its sandbox.
 
 `Canary` makes decoys on this machine that candidate code must neither reach nor change: a secret file, folders and
 files that everyone may write, listening sockets of every kind, shared memory, and a process of the sandbox's own user
@@ -47,7 +47,7 @@ _SETTLED_AFTER_S = 2.0
 
 
 class Canary:
-    """The decoys to attack: made on entry, removed on exit."""
+    """Context manager that makes the decoys to attack, and removes them at its end."""
 
     def __init__(self, slot: Slot) -> None:
         """
@@ -60,7 +60,7 @@ class Canary:
         self._has_loopback = slot.listener is not None
         self._stack = contextlib.ExitStack()
         self.facts: dict[str, object] = {}
-        """Plain data for each attack: paths, ports and ids of the decoys."""
+        """Paths, ports and ids of the decoys, as plain data that each attack gets."""
 
     def __enter__(self) -> Canary:
         with contextlib.ExitStack() as stack:
@@ -93,7 +93,8 @@ class Canary:
     def damage(self) -> list[str]:
         """Return the changes that attacks have made to the decoys; empty if there are none.
 
-        Processes that an execution leaves behind are killed just after its answer is sent, so this waits a moment.
+        This function waits a moment, because processes that an execution leaves are killed just after its answer is
+        sent.
         """
         until = time.monotonic() + _SETTLED_AFTER_S
         while (found := self._differences()) and time.monotonic() < until:
@@ -162,13 +163,14 @@ def _state_of(who: str, pid: int) -> dict[str, object]:
 
 
 def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
-    """Count processes of the sandbox's user besides the zygote's own. Return 0 if other programs share its user id.
+    """Count processes of the sandbox's user besides the zygote's own. Return 0 if the sandbox has this process's user
+    id.
 
     The zygote's own processes are the one that was started, a second one inside namespaces, the template, and the
     template's children that wait for the next jobs.
     """
     if uid == os.getuid():
-        return 0  # this user has other processes, which come and go
+        return 0  # this user has other processes, which start and end at any time
     parents: dict[int, int] = {}
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
@@ -176,7 +178,8 @@ def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
                 stat = Path(entry.path, "stat").read_text()
                 parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
     if is_nested:
-        # Processes of a pid namespace stay below the zygote, and zygotes for images share their user.
+        # Count only descendants of this zygote: zygotes for images share one user. A process can't leave its pid
+        # namespace.
         below = {zygote}
         while more := {pid for pid, parent in parents.items() if parent in below} - below:
             below |= more
@@ -282,17 +285,19 @@ def attack(given):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Required end of an attack if the sandbox withstands it. All given fields apply; without fields the attack must
-    return an empty list."""
+    """Required end of an attack if the sandbox withstands it. All fields that are given must hold; if none is given,
+    the attack must return an empty list.
+    """
 
     stopped: tuple[str, ...] = ()
-    """Causes: the sandbox must have stopped the attack for one of them."""
+    """Causes for one of which the sandbox must have stopped the attack."""
     ended: bool = False
     """True if the attack may end in any way, as long as it returns nothing."""
     any_end: bool = False
-    """True if the attack may return anything: only the state afterwards counts."""
+    """True if the attack may return anything: only the state after the attack counts."""
     within_s: float | None = None
-    """Maximum seconds of wall clock; None allows as many as code with this time limit may take on a busy machine."""
+    """Maximum wall-clock seconds of the attack. None: as many as code with this time limit may take on a busy
+    machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,18 +308,20 @@ class Attack:
     name: str
     code: str
     because: str = ""
-    """Reason for the attack, or for leaving a level out."""
+    """Reason for the attack, or for leaving a level out of `levels`."""
     levels: tuple[str, ...] = LEVELS
-    """Levels that must withstand the attack. A name without `+lo` covers the level with and without a loopback."""
+    """Levels that must withstand the attack. A name without `+lo` stands for the level both with and without a
+    loopback."""
     unisolated: Literal["must-reach", "may-fail", "never"] = "must-reach"
-    """Required result without isolation, as an ordinary user: reaches something; may fail; must not be run."""
+    """Required result without isolation, as an ordinary user. must-reach: reach something; may-fail: any result; never:
+    not run."""
     needs: tuple[str, ...] = ()
-    """Parts of the canary that the attack needs besides the ones that are always present."""
+    """Parts of the canary that the attack needs and that are not always made."""
     also_held: tuple[str, ...] = ()
-    """Names of further exceptions that mean that the attack was refused."""
+    """Names of further exceptions that show that the attack was refused."""
     on_image: Literal["same", "any-end", "never"] = "same"
-    """Required result on an image: the same; any, as only the decoys and the next program count (code may change its
-    image); or never run, for the reason in `because`."""
+    """Required result on an image. same: as without an image; any-end: any, as code may change its image, so only the
+    decoys and the next program count; never: not run, for the reason in `because`."""
     timeout_s: float = 3.0
     expect: Expected = field(default_factory=Expected)
 
@@ -329,10 +336,10 @@ class Attack:
 
 @functools.cache
 def load_attacks() -> tuple[Attack, ...]:
-    """Load every attack, family by family.
+    """Return all attacks, family by family.
 
     Raises:
-        ValueError: a file of this package is malformed, which is a bug.
+        ValueError: a YAML file of this package is malformed, which is a bug.
     """
     found: list[Attack] = []
     for path in sorted(FOLDER.glob("*.yaml")):
@@ -351,7 +358,7 @@ def _attack(family: str, entry: dict[str, object]) -> Attack:
 
 
 def _fields(entry: dict[str, object]) -> dict[str, Any]:
-    """Convert a YAML entry to the dataclass's arguments."""
+    """Convert a YAML entry to arguments of `Attack`."""
     return {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
 
 
@@ -374,7 +381,7 @@ class AttackResult:
     name: str
     passed: bool
     found: str
-    """Description of the things that the code reached or broke; empty if the sandbox held."""
+    """Things that the attack reached or broke, as text; empty if the sandbox withstood the attack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,9 +389,9 @@ class IsolationReport:
     """Isolation of candidate code on this node."""
 
     level: str
-    """ns+proc, ns, ll, unisolated, or none; if none, `refused` has the reasons."""
+    """Isolation level: ns+proc, ns, ll, unisolated, or none. If it is none, `refused` has the reasons."""
     uid: int
-    """User id of candidate code on this machine; -1 if nothing runs."""
+    """User id of candidate code on this machine; -1 if no code can run."""
     landlock_abi: int
     """Version of Landlock; 0 if the kernel has none."""
     checks: tuple[AttackResult, ...] = ()
@@ -399,10 +406,10 @@ class IsolationReport:
 async def run_doctor(
     *, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] | None = None, template: str = ""
 ) -> IsolationReport:
-    """Attack the strongest of these levels that this node offers.
+    """Attack the strongest of `levels` that this node offers.
 
     Args:
-        template: image that the sandbox runs on; empty for the usual view of this machine.
+        template: image on which the sandbox runs; empty for the default, a view of this machine's system.
         families: families of attacks to run; None runs all quick ones.
     """
     families = _BATTERY_FAMILIES if families is None else families
@@ -436,7 +443,7 @@ async def run_doctor(
 
 
 async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> AttackResult:
-    """Run one attack, then an honest program, then check what must not have changed."""
+    """Run one attack, then an honest program, then check that the decoys are unchanged."""
     try:
         facts = {**canary.facts, "has_image": sandbox.has_image, **await _earlier_execution(sandbox, attack)}
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
@@ -446,13 +453,15 @@ async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> A
             *await _honest_problems(sandbox),
         ]
     except SandboxError as error:
-        # Count this as a finding: code that can end its own sandbox may end other sandboxes too.
+        # A dead sandbox counts as a finding, because code that can end its own sandbox may be able to end others.
         problems = [f"the sandbox failed: {error}"]
     return AttackResult(name=attack.name, passed=not problems, found="; ".join(problems))
 
 
 def judge(attack: Attack, report: CallReport, *, on_image: bool = False) -> list[str]:
-    """Return the differences between an attack's end and its expected end; empty if the sandbox held."""
+    """Return the differences between an attack's end and its expected end; empty if the sandbox withstood the
+    attack.
+    """
     expect, ran, call = attack.expect, report.exec, report.calls[0]
     problems = []
     within_s = expect.within_s if expect.within_s is not None else longest_s(attack.timeout_s) + _GRACE_S
@@ -475,7 +484,9 @@ def judge(attack: Attack, report: CallReport, *, on_image: bool = False) -> list
 
 
 async def _earlier_execution(sandbox: LocalSandbox, attack: Attack) -> dict[str, object]:
-    """Run the execution whose traces the attack searches for, and return its mark; do nothing for other attacks."""
+    """Run the execution for whose traces the attack searches, and return the mark that it left; empty for other
+    attacks.
+    """
     if "previous" not in attack.needs:
         return {}
     mark = secrets.token_hex(24)

@@ -1,10 +1,10 @@
-"""The embedded provider: sandboxes made of warm interpreters on this node, without a service, a key or root.
+"""The built-in provider `local`: sandboxes made of warm interpreters on this node, without a service, a key or root.
 
     LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
-A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of the zygote,
-so no state of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and
-end every process that they started.
+A zygote is a warm interpreter, which serves one sandbox after the other. Every execution is a new fork, so no state of
+one sandbox reaches the next. When the provider's process dies, its zygotes see their channels close, and end every
+process that they started.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rayapp.sandbox.local.slot import BootError, Slot
 
 
 def locate(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return folders and files of these packages, with the library folder that a wheel puts beside a package
-    (numpy.libs).
+    """Return the folders and files of these packages, including the folder of shared libraries that a wheel puts beside
+    its package (numpy.libs).
 
     Files of their dependencies are found when the packages are imported (`inside/boot.py`).
 
@@ -47,7 +47,7 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
     """
     found: list[str] = []
     for package in packages:
-        # Not importlib.util.find_spec: it uses modules already imported, and imports parent packages.
+        # importlib.util.find_spec can't be used: it looks at modules already imported, and imports parent packages.
         spec = PathFinder.find_spec(package) if package.isidentifier() else None
         if spec is None:
             raise SandboxConfigError(
@@ -63,29 +63,31 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
 
 
 MAX_JOBS_PER_SLOT = 20_000
-"""Number of executions after which a zygote is replaced, so that a slow leak of memory has a bound."""
+"""Number of executions after which a zygote is replaced, which bounds a slow memory leak."""
 LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 """Isolation levels, strongest first."""
 LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")
 """Isolation levels with a loopback, strongest first. A loopback needs a network namespace, so `ll` has none."""
 _Kind = tuple[bool, tuple[str, ...], tuple[int, int] | None]
-"""Kind of a slot: whether it has a loopback, its packages, and for images their user and group. A slot can run every
-image with this user."""
+"""Kind of a slot: True with a loopback; its packages; for images, the user and group that own the image's files. A slot
+of this kind can run every image with this owner."""
 
 
 @dataclass(slots=True)
 class _Living:
-    """A sandbox that was created and has not ended."""
+    """Record of a sandbox that was created and has not ended."""
 
     sandbox: LocalSandbox
     kind: _Kind
     labels: dict[str, str]
     hold: Hold | None
-    """Keeps the sandbox's image from eviction; None without an image."""
+    """Lock that keeps the sandbox's image in the cache; None without an image."""
 
 
 def why_no_images(refused: Mapping[str, str]) -> str:
-    """Return why this node can't run sandboxes on images, given its refused levels."""
+    """Return the reason why this node can't run sandboxes on images. `refused` has the isolation levels that it
+    refused.
+    """
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (
         f"this node can't run sandboxes on images ({steps}): they need user namespaces and Linux 5.11. "
@@ -98,11 +100,11 @@ _NAMESPACE_SETTINGS = {
     "kernel/unprivileged_userns_clone": "0",
     "kernel/apparmor_restrict_unprivileged_userns": "1",
 }
-"""Settings of kernels, with the value that forbids user namespaces to ordinary users."""
+"""Sysctl of a kernel -> value with which ordinary users can't make user namespaces."""
 
 
 def _what_this_node_needs() -> str:
-    """Return the change that would permit user namespaces, as far as this process can see the obstacle."""
+    """Return a sentence that says which change would allow user namespaces, as far as this process can find out."""
     for name, forbidding in _NAMESPACE_SETTINGS.items():
         path = Path("/proc/sys", name)
         if path.exists() and path.read_text().strip() == forbidding:
@@ -117,8 +119,9 @@ def _what_this_node_needs() -> str:
 
 @functools.cache
 def why_no_images_here() -> str:
-    """Return why this machine's sandboxes can't have images as their roots; empty if they can. The first call tries it
-    with an empty image, in a third of a second."""
+    """Return the reason why sandboxes of this machine can't run on images; empty if they can. The first call runs a
+    sandbox on an empty image, which takes a third of a second.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(_try_empty_image(LEVELS))).result()
 
@@ -153,7 +156,7 @@ async def _try_empty_image(levels: Sequence[str]) -> str:
 
 
 class LocalProvider:
-    """Makes local sandboxes, for one event loop; see `rayapp.core.protocols.SandboxProvider`."""
+    """Provider of local sandboxes, for one event loop. `core.protocols.SandboxProvider` describes its methods."""
 
     name = "local"
 
@@ -169,14 +172,14 @@ class LocalProvider:
         """
         Args:
             allow_unisolated: if the node has no isolation, run code with resource limits only, and mark every result.
-            packages: packages that every sandbox preloads, besides those of its spec.
-            max_slots: maximum number of sandboxes at once; None for one per core. With more, the running time of code
-                depends on other sandboxes.
-            levels: isolation levels to try, strongest first; the doctor and the tests name one.
-            images: source of images; None is the default cache.
+            packages: packages that every sandbox preloads, in addition to those of its spec.
+            max_slots: maximum number of sandboxes at the same time; None: one per core. With more, sandboxes slow each
+                other down.
+            levels: isolation levels to try, strongest first.
+            images: source of images; None: the default cache.
         """
         self.images = images or ImageSource()
-        """The cache of images, and their pulls."""
+        """Cache of images, which also pulls them."""
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
         self._max_slots = max_slots or num_cores()
@@ -185,12 +188,12 @@ class LocalProvider:
         self._living: dict[str, _Living] = {}
         self._num_starting = 0
         self._ending: set[asyncio.Task[None]] = set()
-        """Slots that finish a last deletion of files before they are closed."""
+        """Tasks that close slots after the zygote has deleted its last sandbox's files."""
         self._is_closed = False
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Levels that this node does not offer, each with its failed step."""
+        """Isolation level that this node does not offer -> the step that failed."""
         return self._refused
 
     async def create(
@@ -215,8 +218,9 @@ class LocalProvider:
         if spec.own_files and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                f"code can write no files in this node's sandboxes ({slot.level}) and start no programs; repositories "
-                "and languages other than Python need both: allow user namespaces, or use a remote provider"
+                "repositories and languages other than Python can't run in this node's sandboxes: at level "
+                f"{slot.level} code can neither write files nor start programs. Allow user namespaces, or use a "
+                "remote provider"
             )
         image = hold.image if hold is not None else None
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended, image)
@@ -305,7 +309,7 @@ class LocalProvider:
         )
 
     def _ended(self, sandbox: LocalSandbox) -> None:
-        """Reuse the slot of a sandbox that has ended, unless the slot is dead or worn."""
+        """Keep the slot of an ended sandbox for the next one, unless it is dead or has run `MAX_JOBS_PER_SLOT` jobs."""
         living = self._living.pop(sandbox.id)
         kind, slot = living.kind, sandbox.slot
         if living.hold is not None:

@@ -43,7 +43,9 @@ def environment_of(image: Image) -> dict[str, str]:
 
 
 def working_folder(image: Image) -> str:
-    """Return the image's working folder; /app if it names none, so that relative files are not written to the root."""
+    """Return the image's working folder. If the image names none, it is /app: relative paths must not lead to the root
+    folder.
+    """
     return image.workdir if image.workdir != "/" else "/app"
 
 
@@ -53,7 +55,7 @@ def _harness_source() -> str:
 
 
 class LocalSandbox:
-    """One local sandbox; calls run one at a time. See `rayapp.core.protocols.Sandbox`."""
+    """One local sandbox. Its calls run one at a time. `core.protocols.Sandbox` describes them."""
 
     provider = "local"
 
@@ -68,7 +70,8 @@ class LocalSandbox:
         self.id = sandbox_id
         self._image = image
         self.slot = slot
-        """Slot that the sandbox leases; public because the provider reuses it when the sandbox has ended."""
+        """Slot in which the sandbox runs. It is public because the provider uses it again when the sandbox has
+        ended."""
         self._spec = spec
         self._on_end = on_end
         self._turn = asyncio.Lock()
@@ -77,7 +80,7 @@ class LocalSandbox:
 
     @property
     def isolation(self) -> str:
-        """Name of the isolation level of the code in this sandbox."""
+        """Name of the isolation level of this sandbox."""
         return self.slot.level
 
     @property
@@ -87,8 +90,10 @@ class LocalSandbox:
 
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
-        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: its spec has none."""
-        # Use a copy: the sandbox may end, and close its own listener, while `accept` waits.
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: the spec asks for no
+        loopback.
+        """
+        # Use a copy of the listener, because the sandbox may end and close its own copy while `accept` waits.
         if (own := await self.slot.own_listener()) is None:
             raise SandboxConfigError(f"sandbox {self.id} has no loopback: set loopback=True in its spec")
         with own as listener:
@@ -101,7 +106,7 @@ class LocalSandbox:
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run code; see the protocol. If a stateful run is stopped, the session's variables are lost."""
+        """Run code; see `Sandbox.run_code`. If a stateful run is stopped, the session's variables are lost."""
         if (problem := code_problem(code)) is not None:
             return failure(problem, self.isolation)
         answer = await self._run_python(
@@ -113,7 +118,7 @@ class LocalSandbox:
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
-        """Call a function; see the protocol. The sandbox's files are not visible: the function sees only its inputs."""
+        """Call a function; see `Sandbox.call_function`. The function sees only its inputs, not the sandbox's files."""
         packed = encode_inputs(inputs)
         if (problem := code_problem(code)) is not None:
             return failed_calls(failure(problem, self.isolation), len(inputs))
@@ -123,19 +128,20 @@ class LocalSandbox:
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run a command; see the protocol. It may be any program of the image, or without an image any program in /usr.
-        At level ll it can't start other programs."""
+        """Run a command; see `Sandbox.run_command`. It may be any program of the image; without an image, any program
+        in /usr. At level ll it can't start other programs.
+        """
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"argv must be a list of one or more strings, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or an absolute path in it.
-        With an image the path is relative to the image's working folder, or any absolute path.
+        """Write a file; see `Sandbox.write_file`. The path is relative to the sandbox's own folder, or an absolute path
+        inside this folder. With an image the path is relative to the image's working folder, or any absolute path.
 
         Raises:
-            OSError: the path is outside that folder, or no space is left.
+            OSError: the path is not allowed, or no space is left.
         """
         self._check_size(len(data))
         answer = await self._run("write", (path, bytes(data)), timeout_s, _CALLS_OUTPUT_BYTES, home=True)
@@ -170,7 +176,7 @@ class LocalSandbox:
         try:
             self.slot.cancel()
             async with asyncio.timeout(timeout_s), self._turn:
-                pass  # the running call has ended, so the slot is clean
+                pass  # the running call has ended, so the slot can be used again
         except TimeoutError:
             self.slot.close()
         finally:
@@ -178,7 +184,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        """End the sandbox because its time to live is over. The slot ends at once, and so does a running call."""
+        """End the sandbox at the end of its time to live. Its slot and a running call end at once."""
         if not self._is_ended:
             self._is_ended = True
             self.slot.close()
@@ -199,7 +205,7 @@ class LocalSandbox:
         stdin: str = "",
         home: bool = False,
     ) -> RawResult:
-        """Run Python code in the image's own Python; without such a Python in a fork of the warm interpreter."""
+        """Run Python code: in the image's own Python if it has one, else in a fork of the warm interpreter."""
         is_session = kind == "session"
         if self._image is None or not self._image.python:
             kind = "script" if is_session else kind

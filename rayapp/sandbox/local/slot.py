@@ -1,7 +1,7 @@
-"""Provider's handle of one zygote: starts it, sends it jobs and reads its answers. It never replaces a zygote.
+"""The provider's handle of one zygote: starts the zygote, sends it jobs, and reads its answers.
 
-Asyncio, one job at a time. Failures of the zygote are SandboxErrors; errors of the code are in the answer. A slot that
-raised is unusable: close it and start another.
+A slot runs one job at a time, with asyncio. It raises failures of the zygote as SandboxErrors; errors of the code are
+in the answer. A slot that raised an error can't be used again: close it and start another one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from rayapp.sandbox.verdict.harness import HASH_SEED
 from rayapp.sandbox.verdict.results import RawResult
 
 GRACE_S = 5.0
-"""Seconds after a job's deadline at which a zygote that has not answered is killed; the zygote enforces deadlines."""
+"""Seconds after a job's deadline at which a zygote without an answer is killed. The zygote itself enforces the
+deadline."""
 BOOT_TIMEOUT_S = 60.0
 _ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
-"""Environment of a zygote. LD_BIND_NOW resolves libc's functions at the start, not in each child; candidate code does
-not get it. HASH_SEED is the same for every zygote; see `harness.HASH_SEED`."""
+"""Environment of a zygote. With LD_BIND_NOW, which candidate code does not get, libc's functions are resolved once and
+not in each child. HASH_SEED is the same for every zygote, so that sets and dicts have the same order in each."""
 _PROGRAM = (
     "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.inside.boot import main; main({descriptor})"
 )
@@ -38,7 +39,7 @@ Packet = tuple[dict[str, object], list[int]]
 
 
 class BootError(Exception):
-    """Raised if a zygote can't enter its level; the message names the failed step."""
+    """A zygote can't enter its isolation level. The message names the failed step."""
 
 
 class Slot:
@@ -59,8 +60,7 @@ class Slot:
         self.level = ""
         self.uid = -1
         self.listener: socket.socket | None = None
-        """Socket that accepts the loopback connections of programs in the sandbox; None if the level has no
-        loopback."""
+        """Socket that accepts loopback connections of programs in the sandbox; None if the level has no loopback."""
 
     @classmethod
     async def start(
@@ -74,10 +74,10 @@ class Slot:
         """Start a zygote and wait until it is ready.
 
         Args:
-            images: fields of an `ImageView`, if its sandboxes have images as their roots.
+            images: fields of an `ImageView` for sandboxes on images; else None.
         Raises:
-            BootError: it can't enter this level on this node, or can't import a package.
-            SandboxConfigError: it needs a copy of this Python, and no folder can hold one.
+            BootError: the zygote can't enter this level on this node, or can't import a package.
+            SandboxConfigError: the zygote needs a copy of this Python, and no folder can hold one.
         """
         python = await asyncio.to_thread(readable_python, packages, paths)
         slot = cls(*await asyncio.to_thread(_spawn, python))
@@ -108,7 +108,7 @@ class Slot:
         return self._process.pid
 
     def cancel(self) -> None:
-        """Kill the running job, if any; its answer then has the outcome `killed`."""
+        """Kill the job that runs, if there is one. Its answer then has the cause `killed`."""
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"cancel": self.num_jobs})
 
@@ -119,7 +119,7 @@ class Slot:
             wire.send(self._channel, {"reset": True})
 
     async def own_listener(self) -> socket.socket | None:
-        """Return a copy of the listener, without connections made by an earlier sandbox on this slot.
+        """Return a copy of the listener. Connections that an earlier sandbox on this slot made are closed first.
 
         Raises:
             SandboxDeadlineError: the zygote does not end the processes of the earlier sandbox.
@@ -130,14 +130,16 @@ class Slot:
         return self.listener.dup() if self.listener is not None else None
 
     async def _is_reset_in_time(self) -> bool:
-        """Wait until the zygote has deleted the last sandbox's files, or has died. Returns False after GRACE_S."""
+        """Wait until the zygote has deleted the last sandbox's files, or has died. Return False if this takes longer
+        than GRACE_S.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._is_reset.wait()
         return self._is_reset.is_set()
 
     def _refuse_waiting(self) -> None:
-        """Close connections that were never accepted. The programs that made them are dead."""
+        """Close connections that were not accepted. The programs that made these connections are dead."""
         if self.listener is not None:
             with contextlib.suppress(OSError):
                 while True:
@@ -160,7 +162,7 @@ class Slot:
 
         Args:
             image: name of the tree that is the root folder; empty for the zygote's own view of this machine.
-            home: run in the sandbox's own folder, which lasts until `reset`; otherwise in a fresh folder.
+            home: run in the sandbox's own folder, which lasts until `reset`; if False, in a fresh folder.
             session: run in the sandbox's long-lived process, which keeps variables between jobs.
 
         Raises:
@@ -180,7 +182,7 @@ class Slot:
         return _read_answer(reply, bodies, self.num_jobs)
 
     async def _finish_cancelled(self) -> None:
-        """Wait for the end of an execution that is being killed because its call was cancelled."""
+        """Wait for the end of an execution that is killed because its call was cancelled."""
         if self._pending is None:
             return
         try:
@@ -214,7 +216,7 @@ class Slot:
             too_late.cancel()
 
     def _abandon(self, pending: asyncio.Future[Packet]) -> None:
-        """Kill the execution of a cancelled caller, unless its answer has already arrived."""
+        """Kill the execution whose caller was cancelled, unless the answer has already arrived."""
         if self._pending is pending:
             self.cancel()
             self._pending = self._loop.create_future()
@@ -239,7 +241,9 @@ class Slot:
                 self._settle(packet)
 
     def _settle(self, outcome: Packet | BaseException) -> None:
-        """Give the waiting caller its answer, or the error that prevents an answer."""
+        """Give the waiting caller the answer, or raise the error in it. Without a caller, close the answer's
+        descriptors.
+        """
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
             if isinstance(outcome, tuple):
@@ -254,13 +258,15 @@ class Slot:
         self.close()
 
     def close_and_explain(self) -> str:
-        """Close the slot. Returns a text with the zygote's exit status and the end of its error output."""
+        """Close the slot. Return a text with the zygote's exit status and the end of its error output."""
         self.close()
         said = wire.read_memory_file(self._errors)[-2000:].decode(errors="replace").strip() if self._errors >= 0 else ""
         return f"exit status {self._process.returncode}{', ' + said if said else ''}"
 
     async def finish(self) -> None:
-        """Close the slot when the zygote has deleted the last sandbox's files; at level ll they are in /tmp."""
+        """Close the slot when the zygote has deleted the last sandbox's files. At level ll these files are in the
+        machine's /tmp.
+        """
         await self._is_reset_in_time()
         self.close()
 
@@ -288,17 +294,17 @@ def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]
     """Start the zygote's process, which inherits only the socket.
 
     Returns:
-        The process, this end of the socket, and a descriptor of its error output.
+        The process, this process's end of the socket, and a descriptor of the zygote's error output.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = os.memfd_create("zygote-stderr", os.MFD_CLOEXEC)
     with theirs:
         ours.setblocking(False)
         program = _PROGRAM.format(path=CODE_PATH, descriptor=theirs.fileno())
-        # Use -s, -P and -S instead of -I, which would ignore the hash seed, the only variable for Python in the
-        # environment.
-        # -X utf8, because without LANG the locale would be C. -B only if this process has it: without -B, a zygote
-        # caches the bytecode of modules that only zygotes import. Once `boot` runs, it writes no files.
+        # -s, -P and -S are used and not -I, which would ignore the hash seed, the environment's only variable for
+        # Python. -X utf8 is used because without LANG the locale would be C. -B is used only if this process has it:
+        # without -B, a zygote caches the bytecode of modules that only zygotes import. Once `boot` runs, the zygote
+        # writes no files.
         keeps_nothing = ["-B"] if sys.dont_write_bytecode else []
         argv = [python.executable, "-s", "-P", "-S", *keeps_nothing, "-X", "utf8", "-c", program]
         try:
@@ -320,7 +326,7 @@ def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]
 
 
 def _discard(abandoned: asyncio.Future[Packet]) -> None:
-    """Close the descriptors in the answer to a cancelled call: no caller reads them."""
+    """Close the descriptors in the answer to a cancelled call, because no caller reads them."""
     if abandoned.exception() is None:
         _close_all(abandoned.result()[1])
 

@@ -2,11 +2,11 @@
 
     /var/cache/rayapp/python-<hash>/bin/python3.12    the interpreter
                                    /lib/python3.12    its library; beside it the shared libraries that it links to
-    /var/cache/rayapp/python-<hash>/numpy             packages that candidate code may import, with their dependencies
+    /var/cache/rayapp/python-<hash>/numpy             packages that candidate code may import, and their dependencies
 
 Root's Python is often in root's home folder (pyenv, uv), and a zygote that has left root can't read it there. The hash
-covers the originals' names, sizes and times, so an updated Python gets another copy. A copy is made under a temporary
-name and renamed when it is complete, so that concurrent processes end up with one copy.
+covers the names, sizes and times of the original files, so an updated Python gets another copy. A copy is made under a
+temporary name and renamed when it is complete: of several processes that copy at the same time, one succeeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayapp.core.errors import SandboxConfigError
 
 CODE_PATH = str(Path(__file__).resolve().parents[3])
 FOLDERS = Path("/var/cache/rayapp"), Path("/tmp")
-"""Candidate folders for copies: the first writable one is used."""
+"""Folders for copies: the first one that is writable is used."""
 _LEFT_OUT = shutil.ignore_patterns("site-packages", "dist-packages", "test", "config-*")
 """Parts of a Python installation that are not copied: candidate code never sees or needs them."""
 _LOOK = """
@@ -45,7 +45,7 @@ _LOOK_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Python:
-    """A Python interpreter for zygotes."""
+    """The Python interpreter that zygotes run, with its packages."""
 
     executable: str
     paths: tuple[str, ...]
@@ -59,7 +59,7 @@ def readable_python(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python
 
     Args:
         packages: names of the packages to preload.
-        paths: their folders and files.
+        paths: folders and files of these packages.
 
     Raises:
         SandboxConfigError: no folder can hold the copy, or another user's folder has its name.
@@ -96,7 +96,9 @@ def _copied(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
 
 
 def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """Return the library, shared libraries and packages that a zygote of the original Python would make visible."""
+    """Return the library, shared libraries and packages that a zygote of the original Python would show to candidate
+    code.
+    """
     program = _LOOK.format(code_path=CODE_PATH, packages=packages, paths=paths)
     argv = [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", program]
     done = subprocess.run(argv, env={}, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=False)
@@ -107,7 +109,10 @@ def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str]
 
 
 def staged(originals: Mapping[str, str]) -> Path:
-    """Return a folder with copies of these files and folders, by name in it; make the folder if it is missing.
+    """Return a folder with copies of files and folders; make it if it is missing.
+
+    Args:
+        originals: name in the folder -> path of the original.
 
     Raises:
         SandboxConfigError: the folder can't be made, or another user's folder has its name.
@@ -144,7 +149,7 @@ def _place(name: str) -> Path:
             folder.mkdir(parents=True)
             folder.chmod(0o755)
         except FileExistsError:
-            pass  # an earlier start, or another process that is starting now, has made the copy
+            pass  # an earlier start, or another process that starts now, has made the copy
         except OSError:
             continue
         if os.access(folder, os.W_OK) and _is_readable(str(folder)):
@@ -157,7 +162,7 @@ def _place(name: str) -> Path:
 
 
 def _is_made(place: Path) -> bool:
-    """Return True if a copy exists. Raises SandboxConfigError: another user made it, or could change it."""
+    """Return True if the copy exists. Raises SandboxConfigError: another user made the copy or could change it."""
     try:
         facts = place.lstat()
     except FileNotFoundError:
@@ -177,10 +182,10 @@ def _make(place: Path, originals: Mapping[str, str]) -> None:
             else:
                 shutil.copy2(path, making / name)
         _open_to_all(making)
-        os.sync()  # after a power loss the name must not exist without the files
+        os.sync()  # sync before renaming: after a power loss, a copy under its final name must be complete
         making.rename(place)
     except OSError as error:
-        if not _is_made(place):  # if a copy exists, another process was faster
+        if not _is_made(place):  # if a copy exists now, another process was faster
             raise SandboxConfigError(f"Python can't be copied to {place} for the sandboxes: {error}") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Messages between a provider and its zygotes: one packet with a JSON header, and memfds with the bytes.
+"""Messages between a provider and its zygotes. A message is one packet with a JSON header, and memfds with the data.
 
-Both ends are rayapp's own. Code, inputs and outputs travel in memfds, so that they never enter the memory of the
-zygote, which later executions are forked from. Used by `slot.py` outside and by `zygote.py`; never by the process that
-runs code.
+rayapp's own code is at both ends: `slot.py` outside, `zygote.py` inside; the process that runs candidate code never
+uses this module. Code, inputs and outputs travel in memfds and so never enter the memory from which later executions
+are forked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 MAX_HEADER_BYTES = 32768
 _FIXED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 MAX_BODIES = 2
-"""Maximum memfds in one message: the job and its standard input."""
+"""Maximum number of memfds in one message: one for the job, one for its standard input."""
 
 
 def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> None:
     """Send a header together with file descriptors.
 
     Raises:
-        BrokenPipeError, ConnectionError: the other end is gone.
+        BrokenPipeError, ConnectionError: the other end of the channel is closed.
     """
     packet = json.dumps(header, separators=(",", ":")).encode()
     if len(packet) > MAX_HEADER_BYTES:
@@ -36,8 +36,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
     """Receive the next header and its descriptors, which the caller closes.
 
     Raises:
-        EOFError: the other end has closed.
-        BlockingIOError: no message yet, on a non-blocking socket.
+        EOFError: the other end of the channel is closed.
+        BlockingIOError: the socket is non-blocking, and there is no message.
     """
     packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, MAX_BODIES)
     if not packet:
@@ -47,7 +47,9 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
 
 
 def memory_file(data: bytes) -> int:
-    """Make a sealed memfd with these bytes: code could use a writable one as memory that no limit counts."""
+    """Make a memfd with these bytes. It is sealed, because candidate code could use a writable memfd as memory that no
+    limit counts.
+    """
     descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write_all(descriptor, data)
@@ -59,7 +61,7 @@ def memory_file(data: bytes) -> int:
 
 
 def read_memory_file(descriptor: int) -> bytes:
-    """Return all bytes of a memfd, whatever its file offset is."""
+    """Return all bytes of a memfd. Its file offset has no effect and does not change."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     data = os.pread(descriptor, size, 0) if size else b""
     while len(data) < size:
@@ -71,7 +73,7 @@ def read_memory_file(descriptor: int) -> bytes:
 
 
 def split_frames(raw: bytes) -> Iterator[bytes]:
-    """Yield the payloads of the frames that `child.send` wrote; leave out a truncated or malformed end."""
+    """Yield the payloads of the frames that `child.send` wrote; a truncated or malformed frame ends the iteration."""
     at = 0
     while at + 4 <= len(raw):
         (size,) = struct.unpack_from("<I", raw, at)

@@ -1,7 +1,7 @@
-"""Builds a sandbox pool and its suppliers from the configuration.
+"""Builds a sandbox pool from the configuration, with the suppliers and stocks that fill it.
 
-`build_pool` serves the sandbox-pool actor. `open_pool` runs the same `LeasePool` and client inside the calling process,
-for programs without Ray (`rayapp score`, `rayapp sandbox serve`, benchmarks).
+The sandbox-pool actor calls `build_pool`. Programs without Ray (`rayapp score`, `rayapp sandbox serve`, benchmarks)
+call `open_pool`, which runs the same `LeasePool` and its client inside the calling process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_pool(
 
     Args:
         run_name: value of the sandboxes' run label.
-        providers: provider objects by name, instead of those of the configuration; for tests.
+        providers: provider objects by name, used in place of the configuration's; for tests.
         grace_s: seconds to wait for a provider after its own deadline.
     Raises:
         SandboxConfigError: a provider's package or key is missing.
@@ -68,7 +68,9 @@ def build_pool(
 
 @dataclass(slots=True)
 class _PoolBuilder:
-    """Builds stocks and pool, which refer to each other: the pool is built from stocks, and stocks call the pool."""
+    """Builder of a pool and its stocks. They refer to each other: the pool is built from stocks, and stocks call the
+    pool.
+    """
 
     config: SandboxConfig
     run_name: str
@@ -130,12 +132,12 @@ _TEND_EVERY_S = 5.0
 async def open_pool(
     config: SandboxConfig, name: str, *, local: SandboxProvider | None = None
 ) -> AsyncIterator[tuple[PoolClient, LeasePool]]:
-    """Open a pool of this configuration and a client while the block runs; then end every sandbox.
+    """Open a pool of this configuration, and yield a client of it. At the end of the block, end every sandbox.
 
     Args:
-        name: label of the remote sandboxes, like a run's name. It must be unique: a pool ends earlier sandboxes with
-            its name.
-        local: provider of local sandboxes instead of the configuration's, closed with the pool; for tests.
+        name: run label of the remote sandboxes. It must be unique, because a pool ends earlier sandboxes with the same
+            label.
+        local: provider of local sandboxes, used in place of the configuration's and closed with the pool; for tests.
     Raises:
         SandboxConfigError: a provider's package or key is missing.
     """

@@ -1,13 +1,13 @@
 """A rollout worker's client of the sandbox pool: the pool grants leases, and the worker calls the sandbox directly.
 
-    worker -- acquire/release --> pool                (permission and addresses: small and few)
+    worker -- acquire/release --> pool                (leases and addresses: few and small)
        '---- code, inputs, outputs --> sandbox        (never through the pool)
 
 The pool makes and ends remote sandboxes; the worker connects to the one that it leased. Local sandboxes are processes
 on the worker's node, so the worker owns them; the pool only limits how many run at once.
 
-A `LeasedSandbox` wraps the provider's sandbox. It adds a second deadline to each call, and reports the sandbox's fate
-to the pool. Every result names the preferred providers that were not available.
+A `LeasedSandbox` wraps the provider's sandbox. It adds a second deadline to each call, and records the state in which
+the sandbox is returned (`Fate`). Every result names the preferred providers that were not available.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from rayapp.sandbox.loopback import Loopback, loopback_of
 
 T = TypeVar("T")
 MARGIN_S = 65.0
-"""Seconds after a call's deadline at which the client stops waiting: longer than any provider's own deadline."""
+"""Seconds after a call's deadline at which the client stops waiting. They leave time for every provider's own
+deadline."""
 
 
 class LeasedSandbox:
-    """A leased sandbox: forwards calls to the provider's sandbox until the lease ends.
+    """A leased sandbox. It forwards calls to the provider's sandbox until the lease ends.
 
     Args:
         inner: the provider's sandbox.
         fallback_from: preferred providers that were not available.
-        on_exec: function that is called with the provider and the seconds of every execution, for the metrics.
+        on_exec: called after every execution with the provider's name and the seconds; for the metrics.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LeasedSandbox:
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
         if stateful:
-            # Don't reuse the sandbox: variables stay in the interpreter, where no check can see them.
+            # The sandbox must not be used again: variables stay in the interpreter, where no check can see them.
             self.fate = Fate.DIRTY
         run = self._inner.run_code(
             code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
@@ -136,7 +137,7 @@ class LeasedSandbox:
                 f"sandbox {self.id}: no answer within {timeout_s + MARGIN_S:g} s to a call with timeout_s {timeout_s:g}"
             ) from None
         except asyncio.CancelledError:
-            # Don't reuse the sandbox: the call may still be running.
+            # The sandbox must not be used again, because the call may still run in it.
             self.fate = Fate.DIRTY
             raise
 
@@ -152,12 +153,16 @@ _CLOSE_WAIT_S = 1.0
 
 
 class Pool(Protocol):
-    """Interface of the pool: in runs a handle of the sandbox-pool actor, otherwise `build.PoolHere`."""
+    """Interface to the pool. In a run it is a handle of the sandbox-pool actor, in other programs a
+    `build.PoolHere`.
+    """
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """Return a lease, or withdraw a request that was not granted or has not arrived yet. Idempotent."""
+        """Return a lease. If the lease was not granted yet, its request is withdrawn, even if it arrives later.
+        Idempotent.
+        """
         ...
 
     async def heartbeat(self, holder: str) -> None: ...
@@ -165,25 +170,25 @@ class Pool(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PoolClient:
-    """Leases sandboxes for this process; see `rayapp.core.protocols.SandboxSource`."""
+    """Client through which this process leases sandboxes, as a `core.protocols.SandboxSource`."""
 
     pool: Pool
     """Pool that grants the leases."""
     local: SandboxProvider | None
-    """Provider of this process's local sandboxes, closed with this client; None without local sandboxes."""
+    """Provider of this process's local sandboxes, which is closed with this client; None without local sandboxes."""
     _: KW_ONLY
     holder: str
     """Name of this caller in the pool."""
     ttl_s: float
-    """Seconds after which a local sandbox ends by itself if it was not released."""
+    """Seconds after which a local sandbox that was not released ends by itself."""
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
-    """Name -> provider, for connecting to leased sandboxes; closed with this client."""
+    """Name -> provider that connects to leased sandboxes. The providers are closed with this client."""
     heartbeat_every_s: float = 10.0
     """Seconds between heartbeats to the pool."""
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None
-    """Function that is called with the provider and the seconds of every execution, for the metrics."""
+    """Function that is called after every execution with the provider's name and the seconds; for the metrics."""
     create_timeout_s: float = 90.0
-    """Maximum wait for a sandbox that this process makes itself, in seconds, even if its caller would wait longer."""
+    """Maximum seconds to wait for a sandbox that this process makes itself, even if the caller would wait longer."""
     retry_every_s: float = 2.0
     """Seconds between attempts to return a lease while the pool does not answer."""
     _heart: asyncio.Task[None] | None = field(default=None, init=False)
@@ -207,14 +212,14 @@ class PoolClient:
         return lease, LeasedSandbox(sandbox, lease.fallback_from, self.on_exec)
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
-        # Choose the id in the client, so that it can return the lease even if the pool's answer never arrives.
+        # The client chooses the id, so that it can return the lease even if the pool's answer never arrives.
         lease_id = secrets.randbits(62)
         try:
             return await self.pool.acquire(self.holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         except SandboxError:
-            raise  # the pool itself refused the lease
+            raise  # the pool refused the lease
         except (RayappError, asyncio.CancelledError):
-            # Return the lease: the pool may have granted it or may still do so, and no caller would use or return it.
+            # Return the lease: the pool may have granted it, or may still grant it, and no caller would use it.
             self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self.holder}")
             raise
 
@@ -264,13 +269,15 @@ class PoolClient:
         return await maker.create(spec, labels={"holder": self.holder}, ttl_s=self.ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
-        """Return the lease. A local sandbox is ended first: otherwise another could start while it still runs."""
+        """Return the lease. A local sandbox is ended first; otherwise the pool could allow another sandbox while it
+        still runs.
+        """
         fate = sandbox.fate
         try:
             if lease.connection is None:
                 await sandbox.kill()
         except SandboxError as error:
-            # Keep the result of the execution. The provider's own time limit ends the sandbox.
+            # Log the error and keep the execution's result. The provider's own time limit will end the sandbox.
             log.warning("%s: could not end sandbox %s: %s", self.holder, sandbox.id, error)
         finally:
             await self._give_back(lease.lease_id, fate)
@@ -280,7 +287,7 @@ class PoolClient:
             try:
                 await self.pool.heartbeat(self.holder)
             except RayappError as error:
-                # Only log the error: if the pool is gone, the next lease fails and its caller gets the error.
+                # Log the error: if the pool is gone, the next lease fails and its caller gets the error.
                 log.warning("%s: the sandbox pool does not answer: %s", self.holder, error)
             await asyncio.sleep(self.heartbeat_every_s)
 
@@ -304,7 +311,7 @@ class PoolClient:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PoolLease:
-    """Context manager of one lease; see `rayapp.core.protocols.SandboxLease`."""
+    """Context manager of one lease, as a `core.protocols.SandboxLease`."""
 
     client: PoolClient
     spec: SandboxSpec
@@ -318,5 +325,5 @@ class PoolLease:
     async def __aexit__(self, *exc: object) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            # Shield the release: a cancelled trajectory must not leave its sandbox behind.
+            # Shield the release from cancellation: a cancelled trajectory must not leave its sandbox behind.
             await asyncio.shield(self.client.release(*held))

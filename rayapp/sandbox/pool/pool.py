@@ -1,11 +1,11 @@
-"""Grants leases of sandboxes: fairly, bounded in number, each with a deadline and a time to live.
+"""The sandbox pool: grants leases of sandboxes, fairly and up to a maximum number. Each lease has a time to live.
 
     acquire -> queue -> (a ready sandbox | permission to make a local one) -> Lease -> release -> reuse or end
                  |  no sandbox ready: Stock.create, as fast as the provider allows
                  '  provider not available: the next one in order, noted in the lease
 
-Pure asyncio, one event loop, no Ray; the sandbox-pool actor wraps it. The pool only grants leases: code and outputs go
-from a worker to its sandbox directly, so the pool is not a bottleneck.
+The pool runs in one asyncio event loop, without Ray; the sandbox-pool actor wraps it. Code and outputs go from a worker
+to its sandbox directly, so the pool is not a bottleneck.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Lane:
     """Queue of the callers that wait for the same kind of sandbox."""
 
     queue: FairQueue[tuple[str, int, Turn]]
-    """Waiting callers as (holder, id of the lease, turn)."""
+    """Waiting callers, as (holder, id of the lease, turn)."""
     used_at: float
     """Time of the last request for this kind."""
     demand: Demand
     num_wanted_ready: int = 0
-    """Number of sandboxes to make ahead of demand, set by `prefetch`."""
+    """Number of sandboxes that `prefetch` asked to keep ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class _Held:
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class LeasePool:
-    """Grants at most `max_leases` leases at a time."""
+    """Pool that grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    """Maximum number of leases at once, over all suppliers."""
+    """Maximum number of leases at the same time, over all suppliers."""
     max_waiting: int
-    """Maximum number of callers that wait at once."""
+    """Maximum number of callers that wait at the same time."""
     ttl_s: float
     """Seconds after which a lease that was not released is reclaimed."""
     sources: Sequence[Supplier] = ()
-    """Suppliers in order of preference. Without any, holders make up to `max_leases` sandboxes in their own
-    processes."""
+    """Suppliers in order of preference. If there are none, the holders themselves make the sandboxes, up to
+    `max_leases`."""
     min_ready: int = 0
     """Number of sandboxes to keep ready for each kind in use."""
     holder_timeout_s: float = float("inf")
@@ -71,11 +71,12 @@ class LeasePool:
     idle_timeout_s: float = 300.0
     """Seconds without a request after which no sandboxes of a kind are kept ready."""
     is_ahead: bool = False
-    """True to keep as many sandboxes ready for the next step as were recently in use at once."""
+    """True to keep sandboxes ready for the next step: as many as were recently in use at the same time."""
     clock: Callable[[], float] = time.monotonic
     """Function that returns monotonic seconds."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
-    """Lease ids, from a random start: a pool that replaces a dead pool must not reuse ids that callers still hold."""
+    """Ids for leases, from a random start: a pool that replaces a dead pool must not use ids that callers still
+    hold."""
     _leases: dict[int, _Held] = field(default_factory=dict)
     _turns: dict[int, Turn] = field(default_factory=dict)
     _given_up: dict[int, None] = field(default_factory=dict)
@@ -97,10 +98,10 @@ class LeasePool:
         """Wait for this caller's turn and return its lease.
 
         Args:
-            lease_id: id for the lease, chosen at random by a caller in another process. With it the caller can release
-                the lease even if the pool's answer is late or lost.
+            lease_id: id for the lease, which a caller in another process chooses at random. With it the caller can
+                release the lease even if the pool's answer is late or lost. None: the pool chooses an id.
         Raises:
-            SandboxUnavailableError: no sandbox was free within timeout_s, or too many callers wait already.
+            SandboxUnavailableError: no sandbox was free within `timeout_s`, or too many callers already wait.
             SandboxConfigError: no provider can ever make such a sandbox.
         """
         self._check_open()
@@ -123,7 +124,7 @@ class LeasePool:
                     f"{self._num_waiting - 1} callers already wait for a sandbox, which is the maximum: raise "
                     "sandbox.max_waiting"
                 )
-            # timeout() instead of wait_for, which on 3.11 swallows a cancellation that arrives together with the grant.
+            # wait_for is not used: on Python 3.11 it loses a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):
                 await turn
             return self._granted(turn, started_at)
@@ -157,7 +158,7 @@ class LeasePool:
         return f"{text} Last failures: {'; '.join(errors)}" if errors else text
 
     def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
-        """End a lease, or the wait for it. Idempotent, also after the lease was reclaimed."""
+        """End a lease, or the wait for it. A lease that has already ended or was reclaimed is ignored."""
         held = self._leases.pop(lease_id, None)
         if held is None:
             self._withdraw(lease_id)
@@ -173,7 +174,8 @@ class LeasePool:
     def _withdraw(self, lease_id: int) -> None:
         turn = self._turns.get(lease_id)
         if turn is None:
-            # release() may arrive before acquire(): remember the id, and refuse the lease when acquire() arrives.
+            # The call of release() may arrive before that of acquire(): remember the id, and refuse the lease when
+            # acquire() arrives.
             self._given_up[lease_id] = None
             if len(self._given_up) > _GIVEN_UP_KEPT:
                 del self._given_up[next(iter(self._given_up))]
@@ -185,21 +187,23 @@ class LeasePool:
         self._heard_of[holder] = self.clock()
 
     def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        """Make this many sandboxes before they are needed; 0 cancels the request."""
+        """Keep this many sandboxes of a kind ready before they are needed; 0 cancels this."""
         self._lane(spec).num_wanted_ready = num_ready
         self.pump()
 
     def reclaim_expired(self) -> int:
-        """Take back leases past their time to live. Returns their number."""
+        """Take back the leases whose time to live is over. Return their number."""
         now = self.clock()
-        # Leases are in the order of their grants and last equally long: stop at the first that has not expired.
+        # Stop at the first lease that has not expired: leases are in the order in which they were granted, and all last
+        # equally long.
         expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
         return self._reclaim([held.lease.lease_id for held in expired])
 
     def reclaim_of(self, *holders: str) -> int:
-        """Take back all leases of dead callers, and remove them from the queue. Returns the number of leases."""
+        """Take back all leases of dead holders, and remove their callers from the queue. Return the leases' number."""
         for holder in holders:
-            # Forget all holders before any lease is free: otherwise a lease could go to a caller that is gone.
+            # First remove the waiting callers of all dead holders. Otherwise a lease that becomes free could go to one
+            # of them.
             self._heard_of.pop(holder, None)
             self._withdraw_all(holder)
         return self._reclaim([held.lease.lease_id for held in self._leases.values() if held.lease.holder in holders])
@@ -213,7 +217,7 @@ class LeasePool:
                     turn.set_exception(SandboxUnavailableError(f"{holder} is gone; it waited for lease {lease_id}"))
 
     def reclaim_silent(self) -> int:
-        """Take back the leases of holders without a recent heartbeat. Returns the number of leases."""
+        """Take back the leases of holders without a recent heartbeat. Return the number of leases."""
         oldest = self.clock() - self.holder_timeout_s
         return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 
@@ -226,7 +230,7 @@ class LeasePool:
     def pump(self) -> None:
         """Grant every lease that can be granted, and start missing sandboxes. Called after every event; never waits."""
         if self._is_closed:
-            # A closing pool makes no sandboxes: each sandbox that ends would be replaced.
+            # A pool that is being closed must not replace the sandboxes that end.
             return
         is_progress = True
         while is_progress and self._num_waiting and len(self._leases) < self.max_leases:
@@ -247,13 +251,14 @@ class LeasePool:
                 self._grant(lane, source, item, tuple(skipped))
                 return True
             if supply.is_usable:
-                # The provider is only full: callers wait for it. They use the next provider only if this one fails.
+                # This provider works but has no free sandbox, so the caller waits. Callers use the next provider only
+                # if this one fails.
                 return False
             skipped.append(supply.name)
         return False
 
     def _drop_gone(self, lane: _Lane) -> None:
-        # Skip callers that no longer wait: they stay in the queue until their own task runs again.
+        # Remove callers that no longer wait: they stay in the queue until their own task runs again.
         while lane.queue and lane.queue.first()[2].done():
             lane.queue.pop()
             self._num_waiting -= 1
@@ -278,7 +283,9 @@ class LeasePool:
         turn.set_result(lease)
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
-        """Start sandboxes for waiting callers and for the stock. Returns the seconds until more may be started."""
+        """Start sandboxes for waiting callers and for the number to keep ready. Return the seconds until more may be
+        started.
+        """
         num_ahead = lane.demand.num_ahead if self.is_ahead else 0
         num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready, num_ahead)
         nap_s = float("inf")
@@ -288,8 +295,8 @@ class LeasePool:
                 return nap_s
             num_missing = num_wanted - supply.num_ready(spec) - supply.num_creating[spec]
             if supply.is_on_trial:
-                # Create one sandbox as a trial: otherwise a provider that works again would not be noticed, because
-                # callers use the next one.
+                # Create one sandbox as a trial. Without it the pool would not notice that the provider works again,
+                # because callers use the next provider.
                 num_missing = max(num_missing, 1)
             if num_missing > 0 and not supply.has_room:
                 self._make_room(source, spec)
@@ -301,12 +308,12 @@ class LeasePool:
                 source.stock.create(spec)
             if is_usable:
                 return nap_s
-            # A failing provider gets only the trial creation; meanwhile callers use the next provider.
+            # This provider fails: it gets only the trial creation, and callers use the next provider.
             num_wanted = len(lane.queue)
         return nap_s
 
     def _make_room(self, source: Supplier, spec: SandboxSpec) -> None:
-        """End an idle sandbox of a kind that no caller waits for, to make room for a kind in demand."""
+        """End an idle sandbox of a kind that no caller waits for, to make room for one of the kind `spec`."""
         for item in source.supply.idle_items():
             lane = self._lanes.get(item.spec)
             if item.spec != spec and (lane is None or not lane.queue) and source.stock is not None:
@@ -324,14 +331,17 @@ class LeasePool:
     def _lane(self, spec: SandboxSpec) -> _Lane:
         lane = self._lanes.get(spec)
         if lane is None:
-            # Use half the idle timeout: with all of it, the forecast would recreate sandboxes that were just ended.
+            # Half of the idle timeout is used: with all of it, the forecast would make sandboxes again that were just
+            # ended.
             demand = Demand(window_s=self.idle_timeout_s / 2, clock=self.clock)
             lane = self._lanes[spec] = _Lane(FairQueue(), self.clock(), demand)
         lane.used_at = self.clock()
         return lane
 
     def refuse(self, spec: SandboxSpec, error: SandboxError) -> None:
-        """Fail every caller that waits for this kind of sandbox, because it can never be made."""
+        """Raise the error in every caller that waits for this kind of sandbox, because no sandbox of this kind can ever
+        be made.
+        """
         lane = self._lanes.get(spec)
         while lane is not None and lane.queue:
             _, _, turn = lane.queue.pop()
@@ -340,8 +350,10 @@ class LeasePool:
                 turn.set_exception(error)
 
     def tend(self) -> None:
-        """Reclaim leases of dead holders and expired leases, extend or end sandboxes. Called every few seconds."""
-        self.reclaim_silent()  # first, because expired leases could go to dead holders
+        """Reclaim the leases of dead holders and expired leases, then extend or end sandboxes. Called every few
+        seconds.
+        """
+        self.reclaim_silent()  # reclaim these first: otherwise a lease that expired could go to a dead holder
         self.reclaim_expired()
         self._forget_unused_lanes()
         for source in self.sources:
@@ -356,8 +368,9 @@ class LeasePool:
                 del self._lanes[spec]
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
-        """End every sandbox and refuse all waiting callers. Returns the ids of sandboxes that could not be ended.
-        Idempotent."""
+        """End every sandbox and refuse all waiting callers. Return the ids of sandboxes that could not be ended.
+        Idempotent.
+        """
         if self._is_closed:
             return set()
         self._is_closed = True

@@ -1,9 +1,10 @@
-"""Ends the sandboxes of dead runs: on the command line, and automatically when a run's heartbeats stop.
+"""Ends the sandboxes of dead runs: for `rayapp sandbox reap`, and in the sandbox-reaper actor when a run's heartbeats
+stop.
 
     Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until no sandbox is listed -> done
                                     '-> dismiss: the pool has ended its sandboxes itself
 
-`rayapp sandbox reap` and the sandbox-reaper actor use it. It selects sandboxes only by their labels.
+Sandboxes are selected only by their labels.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Reaped:
 
     provider: str
     sandbox_id: str
-    """Id of the sandbox; empty if the provider's sandboxes could not be listed."""
+    """Id of the sandbox; empty in a result for a provider."""
     ended: bool
     error: SandboxError | None = None
-    """Reason why the sandbox was not ended; None if it was."""
+    """Error because of which the sandbox was not ended or listed; None if it was ended."""
 
 
 def labels_to_reap(run_name: str | None) -> dict[str, str]:
@@ -64,13 +65,13 @@ async def _reap_one(name: str, provider: SandboxProvider, sandbox_id: str, *, dr
 
 @dataclass(slots=True, eq=False, repr=False)
 class Reaper:
-    """Watches one run, and ends its sandboxes when it dies."""
+    """Watches one run, and ends the run's sandboxes when the run dies."""
 
     providers: Mapping[str, SandboxProvider]
-    """Name -> remote provider; closed at the end."""
+    """Name -> remote provider. The providers are closed when `watch` ends."""
     _: KW_ONLY
     grace_s: float
-    """Seconds without a heartbeat after which the run counts as dead: longer than any pause of a living run."""
+    """Seconds without a heartbeat after which the run counts as dead. A living run must never pause for so long."""
     pause_s: float = 1.0
     """Pause after the first sweep, in seconds; it doubles after each sweep."""
     clock: Callable[[], float] = time.monotonic
@@ -83,8 +84,9 @@ class Reaper:
         self._heard_at = self.clock()
 
     def beat(self, labels: Mapping[str, str]) -> None:
-        """Record a heartbeat of the run, whose sandboxes have these labels. The first one precedes the first
-        sandbox."""
+        """Record a heartbeat of the run, whose sandboxes have these labels. The run sends one before it makes its first
+        sandbox.
+        """
         self._labels = dict(labels)
         self._heard_at = self.clock()
 
@@ -93,7 +95,9 @@ class Reaper:
         self._is_dismissed.set()
 
     async def watch(self) -> int:
-        """Wait until the run ends normally, or until it is dead and its sandboxes are ended. Returns their number."""
+        """Wait until the run ends normally, or until it is dead and its sandboxes are ended. Return the number of ended
+        sandboxes.
+        """
         ended: set[str] = set()
         try:
             while await self._falls_silent():
@@ -113,7 +117,7 @@ class Reaper:
         return self._left_s <= 0 and not self._is_dismissed.is_set()
 
     async def _falls_silent(self) -> bool:
-        """Wait until the heartbeats stop (returns True) or the run is dismissed (returns False)."""
+        """Wait until the heartbeats stop or the run is dismissed. Return True if the heartbeats stopped."""
         while not self._is_dismissed.is_set() and (left_s := self._left_s) > 0:
             try:
                 async with asyncio.timeout(max(0.01, left_s)):
@@ -123,13 +127,12 @@ class Reaper:
         return not self._is_dismissed.is_set()
 
     async def _sweep(self, ended: set[str]) -> None:
-        """End the run's sandboxes, in several rounds: a provider that fails now may work in a minute.
-
-        If heartbeats resume (the run was only paused, by a debugger or a suspended machine), the sweep stops, and the
-        run keeps its remaining sandboxes.
+        """End the run's sandboxes, in several rounds, because a provider that fails now may work in a minute. If the
+        heartbeats start again, the run was only paused (by a debugger, or because the machine was suspended). The sweep
+        then stops, and the run keeps its remaining sandboxes.
         """
         pause_s = self.pause_s
-        # Without labels the run has made no sandbox, and an empty selector would match all users' sandboxes.
+        # A run without labels has made no sandbox, and without labels the sweep would match the sandboxes of all users.
         for _ in range(_ROUNDS if self._labels else 0):
             found = [each async for each in reap(self.providers, self._labels)]
             ended.update(each.sandbox_id for each in found if each.ended)

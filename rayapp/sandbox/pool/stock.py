@@ -3,13 +3,13 @@
     create -> READY -> LEASED -> (CHECKING -> READY) -> ENDING -> gone
                  sweep: end living sandboxes that this stock does not know
 
-Every call has its own deadline in this module, in addition to the provider's. A sandbox whose creation is answered too
-late is adopted or killed. Failures don't raise into the pool: they are counted by kind and change `Supply`'s limits.
+Every call has a deadline in this module, in addition to the provider's own. A sandbox that is created too late is
+adopted or killed. Failures are not raised in the pool: they are counted by kind, and change the limits of the `Supply`.
 
-`fingerprint` checks that a used sandbox looks as it did when it was new, before it is leased again: processes, and
-files where its user may write. The check program runs in the sandbox, so a candidate that controls the interpreter
-there can make it lie. Therefore sandboxes serve once unless `max_uses` says otherwise, and verdicts never rest on a
-sandbox's claims.
+Before a used sandbox is leased again, `fingerprint` compares its processes, and its files in the folders that its user
+may write to, with those of the new sandbox. The check program runs in the sandbox, so candidate code that controls the
+interpreter there can forge its output. So a sandbox is used once unless `max_uses` is larger, and no verdict relies on
+what a sandbox reports about itself.
 """
 
 from __future__ import annotations
@@ -69,18 +69,19 @@ look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).
 print("look:" + (look if is_whole else os.urandom(32).hex()))
 """
 MOST_FILES = 50_000
-"""Maximum files of a sandbox that is checked. A sandbox with more is used once: reading its disk would take longer than
-making another sandbox."""
+"""Maximum number of files of a sandbox that is checked. A sandbox with more files is used once, because reading its
+disk would take longer than making another sandbox."""
 _ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
 
 
 def look_program(most_files: int) -> str:
-    """Return the source of the check program, which prints `look:` and 64 hex digits."""
+    """Return the source of the check program, which prints `look:` and a hash of 64 hex digits."""
     return _LOOK.replace("MOST_FILES", str(most_files))
 
 
 async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
-    """Return a hash of the processes and files in a sandbox. With more than MOST_FILES files it differs at every call.
+    """Return a hash of the processes and files in a sandbox. If there are more than MOST_FILES files, every call
+    returns another hash.
 
     Raises:
         SandboxError: the check failed.
@@ -106,7 +107,7 @@ _LIST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockRules:
-    """Settings of a stock; see the fields of the same names in `SandboxConfig`."""
+    """Settings of a stock. Fields without a docstring are described in `SandboxConfig`."""
 
     create_timeout_s: float
     sandbox_ttl_s: float
@@ -116,24 +117,24 @@ class StockRules:
     kill_timeout_s: float = 20.0
     """Deadline for ending a sandbox, in seconds: `answer_within_s` of the provider."""
     grace_s: float = GRACE_S
-    """Seconds after the provider's own deadline at which the stock stops waiting for an answer."""
+    """Seconds for which the stock waits for an answer after the provider's own deadline."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Stock:
-    """One provider's remote sandboxes, from creation to end."""
+    """The remote sandboxes of one provider, from creation to end."""
 
     supply: Supply
-    """State of this provider's sandboxes, shared with the pool."""
+    """State of this provider's sandboxes, which the pool also uses."""
     provider: RemoteProvider
     rules: StockRules
     _: KW_ONLY
     labels: Mapping[str, str]
-    """Labels of every sandbox that this stock makes. Sandboxes can be found by their labels even if the pool dies."""
+    """Labels of every sandbox that this stock makes. Even if the pool dies, its sandboxes can be found by them."""
     clock: Callable[[], float]
     """Function that returns monotonic seconds."""
     on_change: Callable[[], None]
-    """Function that is called when a sandbox is ready or there is room for another."""
+    """Function that is called when a sandbox is ready, or when there is room for another one."""
     on_config_error: Callable[[SandboxSpec, SandboxConfigError], None]
     """Function that is called when a kind of sandbox can never be made."""
     num_created: int = 0
@@ -210,7 +211,7 @@ class Stock:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Context manager for a call of the provider: count exceptions, and raise each as a SandboxError."""
+        """Count an exception of the provider's code in the block, and raise it as a SandboxError."""
         try:
             yield
         except SandboxError:
@@ -232,7 +233,7 @@ class Stock:
             idle_since=now,
             state=StockState.CHECKING,
         )
-        self.lived_s()  # count their seconds before the number of sandboxes changes
+        self.lived_s()  # count the seconds that sandboxes have lived before their number changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
         self.supply.created()
@@ -288,7 +289,7 @@ class Stock:
             await self._kill(sandbox_id)
             self.num_ended += 1
         except SandboxError as error:
-            # Leave the sandbox: a sweep tries again to end it, and finally the provider's own time limit does.
+            # Leave the sandbox. A sweep will try to end it again; in the end the provider's own time limit ends it.
             self.supply.note(error, "kill")
         finally:
             self.lived_s()
@@ -296,14 +297,16 @@ class Stock:
             self.on_change()
 
     def lived_s(self) -> float:
-        """Return the seconds that all sandboxes of this stock have lived so far, together. Providers bill them."""
+        """Return the sum of the seconds for which the sandboxes of this stock have lived so far. Providers bill these
+        seconds.
+        """
         now = self.clock()
         self._lived_s += len(self.supply.items) * (now - self._counted_at)
         self._counted_at = now
         return self._lived_s
 
     async def _kill(self, sandbox_id: str) -> None:
-        """End a sandbox by id, with a few attempts.
+        """End the sandbox with this id; try a few times.
 
         Raises:
             SandboxError: the sandbox may still be alive.
@@ -336,7 +339,8 @@ class Stock:
         """Return the fingerprint of a sandbox.
 
         Raises:
-            SandboxError: the check failed. The caller must change the sandbox's state: CHECKING ones are never leased.
+            SandboxError: the check failed. The caller must then change the sandbox's state, because a sandbox in state
+                CHECKING is never leased.
         """
         with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
@@ -353,7 +357,8 @@ class Stock:
                 item.state in (StockState.READY, StockState.LEASED)
                 and item.expires_at - now < self.rules.sandbox_ttl_s / 2
             ):
-                # Set this before the answer arrives, so that the next call of `tend` does not extend it again.
+                # Set the new end before the answer arrives, so that the next call of `tend` does not extend the sandbox
+                # again.
                 item.expires_at = now + self.rules.sandbox_ttl_s
                 self._spawn(self._extend(item), "extend a sandbox")
         for item in self.supply.idle_items():
@@ -367,19 +372,21 @@ class Stock:
             sandbox = self.provider.attach(item.connection, item.spec)
             async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
                 await sandbox.extend(self.rules.sandbox_ttl_s, timeout_s=self.rules.kill_timeout_s)
-        except Exception as error:  # boundary: a provider's SDK may raise anything; a sandbox that is ready is replaced
+        # boundary: a provider's SDK may raise anything; `tend` replaces a ready sandbox that could not be extended
+        except Exception as error:
             self.supply.failures[type(error).__name__] += 1
             if item.state is StockState.READY:
                 self.retire(item)
 
     async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
-        """End living sandboxes at the provider that this stock does not know.
+        """End sandboxes that live at the provider but that this stock does not know.
 
         Args:
             labels: labels that select the sandboxes; None for this pool's labels.
-            stray_after_s: seconds for which a sandbox may be unknown; None for longer than any creation takes.
+            stray_after_s: seconds for which a sandbox may be unknown before it is ended; None: longer than any creation
+                takes.
         Returns:
-            Number of sandboxes that were ended.
+            The number of sandboxes that were ended.
         """
         patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.items)
@@ -418,7 +425,9 @@ class Stock:
         return len(strays) - num_failed
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
-        """End every sandbox, including those still being made. Returns the ids that are still listed afterwards."""
+        """End every sandbox, including those that are still being made. Return the ids of sandboxes that may be
+        left.
+        """
         self._is_closing = True
         for item in tuple(self.supply.items.values()):
             if item.state is not StockState.CHECKING:
@@ -434,8 +443,10 @@ class Stock:
         return left
 
     async def _end_all(self, deadline: float) -> set[str]:
-        """End the sandboxes that the provider lists until it lists none. Returns the ids that may be left."""
-        # Use the provider's list: this stock does not know sandboxes whose creation was never answered.
+        """End the sandboxes that the provider lists, until it lists none. Return the ids of sandboxes that may be
+        left.
+        """
+        # The provider's list is used, because this stock does not know sandboxes whose creation was never answered.
         left = {"an unknown number: they could not be listed"} if self._has_asked else set()
         for is_last in (*[False] * _CLOSE_ROUNDS, True):
             try:
@@ -457,7 +468,9 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Supplier:
-    """One provider in the pool's order of preference. Without a stock, holders make the sandboxes (`local`)."""
+    """One provider in the pool's order of preference. The provider `local` has no stock: lease holders make its
+    sandboxes.
+    """
 
     supply: Supply
     stock: Stock | None = None

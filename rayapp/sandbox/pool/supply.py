@@ -24,13 +24,14 @@ FIRST_BACKOFF_S = 0.2
 class CircuitBreaker:
     """Stops calls to a failing provider for a while.
 
-    Closed: calls pass, with a growing pause after each failure. Open: no calls. After the cool-down: one trial call,
-    whose outcome closes or reopens the breaker.
+    While the breaker is closed, calls are allowed, with a growing pause after each failure. While it is open, no call
+    is allowed. After the cool-down one trial call is allowed, whose outcome closes the breaker or opens it again.
 
     Args:
-        failures: number of failures in a row that open the breaker. cooldown_s: seconds for which the breaker stays
-        open at first; doubled with each failed trial, up to ten minutes. clock: function that returns monotonic
-        seconds. rng: source of jitter for the pauses, so that many pools do not retry at the same moment.
+        failures: number of failures, one after the other, that open the breaker. cooldown_s: seconds for which the
+            breaker first stays open. Each failed trial doubles them, up to ten minutes. clock: function that returns
+            monotonic
+        seconds. rng: random source for the pauses, so that many pools do not retry at the same moment.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while calls are not allowed."""
+        """True while no call is allowed."""
         return self._open_until is not None and self._clock() < self._open_until
 
     @property
@@ -66,8 +67,9 @@ class CircuitBreaker:
         self._next_cooldown_s = self._cooldown_s
 
     def failed(self) -> float:
-        """Record that a call failed. Returns the seconds until the next call; while closed they grow exponentially,
-        with jitter."""
+        """Record that a call failed. Return the seconds until the next call is allowed. Until the breaker opens, they
+        grow exponentially, with a random part.
+        """
         was_on_trial = self.is_on_trial
         self._num_failed += 1
         if was_on_trial or (self._open_until is None and self._num_failed >= self._failures):
@@ -83,7 +85,7 @@ class StockState(StrEnum):
     READY = "ready"
     LEASED = "leased"
     CHECKING = "checking"
-    """Released, and being checked before it may be leased again."""
+    """The sandbox was released, and is checked before it may be leased again."""
     ENDING = "ending"
 
 
@@ -94,7 +96,7 @@ class StockItem:
     connection: Connection
     spec: SandboxSpec
     expires_at: float
-    """Time, in seconds on the pool's clock, at which the provider ends the sandbox unless it is extended."""
+    """Time at which the provider ends the sandbox unless its life is extended, in seconds on the pool's clock."""
     idle_since: float
     fingerprint: str = ""
     """Fingerprint (`stock.fingerprint`) of the new sandbox; empty if the sandbox is used only once."""
@@ -110,14 +112,14 @@ class Supply:
     """Name of the provider."""
     _: KW_ONLY
     max_sandboxes: int
-    """Maximum number of sandboxes alive at once."""
+    """Maximum number of sandboxes alive at the same time."""
     clock: Callable[[], float]
     """Function that returns monotonic seconds."""
     bucket: TokenBucket | None = None
-    """Rate limit of creations. It and the breaker are None for `local`: holders make these sandboxes themselves."""
+    """Rate limit of creations. For the provider `local`, whose sandboxes the lease holders make, it is None."""
     breaker: CircuitBreaker | None = None
     cooldown_s: float = 30.0
-    """Seconds after a quota was reached at which one more sandbox is tried."""
+    """Seconds to wait, after the provider's quota was reached, before one more sandbox is tried."""
     items: dict[str, StockItem] = field(default_factory=dict)
     num_creating: Counter[SandboxSpec] = field(default_factory=Counter)
     num_places_taken: int = 0
@@ -134,7 +136,7 @@ class Supply:
 
     @property
     def is_local(self) -> bool:
-        """True if holders make the sandboxes in their own processes, so that this supply only counts them."""
+        """True if lease holders make the sandboxes in their own processes. This supply then only counts them."""
         return self.bucket is None
 
     @property
@@ -144,7 +146,9 @@ class Supply:
 
     @property
     def limit(self) -> int:
-        """Maximum number of sandboxes alive at once: lowered when a quota is reached, then raised by 1, 2, 4…"""
+        """Current maximum number of living sandboxes. It is lowered when the provider's quota is reached, then raised
+        by 1, 2, 4….
+        """
         if self._ceiling < self.max_sandboxes and self.clock() >= self._grow_at:
             self._ceiling = min(self.max_sandboxes, self._ceiling + self._step)
             self._step *= 2
@@ -157,25 +161,27 @@ class Supply:
 
     @property
     def is_on_trial(self) -> bool:
-        """True if the cool-down after failures is over, so that one trial creation is due."""
+        """True if the cool-down after failures is over and the trial creation has not started."""
         return self.breaker is not None and self.breaker.is_on_trial and self.num_creating.total() == 0
 
     @property
     def is_usable(self) -> bool:
-        """False if callers should use the next provider instead of waiting for this one."""
+        """True if callers should wait for this provider, False if they should use the next one."""
         if self.breaker is not None and (self.breaker.is_open or self.breaker.is_on_trial):
             return False
         return self.bucket is None or (self.limit > 0 and self.bucket.wait_s() <= self.cooldown_s)
 
     @property
     def has_place(self) -> bool:
-        """True if a holder may make a local sandbox now. During the trial after failures, only one holder may."""
+        """True if a lease holder may make a local sandbox now. In the trial after failures only one holder may make
+        one.
+        """
         if not self.is_local or not self.has_room or (self.breaker is not None and self.breaker.is_open):
             return False
         return self.is_usable or not self.has_trial_place
 
     def may_create(self) -> bool:
-        """Return True if a creation may start now, and count it against the rate."""
+        """Return True if a creation may start now. The creation is then counted against the rate limit."""
         if self.bucket is None or self.breaker is None or self.breaker.is_open or not self.has_room:
             return False
         if self.breaker.is_on_trial and self.num_creating.total() > 0:
@@ -183,15 +189,15 @@ class Supply:
         return self.bucket.take()
 
     def next_chance_s(self) -> float:
-        """Return the seconds until `may_create` can become true by the passing of time."""
+        """Return the seconds until `may_create` can return True, if no sandbox ends meanwhile."""
         if self.bucket is None or self.breaker is None:
             return float("inf")
         grows_in_s = self._grow_at - self.clock() if self._ceiling < self.max_sandboxes else 0.0
         return max(self.bucket.wait_s(), self.breaker.reopens_in_s, 0.0 if self.has_room else grows_in_s)
 
     def quota_met(self) -> None:
-        """Record that the provider's quota is reached: limit the sandboxes to their current number, and later try one
-        more.
+        """Record that the provider's quota is reached: limit the number of sandboxes to the current one, and try one
+        more later.
         """
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.items))
@@ -203,12 +209,12 @@ class Supply:
         self.last_error = f"{type(error).__name__}: {error}"
 
     def lend_place(self) -> None:
-        """Count a local sandbox that a holder is going to make."""
+        """Count a local sandbox that a lease holder is about to make."""
         self.num_places_taken += 1
         self.has_trial_place = not self.is_usable
 
     def return_place(self, *, was_made: bool) -> None:
-        """Count a local sandbox as ended. `was_made` is False if the holder could not make the sandbox."""
+        """Count a local sandbox as ended. `was_made` is False if the lease holder could not make the sandbox."""
         self.num_places_taken -= 1
         self.has_trial_place = False
         if self.breaker is not None:
@@ -226,13 +232,15 @@ class Supply:
         return len(self._ready.get(spec, ()))
 
     def put_ready(self, item: StockItem) -> None:
-        """Make a sandbox available for leases."""
+        """Mark a sandbox as ready, so that it can be leased."""
         item.state = StockState.READY
         item.idle_since = self.clock()
         self._ready.setdefault(item.spec, deque()).append(item)
 
     def take_ready(self, spec: SandboxSpec) -> StockItem | None:
-        """Return the sandbox that has been ready for the longest time, and mark it as leased; None if none is ready."""
+        """Return the sandbox that has been ready for the longest time, and mark it as leased; None if no sandbox is
+        ready.
+        """
         waiting = self._ready.get(spec)
         if not waiting:
             return None
@@ -243,7 +251,7 @@ class Supply:
         return item
 
     def withdraw(self, item: StockItem) -> None:
-        """Remove a sandbox from the ready ones, so that it is not leased again."""
+        """Remove a sandbox from the ready ones, so that it can't be leased."""
         waiting = self._ready.get(item.spec)
         if waiting and item in waiting:
             waiting.remove(item)
@@ -251,6 +259,6 @@ class Supply:
                 del self._ready[item.spec]
 
     def idle_items(self) -> Iterator[StockItem]:
-        """Yield every ready sandbox, the oldest of each kind first."""
+        """Yield every ready sandbox. Those of one kind come oldest first."""
         for waiting in tuple(self._ready.values()):
             yield from tuple(waiting)

@@ -1,8 +1,8 @@
 """The pool's queue, its forecast of demand, and its metrics.
 
-`FairQueue`: holders take turns, and each holder's callers are served in their order, so a worker that requests a
-thousand sandboxes at once does not delay the others. `Demand` predicts that the next step uses as many sandboxes of a
-kind at once as the last step did:
+`FairQueue` serves the lease holders in turn, and each holder's callers in their order, so a worker that requests a
+thousand sandboxes does not delay the other workers. `Demand` predicts that the next step uses as many sandboxes of a
+kind at the same time as the last step did:
 
     step: in use 0 1 2 … 32 … 3 0 -> training -> the next step finds 32 sandboxes ready
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Demand:
-    """Maximum number of sandboxes in use at once, over the last one to two windows.
+    """Maximum number of sandboxes that were in use at the same time, over the last one to two windows.
 
     Args:
-        window_s: maximum duration of a step, in seconds.
+        window_s: length of a window in seconds: the maximum duration of a step.
         clock: function that returns monotonic seconds.
     """
 
@@ -46,7 +46,7 @@ class Demand:
 
     @property
     def num_ahead(self) -> int:
-        """Return the number of sandboxes to have ready now: the recent maximum minus those in use."""
+        """Return the number of sandboxes that should be ready now: the recent maximum minus the number in use."""
         self._turn_over()
         return max(self._peak, self._peak_before) - self.num_in_use
 
@@ -64,10 +64,12 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Queue in which holders take turns. Operations take constant time, `remove_all` linear time."""
+    """Queue that serves holders in turn. Each operation takes constant time, except `remove_all`, which takes linear
+    time.
+    """
 
     def __init__(self) -> None:
-        # Ordered dicts instead of lists: callers that no longer wait are removed from the middle.
+        # These are ordered dicts, not lists, because callers that no longer wait are removed from the middle.
         self._waiting: OrderedDict[str, OrderedDict[int, T]] = OrderedDict()
         self._size = 0
 
@@ -75,7 +77,7 @@ class FairQueue(Generic[T]):
         return self._size
 
     def push(self, holder: str, key: int, item: T) -> None:
-        """Add an item with a key, by which `remove` finds it."""
+        """Add an item of a holder. `remove` finds the item by the key."""
         self._waiting.setdefault(holder, OrderedDict())[key] = item
         self._size += 1
 
@@ -107,7 +109,7 @@ class FairQueue(Generic[T]):
         return next(iter(next(iter(self._waiting.values())).values()))
 
     def remove(self, holder: str, key: int) -> bool:
-        """Remove one item. Returns False if it is not in the queue any more."""
+        """Remove one item. Return False if the item is not in the queue."""
         items = self._waiting.get(holder)
         if items is None or items.pop(key, None) is None:
             return False
@@ -129,7 +131,7 @@ _LAST_WAITS = 2048
 
 
 class PoolStats:
-    """Counts since the start, and the waits of the most recent callers."""
+    """The pool's counts since its start, and how long the most recent callers waited."""
 
     def __init__(self) -> None:
         self.num_granted = 0
@@ -158,7 +160,7 @@ class PoolStats:
         return numbers
 
     def _percentile(self, share: float) -> float:
-        """Return a percentile of the waits, by nearest rank; 0 before the first lease."""
+        """Return a percentile of the recent waits, by nearest rank, in seconds; 0 before the first lease."""
         waits_s = sorted(self._waits_s)
         return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))] if waits_s else 0.0
 

@@ -2,12 +2,11 @@
 
     DaytonaProvider -> ServiceProvider (deadlines, late answers) -> DaytonaService (control plane) -> DaytonaChannel
 
-Sandboxes are ephemeral (deleted when they stop), have a time to live that runs in every state, and no network unless
-the configuration allows it. Daytona's intervals are whole minutes: rayapp's are rounded up.
+Sandboxes are ephemeral (Daytona deletes them when they stop). They have a time to live, which counts in every state,
+and no network unless the configuration allows it. Daytona takes whole minutes, so rayapp rounds times up.
 
 The channel runs programs as shell commands, and stateful code in the interpreter context that every sandbox has. Some
-SDK calls end as if successful when the connection is lost, so the channel checks results instead of relying on
-exceptions.
+calls of the SDK seem to succeed when the connection is lost, so the channel checks the results of calls.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ControlPlane(Protocol):
 
 
 class DaytonaChannel:
-    """Data plane of one sandbox, used in the worker's process; see `rayapp.sandbox.providers.remote.Channel`."""
+    """Data plane of one sandbox, in the worker's process. `providers.remote.Channel` describes its methods."""
 
     def __init__(self, sandbox_id: str, service: ControlPlane) -> None:
         self._id = sandbox_id
@@ -78,7 +77,7 @@ class DaytonaChannel:
                 text,
                 on_stdout=lambda message: out(message.output),
                 on_stderr=lambda message: err(message.output),
-                # A backup only: the call's own deadline is shorter, and closes the connection.
+                # This time limit is a backup: the call's own deadline is shorter, and closes the connection.
                 timeout=math.ceil(timeout_s) + 1,
             )
             failed = (await self._guard(call, "run_code")).error
@@ -89,10 +88,10 @@ class DaytonaChannel:
         )
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        """See `rayapp.sandbox.providers.relay.Converse`."""
+        """Run a program and exchange lines with it, as `relay.Converse` describes."""
         process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
         await self._guard(process.create_session(session), "create_session")
-        # Run it in a subshell, because the session's shell must stay alive; don't echo input as output.
+        # The program runs in a subshell, because the session's shell must stay alive. Input is not echoed as output.
         command = sdk().SessionExecuteRequest(
             command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
         )
@@ -119,7 +118,7 @@ class DaytonaChannel:
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
         sandbox = await self._sandbox()
         await self._guard(sandbox.set_ttl(max(1, math.ceil(ttl_s / 60)), request_timeout=timeout_s), "set_ttl")
-        # Daytona also stops a sandbox that has had no activity for its time to live.
+        # Daytona also stops a sandbox without activity, here after its time to live.
         await self._guard(sandbox.refresh_activity(request_timeout=timeout_s), "refresh_activity")
 
     async def kill(self, *, timeout_s: float) -> None:
@@ -133,7 +132,7 @@ class DaytonaChannel:
     async def _guard(self, call: Coroutine[object, object, T], what: str) -> T:
         try:
             return await call
-        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise many types; all mapped
+        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise errors of many types
             raise await self._translated(error, what) from error
 
     async def _translated(self, error: Exception, what: str) -> SandboxError:
@@ -144,7 +143,7 @@ class DaytonaChannel:
             return gone
         except SandboxError:
             return SandboxDeadlineError(f"{mapped} (and could not check whether it is still alive)")
-        # The sandbox is alive, so this call failed: its answer was malformed or late.
+        # The sandbox is alive, so only this call failed: the answer was malformed or late.
         if isinstance(mapped, SandboxDeadlineError):
             return mapped
         return SandboxProtocolError(f"sandbox {self._id}: status {_status_of(error)}: {mapped}")
@@ -152,15 +151,15 @@ class DaytonaChannel:
 
 @cache
 def sdk() -> ModuleType:
-    """Return the SDK's module.
+    """Import and return Daytona's SDK.
 
     Raises:
-        SandboxConfigError: it is not installed.
+        SandboxConfigError: the SDK is not installed.
     """
     for name in _NAMES:
         if find_spec(name) is not None:
             with warnings.catch_warnings():
-                # Hide the older package's deprecation warning: the user didn't choose the package.
+                # Hide the deprecation warning of the older package `daytona_sdk`, because the user didn't choose it.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 return importlib.import_module(name)
     raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
@@ -169,11 +168,11 @@ def sdk() -> ModuleType:
 def daytona_error(error: Exception, what: str) -> SandboxError:
     """Convert an exception of the SDK to a SandboxError.
 
-    Most calls raise DaytonaError and its subclasses; some let the generated clients' ApiException through, which has a
-    status but no common base class with them. So the status decides, and the type only if there is no status.
+    Most calls raise DaytonaError or a subclass. Some raise ApiException of the generated clients, which has no base
+    class in common with DaytonaError. So the HTTP status decides; if there is none, the type decides.
 
     Args:
-        what: the call, for the message, e.g. `create`.
+        what: name of the call for the message, e.g. `create`.
     """
     text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
     status = _status_of(error)
@@ -202,14 +201,14 @@ _ENDED = ("destroyed", "destroying")
 
 
 class DaytonaProvider(ServiceProvider):
-    """Makes sandboxes at Daytona; see `rayapp.sandbox.leases.RemoteProvider`."""
+    """Provider of sandboxes at Daytona. `leases.RemoteProvider` describes its methods."""
 
     def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
         super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
 
 
 class DaytonaService:
-    """Daytona's control plane; see `rayapp.sandbox.providers.service.Service`."""
+    """Daytona's control plane. `providers.service.Service` describes its methods."""
 
     name = "daytona"
 
@@ -219,7 +218,9 @@ class DaytonaService:
         self._client: Any = None
 
     def client(self) -> Any:
-        """Return the SDK's client; made on the first call, because it belongs to the event loop running then."""
+        """Return the SDK's client. The first call makes it, because it belongs to the event loop that runs at that
+        time.
+        """
         if self._client is None:
             named = {"api_url": self._config.api_url, "target": self._config.target}
             given = {name: value for name, value in named.items() if value}
@@ -229,11 +230,11 @@ class DaytonaService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # Wait past the caller's deadline: a late answer still names the sandbox to end.
+        # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
         waited_s = timeout_s + _LATE_ANSWER_S
         try:
             made = await self.client().create(self._params(spec, labels, ttl_s), timeout=waited_s)
-        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise many types; all mapped
+        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise errors of many types
             await self._end_half_made(error)
             raise daytona_error(error, "create") from error
         return Connection(sandbox_id=made.id)
@@ -258,12 +259,12 @@ class DaytonaService:
         return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
 
     async def _end_half_made(self, error: Exception) -> None:
-        """End the sandbox that a timed-out creation names: it may still start."""
+        """End the sandbox that the error of a late creation names, because it may still start."""
         if (sandbox_id := getattr(error, "sandbox_id", None)) is not None:
             try:
                 await self.kill(str(sandbox_id))
             except SandboxError:
-                # The sweep by label ends the sandbox later; if it fails, the time to live does.
+                # A sweep will end the sandbox by its label; if the sweep fails, the sandbox's time to live ends it.
                 return
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
@@ -309,5 +310,7 @@ class DaytonaService:
 
 
 def _is_image(template: str) -> bool:
-    """Return True for `org/name:tag`; snapshot names contain neither a slash nor a colon."""
+    """Return True for a name of an image, e.g. `org/name:tag`. Names of snapshots contain neither a slash nor a
+    colon.
+    """
     return "/" in template or ":" in template

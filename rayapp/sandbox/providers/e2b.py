@@ -3,13 +3,14 @@
     E2BProvider -> ServiceProvider (deadlines, late answers) -> SdkService    (dialect e2b: the SDK's control plane)
                                                             '-> KruiseService (dialect kruise: see below)
 
-Both reach the inside of a sandbox through the SDK. docs/sandbox-providers.md lists which SDK
-versions fit which server.
+Both services reach the inside of a sandbox through the SDK. docs/sandbox-providers.md lists the SDK versions for each
+server.
 
-OpenKruise's sandbox-manager (also on Alibaba ACK) speaks an older version of E2B's protocol: `POST /sandboxes` but not
-the `/v2` routes with which SDKs since 2.51 create, and ports by path (`…/kruise/<sandbox>/<port>/…`) instead of by host
-name. So `KruiseService` makes the few control calls itself and tells the SDK the ports' URLs; the SDK is not patched.
-Both time limits are always sent: by default the server waits a hundred years for a sandbox.
+OpenKruise's sandbox-manager (also on Alibaba ACK) speaks an older version of E2B's protocol. It has `POST /sandboxes`,
+but not the `/v2` routes with which SDKs since 2.51 create sandboxes, and it names ports by path
+(`…/kruise/<sandbox>/<port>/…`), not by host name. So `KruiseService` makes the few control calls itself and gives the
+SDK the URLs of the ports; the SDK is not patched. The time limits of a creation and of a sandbox's life are always
+sent, because the server's default wait for a sandbox is a hundred years.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ from rayapp.sandbox.verdict.program import command_of, shell_command
 T = TypeVar("T")
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
-"""Function that makes the SDK's configuration from one sandbox's headers."""
+"""Function that makes the SDK's configuration from the HTTP headers for one sandbox."""
 
 
 class _Counted:
-    """Ends a command that writes without end, because the SDK keeps everything it reads."""
+    """Counter of a command's output. It ends a command that writes too much, because the SDK keeps everything that it
+    reads.
+    """
 
     def __init__(self, max_chars: int) -> None:
         self.room = max_chars
@@ -75,7 +78,7 @@ class Lifecycle:
 
 
 class E2BChannel:
-    """Data plane of one sandbox, used in the worker's process; see `rayapp.sandbox.providers.remote.Channel`."""
+    """Data plane of one sandbox, in the worker's process. `providers.remote.Channel` describes its methods."""
 
     def __init__(self, connection: Connection, make_config: MakeConfig, lifecycle: Lifecycle) -> None:
         self._id = connection.sandbox_id
@@ -83,7 +86,8 @@ class E2BChannel:
         headers = {"E2b-Sandbox-Id": self._id, "E2b-Sandbox-Port": str(ConnectionConfig.envd_port)}
         if connection.token:
             headers["X-Access-Token"] = connection.token
-        # Don't use the SDK's `connect`: it would ask the control plane once per lease for data that the connection has.
+        # The SDK's `connect` is not used: for each lease it would ask the control plane for data that the connection
+        # has.
         self._sandbox = AsyncSandbox(
             sandbox_id=self._id,
             sandbox_domain=connection.endpoint or None,
@@ -107,7 +111,7 @@ class E2BChannel:
             return str(error.stdout)
         except SandboxError:
             if output.room < 0:
-                return ""  # the code wrote to stdout around its watcher, so the output holds no report
+                return ""  # the code bypassed its watcher and printed too much, so there is no report
             raise
         return str(result.stdout)
 
@@ -117,7 +121,8 @@ class E2BChannel:
                 text,
                 on_stdout=lambda message: out(message.line),
                 on_stderr=lambda message: err(message.line),
-                # Longer than the call's own deadline: the SDK's error would not show whether code or network was slow.
+                # The SDK's time limit is longer than the call's deadline, because the SDK's error would not show
+                # whether the code or the network was slow.
                 timeout=timeout_s + 60.0,
             )
             failed = (await self._guard(call, "run_code")).error
@@ -126,7 +131,7 @@ class E2BChannel:
         return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        """See `rayapp.sandbox.providers.relay.Converse`."""
+        """Run a program and exchange lines with it, as `relay.Converse` describes."""
         run = self._sandbox.commands.run(
             shell_command(program), background=True, stdin=True, on_stdout=hear, timeout=0, retain_output=False
         )
@@ -166,7 +171,7 @@ class E2BChannel:
             return await call
         except (e2b.CommandExitException, e2b.NotEnoughSpaceException, e2b.InvalidArgumentException):
             raise
-        except Exception as error:  # boundary: the SDK, its transports and its decoders raise many types; all mapped
+        except Exception as error:  # boundary: the SDK, its transports and its decoders raise errors of many types
             raise await self._translated(error, what) from error
 
     async def _translated(self, error: Exception, what: str) -> SandboxError:
@@ -176,7 +181,7 @@ class E2BChannel:
             return SandboxGoneError(text)
         if isinstance(error, e2b.RateLimitException):
             return SandboxRateLimitError(text)
-        # A TimeoutException may mean a slow answer or a dead sandbox: ask the control plane.
+        # A TimeoutException can mean a slow answer or a dead sandbox, so ask the control plane.
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 is_running = await self._lifecycle.is_running(self._id)
@@ -198,7 +203,7 @@ _DEFAULT_ENVD = "0.1.0"
 
 
 class KruiseConfig(ConnectionConfig):  # type: ignore[misc]
-    """The SDK's configuration, with ports reached by path instead of host name."""
+    """Configuration of the SDK whose URLs name a sandbox's ports by path, not by host name."""
 
     def __init__(self, ports_url: str, **options: Any) -> None:
         super().__init__(**options)
@@ -212,7 +217,7 @@ class KruiseConfig(ConnectionConfig):  # type: ignore[misc]
 
 
 class KruiseService:
-    """Control plane of a sandbox-manager; see `rayapp.sandbox.providers.service.Service`."""
+    """Control plane of OpenKruise's sandbox-manager. `providers.service.Service` describes its methods."""
 
     name = "e2b"
 
@@ -269,7 +274,7 @@ class KruiseService:
         return answer.status_code != 404 and _object(answer).get("state", "running") == "running"
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None:
-        """Set the sandbox's end to ttl_s from now."""
+        """Make the manager end the sandbox `ttl_s` seconds from now."""
         body = {"timeout": max(_MIN_TTL_S, math.ceil(ttl_s))}
         answer = await self._call(
             "POST", f"/sandboxes/{sandbox_id}/timeout", json=body, timeout_s=_CALL_TIMEOUT_S, gone_is_fine=True
@@ -309,7 +314,7 @@ class KruiseService:
             return answer
         text = f"{what}: {answer.status_code}: {answer.text[:300]}"
         if answer.status_code == 403:
-            text += " (quota)"  # the manager's answer when a quota is met
+            text += " (quota)"  # the manager answers so when a quota is reached
         wait_s = retry_after_s(answer.headers.get("retry-after"))
         raise error_of_status(answer.status_code, text, E2B, wait_s=wait_s)
 
@@ -336,7 +341,7 @@ def _object(answer: httpx.Response) -> dict[str, object]:
 
 
 class E2BProvider(ServiceProvider):
-    """Makes sandboxes by E2B's protocol; see `rayapp.sandbox.leases.RemoteProvider`."""
+    """Provider of sandboxes of a server with E2B's protocol. `leases.RemoteProvider` describes its methods."""
 
     def __init__(self, config: E2BConfig, *, api_key: str) -> None:
         service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
@@ -344,7 +349,7 @@ class E2BProvider(ServiceProvider):
 
 
 class SdkService:
-    """E2B's control plane through the SDK; see `rayapp.sandbox.providers.service.Service`."""
+    """E2B's control plane through the SDK. `providers.service.Service` describes its methods."""
 
     name = "e2b"
 
@@ -357,7 +362,7 @@ class SdkService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # With this key, retries (the SDK's own, and those after a lost answer) return the same sandbox.
+        # With this key, a creation that is repeated (by the SDK, or after a lost answer) returns the same sandbox.
         key = str(uuid.uuid4())
         try:
             return await self._create(spec, labels, ttl_s, timeout_s, key)
@@ -378,16 +383,18 @@ class SdkService:
                 allow_internet_access=self._config.allow_internet,
                 lifecycle={"on_timeout": "kill"},
                 idempotency_key=key,
-                # Wait past the caller's deadline: a late answer still names the sandbox to end.
+                # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
                 request_timeout=timeout_s + _LATE_ANSWER_S,
                 **self._options,
             )
-        except Exception as error:  # boundary: the SDK raises from three roots and its transports from others
+        # boundary: the errors of the SDK have three base classes, those of its transports others
+        except Exception as error:
             raise control_error(error, "create") from error
         return Connection(
             sandbox_id=made.sandbox_id,
             endpoint=made.sandbox_domain or "",
-            # The SDK does not expose two of these fields, which a worker needs to connect to the sandbox.
+            # A worker needs all of these fields to connect to the sandbox. The SDK has two of them only as private
+            # fields.
             token=made._envd_access_token or "",  # noqa: SLF001
             traffic_token=made.traffic_access_token or "",
             version=str(made._envd_version),  # noqa: SLF001
@@ -414,7 +421,7 @@ class SdkService:
         """Return True if the control plane lists the sandbox as running.
 
         Raises:
-            SandboxError: the question could not be answered.
+            SandboxError: the control plane did not answer, or refused the call.
         """
         try:
             info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
@@ -425,7 +432,7 @@ class SdkService:
         return bool(info.state == SandboxState.RUNNING)
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None:
-        """Set the sandbox's end to ttl_s from now."""
+        """Make the control plane end the sandbox `ttl_s` seconds from now."""
         try:
             await AsyncSandbox.set_timeout(
                 sandbox_id, math.ceil(ttl_s), request_timeout=_CALL_TIMEOUT_S, **self._options
@@ -443,17 +450,17 @@ class SdkService:
         return ConnectionConfig(extra_sandbox_headers=headers, **self._options)
 
     async def close(self) -> None:
-        """Do nothing: the SDK's connections belong to the process, not to this object."""
+        """Do nothing, because the SDK's connections belong to the process and not to this object."""
 
 
 def control_error(error: Exception, what: str) -> SandboxError:
     """Convert an exception of the SDK's control plane to a SandboxError.
 
-    The SDK has several base classes: SandboxException, AuthenticationException, ServiceBusyException, and raw errors
-    of its transports.
+    The SDK's errors have several base classes: SandboxException, AuthenticationException, ServiceBusyException, and
+    those of its transports.
 
     Args:
-        what: the call, for the message, e.g. `create`.
+        what: name of the call for the message, e.g. `create`.
     """
     text = f"e2b {what}: {type(error).__name__}: {error}"[:600]
     if isinstance(error, e2b.AuthenticationException):

@@ -1,11 +1,11 @@
 """Sandboxes that run no code and give scripted answers, to test tasks and the pool without a provider.
 
     provider = FakeProvider(respond=lambda code: "42\\n")        every run_code prints 42
-    provider.fail_next("create", SandboxQuotaError("full"))      one call fails; more calls, more failures
-    provider.hang_next("create")                                 one call answers only after `let_go()`
+    provider.fail_next("create", SandboxQuotaError("full"))      the next creation fails
+    provider.hang_next("create")                                 the next creation answers only after `let_go()`
 
-`fail_share` makes this share of all calls fail, in every way in which a provider can; the seed makes it repeatable. The
-attributes `living`, `created`, `killed` and `calls` record the calls. Every call still has its deadline.
+`fail_share` is the share of all calls that fail, in every way in which a provider can fail; `seed` makes the failures
+repeatable. The attributes `living`, `created`, `killed` and `calls` record the calls. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, S
 from rayapp.sandbox.leases import Connection
 
 Respond = Callable[[str], ExecResult | str]
-"""Function that returns the result of code; a string is the stdout of a successful result."""
+"""Function that returns the result of running code. A string stands for a successful run that printed it."""
 Call = Callable[[str, str, Sequence[object]], object]
-"""Function of (code, function name, arguments) that returns a call's value; an exception becomes the call's error."""
+"""Function of (code, function name, arguments) that returns a call's value. An exception becomes the call's error."""
 
 _REMEMBERED = 1000
-"""Maximum calls in the records, so that this object's memory does not grow in soak tests of the pool."""
+"""Maximum number of calls in each record, so that memory does not grow in long tests of the pool."""
 
 
 class FakeProvider:
-    """Makes fake sandboxes; see `rayapp.sandbox.leases.RemoteProvider`.
+    """Provider of fake sandboxes. `leases.RemoteProvider` describes its methods.
 
     Args:
-        name: provider name in results and in the pool.
-        respond: output of code; default: none.
-        call: result of a function; default: None.
+        name: name of the provider in results and in the pool.
+        respond: returns the result of running code; by default code prints nothing.
+        call: returns the value of a function call; by default None.
         latency_s: duration of each call.
-        fail_share: share of calls that fail, in every way in which a provider can.
-        seed: selects the failing calls.
-        max_alive: quota of living sandboxes; 0 is none.
+        fail_share: share of calls that fail, in every way in which a provider can fail.
+        seed: chooses the calls that fail.
+        max_alive: quota of living sandboxes; 0: no quota.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class FakeProvider:
         self.respond: Respond = respond or (lambda code: "")
         self.call: Call = call or (lambda code, function, args: None)
         self.living: dict[str, dict[str, str]] = {}
-        """Sandbox id -> labels."""
+        """Id of a living sandbox -> its labels."""
         self.created: list[str] = []
         self.killed: list[str] = []
-        """Ids of the last _REMEMBERED killed sandboxes."""
+        """Ids of the last _REMEMBERED sandboxes that were killed."""
         self.calls: Counter[str] = Counter()
         self.extended: dict[str, float] = {}
-        """Sandbox id -> last ttl_s."""
+        """Sandbox id -> time to live of its last extension, in seconds."""
         self.max_alive = max_alive
         self.is_closed = False
         self._latency_s = latency_s
@@ -94,7 +94,7 @@ class FakeProvider:
         self._scripted[method].append(None)
 
     def let_go(self) -> None:
-        """Let every hanging call continue, now and in future."""
+        """Let all calls that hang continue, and later calls too."""
         self._gate.set()
 
     def lose(self, sandbox_id: str) -> None:
@@ -112,7 +112,7 @@ class FakeProvider:
         self.created.append(sandbox_id)
         del self.created[:-_REMEMBERED]
         if self._fails():
-            # The sandbox exists, but its creator never gets the id: a sweep has to find it.
+            # The sandbox exists, but the caller never gets its id, so a sweep must find it.
             raise SandboxDeadlineError("the reply to create was lost")
         return FakeSandbox(self, Connection(sandbox_id=sandbox_id))
 
@@ -135,10 +135,10 @@ class FakeProvider:
         self.is_closed = True
 
     async def answer(self, method: str) -> None:
-        """Delay or fail a call as scripted. Every call passes through here.
+        """Delay a call, and raise its failure. Every call goes through this method.
 
         Raises:
-            SandboxError: as scripted, or by chance.
+            SandboxError: `fail_next` or `fail_share` makes this call fail.
         """
         self.calls[method] += 1
         await asyncio.sleep(self._latency_s)
@@ -165,7 +165,7 @@ _WAYS_TO_FAIL: tuple[Callable[[], SandboxError], ...] = (
 
 
 class FakeSandbox:
-    """One fake sandbox, made by `FakeProvider`; see `rayapp.core.protocols.Sandbox`."""
+    """A sandbox of `FakeProvider`. `core.protocols.Sandbox` describes its methods."""
 
     def __init__(self, provider: FakeProvider, connection: Connection) -> None:
         self._provider = provider
@@ -223,7 +223,7 @@ class FakeSandbox:
     def _call(self, code: str, function: str, args: Sequence[object]) -> CallResult:
         try:
             return CallResult(ok=True, value=self._provider.call(code, function, args))
-        except Exception as error:  # boundary: the script stands for candidate code
+        except Exception as error:  # boundary: the test's function stands for candidate code
             return CallResult(ok=False, error=f"{type(error).__name__}: {error}")
 
     async def _answer(self, method: str, timeout_s: float) -> None:

@@ -2,9 +2,9 @@
 
     McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
 
-The protocol has no call to list, extend or end a sandbox: a session is its only handle. So the process that uses the
-sandbox opens the session, the pool only counts sandboxes, and a sandbox ends after the time to live that was sent at
-its start.
+MCP has no call to list, extend or end a sandbox: a session is a sandbox's only handle. So the process that uses the
+sandbox opens the session, and the pool only counts sandboxes. A sandbox ends after the time to live that was sent when
+its session began.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from rayapp.sandbox.providers.remote import RemoteSandbox, Sink, run_session
 from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
 
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
-"""Error codes of OpenKruise's server, besides those of JSON-RPC."""
+"""Error codes of OpenKruise's server that JSON-RPC does not define."""
 _CHUNK_BYTES = 48_000
-_NO_LASTING = "provider mcp with tool: once gives no sandbox that outlasts a call; use tool: session"
+_NO_LASTING = "provider mcp has tool: once, with which a sandbox ends after each call: use tool: session"
 
 
 class McpProvider:
-    """Makes sandboxes by opening sessions; see `rayapp.core.protocols.SandboxProvider`.
-
-    `list` and `kill` cover only the sandboxes of this object.
+    """Provider that makes a sandbox by opening a session. `core.protocols.SandboxProvider` describes its methods;
+    `list` and `kill` know only the sandboxes of this object.
     """
 
     name = "mcp"
@@ -64,7 +63,9 @@ class McpProvider:
         return self._sandbox(Connection(sandbox_id=sandbox_id), channel, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        """Return a sandbox that this object created. Sessions can't be passed to another process."""
+        """Return a sandbox that this object created. Sandboxes of other processes can't be used, because sessions can't
+        be passed on.
+        """
         known = self._living.get(connection.sandbox_id)
         if known is None:
             raise SandboxGoneError(f"sandbox {connection.sandbox_id} was not created in this process, or has ended")
@@ -102,7 +103,7 @@ class McpProvider:
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpChannel:
-    """Data plane of one session; see `rayapp.sandbox.providers.remote.Channel`."""
+    """Data plane of one session's sandbox. `providers.remote.Channel` describes its methods."""
 
     id: str
     session: McpSession
@@ -124,12 +125,14 @@ class McpChannel:
         return await self._command(command, timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
-        # Pass only `cmd`, the argument that every server has: the watcher sets the spec's environment variables.
+        # Only `cmd` is passed, the one argument that every server has. The watcher sets the spec's environment
+        # variables.
         answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
-        # Run the program in a separate interpreter: the server's is a notebook kernel, which captures prints.
+        # The program runs in an interpreter of its own, because the server's is a notebook kernel, which captures
+        # prints.
         code = (
             "import os, subprocess, sys\n"
             f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
@@ -177,7 +180,7 @@ class McpChannel:
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
         if time.monotonic() + ttl_s > self.ends_at + 1.0:
             raise SandboxConfigError(
-                f"sandbox {self.id}: an MCP server has no call to extend one; it ends in "
+                f"sandbox {self.id} can't be extended, because MCP has no call for this. It ends in "
                 f"{self.ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
             )
 
@@ -193,7 +196,7 @@ class McpChannel:
         """
         try:
             answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
-        except Exception as error:  # boundary: the SDK and its transport; all mapped
+        except Exception as error:  # boundary: the SDK and its transport raise errors of many types
             raise _call_error(first_error(error), tool) from error
         said = " ".join(str(getattr(part, "text", "")) for part in answer.content)
         if answer.is_error:
@@ -203,8 +206,8 @@ class McpChannel:
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:
-        """Set the spec's environment variables in the interpreter before it runs code: the tool has no argument for
-        them.
+        """Set the spec's environment variables in the interpreter before it runs code, because the tool has no argument
+        for them.
         """
         if self.spec.env and not self._is_env_set:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
@@ -232,11 +235,11 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
 
 
 async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession:
-    """Open the session and return it.
+    """Open a session and return it.
 
     Raises:
         SandboxConfigError: the server refuses the key.
-        SandboxDeadlineError: no answer in time.
+        SandboxDeadlineError: the server did not answer in time.
         SandboxUnavailableError: the server can't be reached, or does not speak MCP.
     """
     try:
@@ -267,7 +270,8 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 def _tool_error(text: str, tool: str) -> SandboxError:
     """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code in the same way.
-    But our watcher reports failed code itself, so a failure of the tool means a failed sandbox."""
+    But rayapp's watcher catches failures of code, so a tool that fails means a failed sandbox.
+    """
     said = f"mcp {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")

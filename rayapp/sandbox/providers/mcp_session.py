@@ -1,8 +1,8 @@
-"""One session with an MCP server, for the sandbox provider `mcp.py` and the tools' `mcp_link.py`.
+"""One session with an MCP server, for the sandbox provider (`mcp.py`) and for tools of MCP servers
+(`tools/mcp_tool.py`).
 
-The SDK's client must be entered and left by the same asyncio task, while calls come from many tasks. So one task holds
-the session, and concurrent calls go through that task. Raises the protocol's errors; each caller converts them to its
-own errors.
+The SDK's client must be entered and left in the same asyncio task, but calls come from many tasks. So one task enters
+and leaves the client, and other tasks call it meanwhile. Methods raise the SDK's errors, which each caller converts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _LOST = ("connection", "session", "terminated", "closed", "cancelled")
 _MAX_EVENT_BYTES = 40 << 20
-"""Maximum size of an answer: the largest report takes 14 MiB, and a server sends it both as text and as structure."""
+"""Maximum size of an answer. The largest report takes 14 MiB, and a server sends it twice: as text and as JSON."""
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
 _TIMEOUT = httpx2.Timeout(30.0, read=None, pool=None)
 Wrap = Callable[[httpx2.AsyncBaseTransport], httpx2.AsyncBaseTransport]
 
 
 class RpcError(Exception):
-    """An error of the protocol, received as the answer to a call."""
+    """A call was answered with an error of the protocol (JSON-RPC)."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,9 @@ class RpcError(Exception):
 
     @property
     def is_lost(self) -> bool:
-        """True if the session itself failed. Only the text shows it, whether from the SDK or from the server."""
+        """True if the session itself failed. Only the error's text shows this, both in the SDK's errors and in the
+        server's.
+        """
         return any(word in str(self).lower() for word in _LOST)
 
 
@@ -52,16 +54,17 @@ class McpSession:
     Args:
         url: URL of the server.
         headers: HTTP headers, with the key.
-        wrap: wraps the HTTP transport that sends the requests.
+        wrap: wraps the HTTP transport that sends the requests; None: the transport is used as it is.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, wrap: Wrap | None = None) -> None:
-        # Importing the SDK takes 1.5 s: import it only in processes that use a server, and before the deadline of
-        # `open` starts.
+        # The import of the SDK takes 1.5 s. It is done here, so that only processes that use a server need this time,
+        # and before the deadline of `open` starts.
         import mcp.client.streamable_http  # noqa: F401
 
         self.status = 0
-        """Last HTTP status. The SDK raises one error for all statuses, but a wrong key differs from a busy server."""
+        """Last HTTP status, e.g. to tell a wrong key from a busy server: the SDK raises the same error for all
+        statuses."""
         self._url = url
         self._headers = dict(headers)
         self._wrap = wrap
@@ -77,8 +80,8 @@ class McpSession:
         """Connect and complete the handshake.
 
         Raises:
-            TimeoutError: no answer in time.
-            Exception: the first failure, an error of the SDK or of its transport; `status` may say more.
+            TimeoutError: the server did not answer in time.
+            Exception: the first error of the SDK or of its transport; `status` may have the reason.
         """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"MCP session {self._url}")
@@ -97,13 +100,14 @@ class McpSession:
             transport = streamable_http_client(
                 self._url, http_client=(http := self._http()), max_sse_event_size=_MAX_EVENT_BYTES
             )
-            # `legacy`: the servers that rayapp uses keep sessions; the newer protocol begins with a probe outside a
-            # session.
+            # The mode is `legacy` because the servers that rayapp uses keep sessions. The newer protocol begins with a
+            # request outside a session.
             async with http, Client(transport, mode="legacy") as client:
                 self._client = client
                 ready.set_result(None)
                 await self._is_over.wait()
-        except Exception as error:  # boundary: the SDK raises groups of many types; passed to the waiting caller
+        # boundary: the SDK raises exception groups of many types; the waiting caller gets the error
+        except Exception as error:
             if not ready.done():
                 ready.set_exception(first_error(error))
             else:
@@ -115,7 +119,7 @@ class McpSession:
 
     def _http(self) -> httpx2.AsyncClient:
         hooks: Any = {"response": [self._note_status]}
-        # Without `wrap` use the client's default transport, which honours proxies from environment variables.
+        # Without `wrap` the client's default transport is used, which honours proxies from environment variables.
         transport = (
             self._wrap(httpx2.AsyncHTTPTransport(verify=_certificates(), limits=_LIMITS)) if self._wrap else None
         )
@@ -143,12 +147,12 @@ class McpSession:
                 return found
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Call a tool. Returns the server's answer, which may report a failure of the tool.
+        """Call a tool, and return the server's answer, which may report a failure of the tool.
 
         Raises:
-            TimeoutError: no answer in time.
-            RpcError: the answer is an error of the protocol; `is_lost` tells whether it ended the session.
-            Exception: any other error of the SDK and its transport: the session is lost.
+            TimeoutError: the server did not answer in time.
+            RpcError: the answer is an error of the protocol; `is_lost` is True if the session is lost.
+            Exception: another error of the SDK or of its transport: the session is lost.
         """
         from mcp import MCPError
         from mcp_types import REQUEST_TIMEOUT
@@ -158,7 +162,7 @@ class McpSession:
             async with asyncio.timeout(timeout_s + 1.0):
                 return await client.call_tool(tool, dict(arguments), read_timeout_seconds=timeout_s)
         except MCPError as error:
-            # Check the text as well: servers also use this code for a key that they refuse.
+            # The code alone is not enough, because servers also use it for a key that they refuse.
             if error.code == REQUEST_TIMEOUT and "timed out" in error.message.lower():
                 raise TimeoutError(error.message) from None
             raise RpcError(error.code, error.message) from error
@@ -168,7 +172,8 @@ class McpSession:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._open_client().send_ping()
-        except Exception:  # boundary: as above; any failure means no
+        # boundary: the SDK and its transport raise errors of many types; each means that there is no answer
+        except Exception:
             return False
         return True
 
@@ -178,7 +183,7 @@ class McpSession:
         return self._client
 
     def end(self) -> None:
-        """Tell the task that holds the session to leave it, and don't wait."""
+        """Make the task that holds the session end it; don't wait for the end."""
         self._is_over.set()
 
     async def close(self, *, timeout_s: float = 5.0) -> None:
@@ -193,5 +198,5 @@ class McpSession:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return the trusted certificates, read once: reading takes 25 ms, and each session has its own client."""
+    """Return the trusted certificates. They are read once for all sessions, because reading takes 25 ms."""
     return httpx2.create_ssl_context()

@@ -1,9 +1,9 @@
-"""The loopback of a remote sandbox: a relay program in it carries connections over its stdin and stdout.
+"""The loopback of a remote sandbox: a relay program in the sandbox carries connections over its stdin and stdout.
 
     program in the sandbox -- TCP --> relay_program.py -- lines --> hear() -- a pair of sockets --> Loopback.accept()
 
-No port of the sandbox is opened, and it needs no network. The lines are written next to hostile code: forged lines
-reach the service behind the loopback, which that code may reach anyway.
+No port of the sandbox is opened, and the sandbox needs no network. Hostile code can forge lines, but gains nothing:
+forged lines only reach the service behind the loopback, to which the code may connect in any case.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from rayapp.sandbox.verdict.program import new_nonce
 
 _SOURCE = Path(relay_program.__file__).read_text()
 _MOST_UNREAD_BYTES = 64 << 20
-"""Maximum bytes, over all connections, that the gateway has not read yet."""
+"""Maximum number of bytes, over all connections, that the service behind the loopback has not read yet."""
 Hear = Callable[[str], Awaitable[None]]
 Say = Callable[[str], Awaitable[None]]
 
 
 class Converse(Protocol):
-    """Runs a program with the sandbox's python3, beside other calls of the channel, until it ends or is cancelled.
+    """Method of a channel that runs a program with the sandbox's python3, while other calls run, until the program ends
+    or the call is cancelled.
 
     Args:
         hear: called with the program's output, piece by piece.
-        started: called with the function that writes to its standard input.
+        started: called with the function that writes to the program's standard input.
     """
 
     async def __call__(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None: ...
@@ -43,10 +44,10 @@ class Converse(Protocol):
 
 @asynccontextmanager
 async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loopback]:
-    """Run a relay for the length of a block, which is cancelled when the relay fails.
+    """Run a relay for the length of a block, and yield the loopback. If the relay fails, the block is cancelled.
 
     Args:
-        timeout_s: maximum wait until the relay listens.
+        timeout_s: maximum seconds until the relay listens.
     Raises:
         SandboxError: the relay did not start, or has ended.
     """
@@ -116,7 +117,9 @@ class _Relay:
             writer.close()
 
     def _check_unread(self) -> None:
-        """Limit the unread bytes in memory. Waiting instead would stop the other connections, whose lines come next."""
+        """Check that the unread bytes in memory stay below the limit. Waiting until they are read would stop all
+        connections.
+        """
         if sum(writer.transport.get_write_buffer_size() for writer in self._writers.values()) > _MOST_UNREAD_BYTES:
             raise SandboxProtocolError(f"the relay in the sandbox sent {_MOST_UNREAD_BYTES} bytes that were not read")
 
@@ -144,7 +147,8 @@ class _Relay:
                     await self._send(number, data)
         finally:
             self._writers.pop(number).close()
-        await self._send(number, b"")  # after `pop`, because the sandbox may then open another connection
+        # after `pop`, because the program in the sandbox may then open another connection
+        await self._send(number, b"")
 
     async def _send(self, number: int, data: bytes) -> None:
         assert self._say is not None, "there is no output before the program has started"

@@ -1,10 +1,11 @@
-"""Runs inside a remote sandbox: listens on its loopback and carries connections over its stdin and stdout.
+"""Program that runs inside a remote sandbox: it listens on the sandbox's loopback and carries connections over stdin
+and stdout.
 
-    program -- TCP --> this -- lines on stdout --> relay.py        this <-- lines on stdin -- relay.py
+    program <-- TCP --> relay_program.py <-- lines on stdin and stdout --> relay.py
 
-A line is `MARK NUMBER DATA`: number of the connection, from 1 on, and a piece of its bytes, zlib in base64; a line
-without data ends the connection. Line 0 gives the listening port and a folder that only the relay uses. Self-contained
-(standard library only, Python 3.9): `relay.py` sends its source.
+A line is `MARK NUMBER DATA`: the number of a connection, from 1 on, and a piece of its bytes, compressed by zlib, in
+base64. A line without data ends the connection. The line with number 0 gives the port and a folder that only the relay
+uses. `relay.py` sends this file's source, so the program uses only Python 3.9's standard library.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ import tempfile
 import zlib
 
 PIECE_BYTES = 32768
-"""Bytes of a connection in one line: some servers drop lines of 64 KiB and more."""
+"""Maximum number of a connection's bytes in one line, because some servers drop lines of 64 KiB and more."""
 MOST_CONNECTIONS = 256
-"""Maximum connections that the relay carries at once; further ones wait."""
+"""Maximum number of connections that the relay carries at the same time; further connections wait."""
 
 Carried = tuple[asyncio.StreamWriter, asyncio.Event]
 """A connection, and an event that is set when relay.py has ended it."""
 
 
 def line_of(mark: str, number: int, data: bytes) -> bytes:
-    """Return one line, with its newline."""
+    """Return the line for a piece of a connection, with its newline."""
     return f"{mark} {number} {base64.b64encode(zlib.compress(data, 1)).decode() if data else ''}\n".encode()
 
 
 def parts_of(line: str) -> tuple[int, bytes]:
-    """Parse the text after the mark to number and piece. Raises ValueError or zlib.error if it is malformed."""
+    """Parse the part of a line after the mark; return number and piece. Raises ValueError or zlib.error: it is
+    malformed.
+    """
     number, _, packed = line.strip().partition(" ")
     data = base64.b64decode(packed, validate=True)
     return int(number), zlib.decompressobj().decompress(data, PIECE_BYTES) if data else b""
@@ -53,7 +56,7 @@ async def main(mark: str) -> None:
             except OSError:
                 pass
             _say(line_of(mark, number, b""))
-            await is_ended.wait()  # relay.py counts the connection as open until then
+            await is_ended.wait()  # relay.py counts the connection as open until its own end is closed
             del carried[number]
 
     server = await asyncio.start_server(carry, "127.0.0.1", 0, backlog=MOST_CONNECTIONS)

@@ -1,13 +1,13 @@
-"""A sandbox behind a provider's service: one class for all providers, over a channel that is different for each.
+"""A sandbox behind a provider's service: one class for all providers, over a channel that each provider implements.
 
     RemoteSandbox (jobs, deadlines, results) -> Channel (e2b | daytona | mcp): run a program, copy files, check and end
-    the sandbox
+                                                the sandbox
 
-Code and functions run in a fresh interpreter under our watcher (`watcher.py`), which keeps the deadline and the caps
-inside the sandbox. The channel's deadline is longer by a margin; if it passes, the provider has failed.
+Code and functions run in a fresh interpreter under rayapp's watcher (`watcher.py`), which enforces the deadline and the
+output limits inside the sandbox. The channel's deadline is longer by a margin; if it passes, the provider has failed.
 
-Stateful code runs in the provider's own interpreter, without our watcher. So `run_session` enforces deadline and output
-limit from outside, and appends a last line to the code's output, without which the stream counts as cut off.
+Stateful code runs in the provider's own interpreter, without the watcher. So `run_session` enforces the deadline and
+the output limit from outside. It also makes the code print a last line; output without this line was cut off.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _CALLS_OUTPUT_BYTES = 65536
 
 
 class Channel(Protocol):
-    """One provider's operations on one sandbox. Errors are those of `rayapp.core.errors`."""
+    """A provider's operations on one sandbox. They raise errors of `rayapp.core.errors`."""
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
-        """Run a program with the sandbox's python3, in an interpreter of its own. Returns its stdout.
+        """Run a program in a new interpreter of the sandbox's python3, and return its stdout.
 
-        Output longer than `max_chars` may be cut, or end the program. A nonzero exit status is no error; a sandbox
-        that died is one.
+        If the program prints more than `max_chars`, its output may be cut or the program ended. A nonzero exit status
+        raises no error; a sandbox that died raises one.
         """
         ...
 
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
-        """Run code in the interpreter that lives as long as the sandbox."""
+        """Run code in the sandbox's long-lived interpreter, which keeps variables between calls."""
         ...
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None: ...
@@ -60,14 +60,15 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RemoteSandbox:
-    """Runs jobs through a channel; see `rayapp.core.protocols.Sandbox`."""
+    """Sandbox that runs jobs through a channel. `core.protocols.Sandbox` describes its methods."""
 
     provider: str
     connection: Connection
     channel: Channel
     spec: SandboxSpec
     margin_s: float
-    """Seconds for the network and for starting an interpreter, beyond the code's own time limit."""
+    """Seconds that a call may take in addition to the code's time limit, for the network and the start of an
+    interpreter."""
 
     @property
     def id(self) -> str:
@@ -162,7 +163,7 @@ class RemoteSandbox:
         found = await self._find_report(full, nonce, timeout_s + self.margin_s, max_bytes)
         if found is not None:
             return program.read_report(found, max_output_bytes=max_output_bytes)
-        # The program ended without a report: the code killed its watcher, or the whole sandbox.
+        # The program ended without a report: the code killed its watcher, or the whole sandbox died.
         if not await self.alive():
             raise SandboxGoneError(f"sandbox {self.id} ended while code ran in it")
         return results.failure(results.NO_REPORT, self.provider, exit_code=-9)
@@ -192,7 +193,8 @@ class RemoteSandbox:
 _PROBE_TIMEOUT_S = 10.0
 Sink = Callable[[str], None]
 Run = Callable[[str, Sink, Sink], Awaitable[str]]
-"""(code, stdout, stderr) -> `ValueError: …` if the code raised, else empty. Cancelling the call stops the code."""
+"""Function that runs code, given (code, stdout, stderr). It returns `ValueError: …` if the code raised, else an empty
+text. If the call is cancelled, the code stops."""
 
 
 async def run_session(
@@ -204,13 +206,13 @@ async def run_session(
     timeout_s: float,
     max_output_bytes: int,
 ) -> ExecResult:
-    """Run code in a session by `run`, and return its result.
+    """Run code in a session through the function `run`, and return the result.
 
     Args:
         alive: the channel's check that the sandbox is alive.
     Raises:
-        SandboxGoneError: the sandbox died meanwhile.
-        SandboxProtocolError: the answer broke off.
+        SandboxGoneError: the sandbox died while the code ran.
+        SandboxProtocolError: the output ended before the code's last line.
     """
     mark = new_nonce()
     # Leave room for the mark and for the newline before it.
@@ -248,7 +250,7 @@ async def run_session(
 
 
 class _CappedOutput:
-    """Output of code, up to a limit for each stream; `is_full` once the code printed more."""
+    """Output of code, up to a limit for each stream. The event `is_full` is set when the code prints more."""
 
     def __init__(self, max_bytes: int, num_extra: int) -> None:
         self.is_full = asyncio.Event()

@@ -1,11 +1,11 @@
-"""A provider that is a remote service: deadlines, late answers and clean-up, the same for all services.
+"""Base of the providers that are remote services: deadlines, late answers and clean-up, which are the same for all.
 
     ServiceProvider (these rules) -> Service (e2b | daytona: the calls themselves)
 
-If a creation is answered after its deadline, the sandbox is killed then. If the answer is lost, the sandbox is found by
-this object's label and killed when the object closes; the pool's sweep finds it earlier.
+If a creation is answered after its deadline, the sandbox is killed at once. If the answer is lost, the pool's next
+sweep kills the sandbox; without a pool, the provider object finds it by its label and kills it when it is closed.
 
-`error_of_status` converts a service's HTTP status to a SandboxError: one table for all services.
+`error_of_status` converts an HTTP status to a SandboxError, by one table for all services.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rayapp.sandbox.providers.remote import Channel, RemoteSandbox
 
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
-"""Built-in exceptions that an SDK raises if the server's answer has an unexpected form."""
+"""Python's own exceptions that an SDK raises if the server's answer has an unexpected form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """Words by which one service's message is recognized as a full quota, and the hint for permanent refusals."""
+    """Words in a service's message that mean that a quota is reached, and the hint for refusals that are permanent."""
 
     quota_words: tuple[str, ...]
     quota_statuses: tuple[int, ...]
@@ -93,21 +93,22 @@ def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float |
 
 log = logging.getLogger(__name__)
 MAKER_LABEL = "rayapp-maker"
-"""Label: id of the provider object that created a sandbox."""
+"""Label whose value is the id of the provider object that created the sandbox."""
 _LATE_WAIT_S = 120.0
 _CLOSE_WAIT_S = 5.0
 
 
 class Service(Protocol):
-    """The calls of one service. Raises only errors of `rayapp.core.errors`; implementations convert an SDK's other
-    exceptions."""
+    """The calls of one service. Implementations convert an SDK's exceptions: they raise only errors of
+    `rayapp.core.errors`.
+    """
 
     name: str
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        """Create a sandbox. timeout_s is the caller's wait; the call may take longer."""
+        """Create a sandbox. The caller waits only `timeout_s` seconds; the call may take longer."""
         ...
 
     def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]: ...
@@ -120,10 +121,10 @@ class Service(Protocol):
 
 
 class ServiceProvider:
-    """Adds deadlines and clean-up to a service; see `rayapp.sandbox.leases.RemoteProvider`.
+    """Provider that adds deadlines and clean-up to a service. `leases.RemoteProvider` describes its methods.
 
     Args:
-        answer_within_s: see the field of this name in the provider's configuration.
+        answer_within_s: seconds that a call to a sandbox may take in addition to the code's own time limit.
     """
 
     def __init__(self, service: Service, *, answer_within_s: float) -> None:
@@ -164,7 +165,7 @@ class ServiceProvider:
         return self._sandbox(connection, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        """See the protocol."""
+        """Return a sandbox that another process created; see `RemoteProvider.attach`."""
         return self._sandbox(connection, spec)
 
     def _sandbox(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
@@ -219,7 +220,7 @@ class ServiceProvider:
             log.warning("%s: a creation past its deadline failed: %s", self.name, error)
 
     async def _end_what_was_made(self) -> None:
-        """Kill the known sandboxes by id, and unknown ones by label."""
+        """Kill the sandboxes of this object: known ones by id, others by the label of this object."""
         left = set(self._made)
         try:
             if self._has_lost:

@@ -1,4 +1,4 @@
-"""Makes provider objects from the configuration. Imports an SDK only when its provider is configured."""
+"""Makes provider objects from the configuration. An SDK is imported only if the configuration has its provider."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
-    """Return how many local sandboxes may be in use at once."""
+    """Return the number of local sandboxes that may be in use at the same time."""
     own = config.local.max_sandboxes if config.local is not None else 0
     return own or config.max_leases or num_cores()
 
@@ -64,7 +64,7 @@ def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
 
 
 def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """Return the remote providers that can list sandboxes which another process made.
+    """Return the remote providers that can list sandboxes of other processes.
 
     Raises:
         SandboxConfigError: a provider's package or key is missing.
@@ -77,7 +77,7 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
     """Make one remote provider.
 
     Raises:
-        SandboxConfigError: its package or its key is missing.
+        SandboxConfigError: the provider's package or key is missing.
     """
     match section:
         case E2BConfig():
@@ -120,7 +120,9 @@ def _of_plugin(section: PluginConfig) -> RemoteProvider:
 
 
 def why_no_sandbox(config: SandboxConfig, template: str) -> str:
-    """Return why one provider has no sandboxes of this image or template; empty if every provider may have them.
+    """Return the reason why a provider can't make sandboxes of this image or template; empty if all providers may have
+    it.
+
     The pool may send any lease to any provider, so one provider without the image is an error.
     """
     for section in config.providers if template else ():
@@ -138,7 +140,9 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
 
 
 def _why_no_image(section: LocalConfig, template: str) -> str:
-    """Return why the local provider has no sandboxes of a template; empty if it has the image or can pull it."""
+    """Return the reason why the local provider can't make sandboxes of a template; empty if it has the image or can
+    pull it.
+    """
     wanted = section.images.get(template, template)
     if not is_image(wanted):
         return f"the local provider can use only images: name one in images: {{{template}: 'image:…'}}"
@@ -152,7 +156,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
 
 
 def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
-    """Return why a provider lacks the sandboxes for an agent's workspace and verdict; empty if all may have them."""
+    """Return the reason why a provider can't make the sandboxes that an agent needs; empty if every provider can."""
     images = start.images or ({start.spec.template: ""} if start.spec else {})
     for image, needed in images.items():
         if why := why_no_sandbox(config, image):

@@ -1,12 +1,12 @@
-"""The sandbox service: the pool of sandboxes for other programs, over MCP and whatever routes the caller adds.
+"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and further routes.
 
 POST/GET/DELETE /mcp   streamable HTTP of MCP
-GET /metrics           counts of clients and pool, for Prometheus
-GET /health            the pool's counts; the only route without a key
-further routes         given by the caller, e.g. SandboxFusion's (`rayapp.tasks.fusion`)
+GET /metrics           metrics of clients and pool, for Prometheus
+GET /health            the pool's metrics; the only route without a key
+further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.tasks.fusion`)
 
-Clients send their key in E2B-API-KEY or as a bearer token. `_Guard` checks it, bounds the request's body and counts the
-answer.
+Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
+request's body, and counts the answer.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ async def serving(
     max_leases_per_client: int = 0,
     more_routes: MoreRoutes = lambda clients: (),
 ) -> AsyncIterator[str]:
-    """Serve until the block is left, then end every sandbox. Yields the address, e.g. `http://127.0.0.1:8082`.
+    """Serve for the length of the block, and then end every sandbox. Yield the address, e.g. `http://127.0.0.1:8082`.
 
     Args:
         keys: keys by client name; empty accepts every client.
         port: port to listen on; 0 for any free port.
-        lease_timeout_s: longest wait for a sandbox.
-        max_leases_per_client: maximum sandboxes of one client at once; 0 for no limit.
-        more_routes: returns further routes, which the same guard protects.
+        lease_timeout_s: maximum seconds to wait for a sandbox.
+        max_leases_per_client: maximum number of sandboxes of one client at the same time; 0: no limit.
+        more_routes: function that returns further routes, which `_Guard` also protects.
     Raises:
         ConfigError: the address is not available.
         SandboxConfigError: a provider's package or key is missing.
@@ -97,7 +97,7 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that handles no signals: uvicorn would end the process in the middle of the clean-up."""
+    """A uvicorn server that handles no signals, because uvicorn would end the process in the middle of the clean-up."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -128,16 +128,18 @@ def _application(
 
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
     server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
-    # Answer in JSON instead of an event stream: each call has one answer, and clients limit the size of events.
+    # Answers are JSON, not an event stream, because each call has one answer and clients limit the size of events.
     app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
     app.router.routes.extend(more)
     return app
 
 
 class _Guard:
-    """Checks the key, bounds the body, counts the answer, and ends a sandbox when its session ends.
-    It lists the routes that need no key, not those that need one, because the router matches unexpected spellings of a
-    path: its pattern ends in `$`, which also matches before a newline, so `/mcp%0A` is `/mcp`.
+    """Middleware that checks the key, limits the body, counts the answer, and ends a sandbox when its session ends.
+
+    Only the listed routes need no key; all others do. A list of the routes that need a key would be unsafe, because the
+    router accepts unexpected spellings of a path: its pattern ends in `$`, which also matches before a newline, so
+    `/mcp%0A` reaches `/mcp`.
     """
 
     def __init__(self, app: Starlette, clients: Clients, sessions: Sessions) -> None:
@@ -150,7 +152,7 @@ class _Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)  # AssertionError for a websocket, which uvicorn is configured to refuse
+        request = Request(scope)  # a websocket can't come here: uvicorn is configured to refuse them
         is_open = (request.method, scope["path"]) == ("GET", HEALTH_PATH)
         client = "" if is_open else self._client(request)
         if client is None:
@@ -188,7 +190,9 @@ class _Guard:
 
 
 def _named(scope: Scope, client: str) -> Scope:
-    """Return the request with the client's name in a header, replacing such a header from the client."""
+    """Return the request with the client's name in `CLIENT_HEADER`. A header of this name that the client sent is
+    removed.
+    """
     name = CLIENT_HEADER.encode()
     headers = [(key, value) for key, value in scope["headers"] if key.lower() != name]
     return {**scope, "headers": [*headers, (name, client.encode())]}

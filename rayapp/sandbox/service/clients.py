@@ -1,8 +1,8 @@
-"""Clients of the sandbox service: their keys, their shares of the pool, and the metrics that name them.
+"""Clients of the sandbox service: their keys, their shares of the pool, and their metrics.
 
-    request -> key -> client name -> at most `max_leases` sandboxes at once -> the pool, which serves clients in turn
+    request -> key -> client name -> at most `max_leases` sandboxes at a time -> the pool, which serves clients in turn
 
-The guard of `app.py` finds the client of a request and passes its name on in `CLIENT_HEADER`; a client can't set it.
+`app._Guard` finds the client of a request and passes its name on in `CLIENT_HEADER`. A client can't set this header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rayapp.sandbox.pool.pool import LeasePool
 
 CLIENT_HEADER = "x-rayapp-client"
 ONLY_CLIENT = "default"
-"""Name of the client of a service with one key."""
+"""Name of the client if the service has only one key."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_CLIENTS = 1000
 _SHORTEST_KEY_CHARS = 16
@@ -34,7 +34,7 @@ _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 1
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Read a file of clients, with one `NAME KEY` on each line; `#` starts a comment. Returns keys by client name.
+    """Return the keys in a file of clients, by client name. Each line is `NAME KEY`; `#` starts a comment.
 
     Raises:
         ConfigError: a line is malformed, a name or key is repeated, a key is shorter than 16 characters, or the file
@@ -62,10 +62,10 @@ class Clients:
     """Finds the client of a request, and leases sandboxes on its behalf.
 
     Args:
-        keys: keys by client name; empty: no keys are needed, and each address counts as one client.
+        keys: keys by client name. If there are none, requests need no key, and each address counts as one client.
         sandboxes: the service's connection to the pool, which all clients share.
         pool: the pool itself, for its counts.
-        max_leases: maximum sandboxes of one client at once; 0: as many as the pool has.
+        max_leases: maximum number of sandboxes of one client at the same time; 0: as many as the pool has.
     """
 
     def __init__(self, keys: Mapping[str, str], sandboxes: PoolClient, pool: LeasePool, *, max_leases: int = 0) -> None:
@@ -77,7 +77,7 @@ class Clients:
         self._metrics = _Metrics(pool)
 
     def named(self, given_keys: tuple[str, ...], address: str) -> str | None:
-        """Return the name of the client with one of these keys; None if there is none: the request must be refused."""
+        """Return the name of the client that has one of these keys; None if no client has one: refuse the request."""
         if not self._keys:
             return address
         encoded = [key.encode() for key in given_keys]
@@ -95,24 +95,28 @@ class Clients:
         return share
 
     def metrics(self) -> bytes:
-        """Return the counts of clients and pool in Prometheus' text format."""
+        """Return the metrics of clients and pool in Prometheus' text format."""
         return self._metrics.text()
 
     def count(self, name: str, route: str, status: int, seconds: float) -> None:
-        """Count an answered request."""
+        """Count a request that was answered."""
         self._metrics.answered(self._label(name), route, status, seconds)
 
     def rest(self) -> None:
-        """Stop all heartbeats when the service ends."""
+        """Stop the heartbeats of all clients to the pool. Called when the service ends."""
         for share in self._shares.values():
             share.sandboxes.rest()
 
     def _label(self, name: str) -> str:
-        """Return the client's label in the metrics. All addresses share one: their number is unlimited."""
+        """Return the client's label in the metrics. Clients known only by address share one label, because their number
+        is unlimited.
+        """
         return name if self._keys else "any"
 
     def _forget_idle(self) -> None:
-        """Keep at most 1,000 shares: without keys, each address is a client."""
+        """Remove unused shares if there are more than 1,000. Without keys each address is a client, so their number is
+        unlimited.
+        """
         if len(self._shares) >= _MAX_CLIENTS:
             idle = [name for name, share in self._shares.items() if not share.num_users]
             if not idle:
@@ -123,7 +127,7 @@ class Clients:
 
 
 class Share:
-    """One client's access to the pool, with its own limit; see `rayapp.core.protocols.SandboxSource`."""
+    """One client's access to the pool, with a limit of its own, as a `core.protocols.SandboxSource`."""
 
     def __init__(self, sandboxes: PoolClient, max_leases: int, leased: Gauge) -> None:
         self.sandboxes = sandboxes
@@ -146,7 +150,7 @@ class Share:
                     await self.places.acquire()
             except TimeoutError:
                 raise SandboxUnavailableError(
-                    f"{self.sandboxes.holder} holds the maximum number of sandboxes for a client, and gave none back "
+                    f"{self.sandboxes.holder} holds the maximum number of sandboxes for a client, and returned none "
                     f"within {timeout_s:g} s"
                 ) from None
             try:
@@ -164,7 +168,7 @@ class Share:
 
 
 class _ClientLease:
-    """A lease on behalf of a client; see `rayapp.core.protocols.SandboxLease`."""
+    """A lease on behalf of a client, as a `core.protocols.SandboxLease`."""
 
     def __init__(self, share: Share, spec: SandboxSpec, timeout_s: float) -> None:
         self._held = share.sandbox(spec, timeout_s)
@@ -177,7 +181,7 @@ class _ClientLease:
 
 
 class _Metrics:
-    """The service's Prometheus metrics: requests by client, and the pool's counts at the time of the scrape."""
+    """The service's Prometheus metrics: requests by client, and the pool's metrics at the time of the scrape."""
 
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool

@@ -1,7 +1,8 @@
 """The tools run_code, run_code_once and run_command, with the interface of OpenKruise's MCP server.
 
-Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of
-the code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
+Request headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and
+errors of the code are data in the answer. A failed sandbox is an error of the protocol, with the codes of OpenKruise's
+server. Answers:
 
 run_code, run_code_once: {logs: {stdout, stderr}, results: [{text, is_main_result}], error?, sandbox_id, …}
 run_command:             {stdout, stderr, exit_code, sandbox_id, error?}
@@ -33,9 +34,9 @@ _MAX_SHOWN_CODE_CHARS = 64_000
 
 
 def with_last_value(code: str) -> tuple[str, str]:
-    """Make code print its last expression's value, as a notebook does. Returns the code, and the mark before the value.
-
-    Code that can't be parsed, or that does not end in an expression, is returned unchanged with an empty mark.
+    """Make code print the value of its last expression, as a notebook does. Return the new code, and the mark that it
+    prints before the value. Code that can't be parsed or does not end in an expression is returned unchanged, with an
+    empty mark.
     """
     if len(code) > _MAX_SHOWN_CODE_CHARS:
         return code, ""
@@ -53,7 +54,7 @@ def with_last_value(code: str) -> tuple[str, str]:
     begin = starts[last.lineno - 1] + last.col_offset
     end = starts[(last.end_lineno or last.lineno) - 1] + (last.end_col_offset or 0)
     show = f"(lambda value: None if value is None else print({mark!r} + repr(value), end=''))".encode()
-    # Keep the expression on the same lines, so that tracebacks have the right line numbers.
+    # The expression stays on its lines, so that tracebacks have the right line numbers.
     shown = source[:begin] + show + b"(" + source[begin:end] + b")" + source[end:]
     return shown.decode(), mark
 
@@ -120,13 +121,15 @@ class ServerLimits:
     """Default time to live of a session's sandbox."""
     max_sandbox_ttl_s: float = 3600.0
     max_output_bytes: int = 65536
-    """Limit for stdout and for stderr each; code that writes more is stopped."""
+    """Maximum size of stdout, and of stderr. Code that writes more is stopped."""
     passes_templates: bool = False
-    """True if X-Template is passed to the provider; the local provider has no templates and ignores it."""
+    """True if the header X-Template is passed to the provider; False for the local provider, which has no templates."""
 
 
 class SandboxTools:
-    """The three tools. Clients and policies see the methods' signatures and docstrings."""
+    """The MCP tools run_code, run_code_once and run_command. Clients and policies see the methods' signatures and
+    docstrings.
+    """
 
     def __init__(self, sessions: Sessions, limits: ServerLimits) -> None:
         self._sessions = sessions
@@ -186,7 +189,7 @@ class SandboxTools:
 
     @asynccontextmanager
     async def _failures(self, session: SessionId | None) -> AsyncIterator[None]:
-        """Raise sandbox failures as errors of the protocol."""
+        """Raise a SandboxError of the block as an error of the protocol."""
         try:
             yield
         except SandboxGoneError as error:
@@ -206,7 +209,7 @@ class SandboxTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallHeaders:
-    """Template, time to live and time limit from a call's headers."""
+    """Template, time to live and time limit that the headers of a call give."""
 
     client: str
     timeout_s: float

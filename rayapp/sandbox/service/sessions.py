@@ -18,11 +18,12 @@ from rayapp.sandbox.service.clients import Clients
 
 log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000
-"""Maximum sessions that are remembered, ended ones included: clients that vanish never end their session."""
+"""Maximum number of sessions that are remembered, including ended ones. It is needed because clients that vanish never
+end their session."""
 
 
 class SessionId(NamedTuple):
-    """An MCP session of one client: another client can't reach it by its id."""
+    """Id of an MCP session, with the name of its client, so that another client can't use the session."""
 
     client: str
     mcp_id: str
@@ -30,7 +31,7 @@ class SessionId(NamedTuple):
 
 @dataclass(slots=True)
 class _Bound:
-    """A session's sandbox."""
+    """The sandbox that a session has, and its lease."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease: SandboxLease | None = None
@@ -44,8 +45,8 @@ class Sessions:
     """The sessions of one server and their sandboxes.
 
     Args:
-        clients: lease sandboxes on behalf of a client.
-        lease_timeout_s: longest wait for a sandbox.
+        clients: the service's clients, through whose shares sandboxes are leased.
+        lease_timeout_s: maximum seconds to wait for a sandbox.
     """
 
     def __init__(self, clients: Clients, *, lease_timeout_s: float) -> None:
@@ -66,8 +67,8 @@ class Sessions:
         """Return the session's sandbox.
 
         Raises:
-            SandboxGoneError: the sandbox has ended. The session gets no new sandbox, which would lack the variables
-            defined so far. SandboxError: no sandbox is available.
+            SandboxGoneError: the sandbox has ended. The session gets no other sandbox, because the variables of its
+                code are lost. SandboxError: no sandbox is available.
         """
         if len(self._bound) > _MAX_REMEMBERED:
             self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
@@ -83,25 +84,27 @@ class Sessions:
             return bound.sandbox
 
     def count(self, session: SessionId) -> int:
-        """Number of this execution in its session, from 1."""
+        """Count an execution, and return its number in the session, from 1."""
         bound = self._bound[session]
         bound.num_executions += 1
         return bound.num_executions
 
     async def end(self, session: SessionId) -> None:
-        """Give the session's sandbox back: the client has ended the session. Idempotent."""
+        """Return the session's sandbox to the pool, because the client has ended the session. Idempotent."""
         bound = self._bound.pop(session, None)
         if bound is not None:
             await self._give_back(bound)
 
     async def lose(self, session: SessionId) -> None:
-        """Give up the session's sandbox, which is dead or expired: later calls fail with SandboxGoneError."""
+        """End the lease of the session's sandbox, which is dead or expired. Later calls of the session raise
+        SandboxGoneError.
+        """
         bound = self._bound.get(session)
         if bound is not None:
             await self._give_back(bound)
 
     async def close(self) -> None:
-        """Give every sandbox back."""
+        """Return every session's sandbox to the pool."""
         await asyncio.gather(*(self.end(session) for session in tuple(self._bound)))
         if self._ending:
             await asyncio.wait(self._ending, timeout=10.0)
@@ -119,5 +122,5 @@ class Sessions:
         if lease is not None:
             try:
                 await asyncio.shield(lease.__aexit__(None, None, None))
-            except Exception as error:  # boundary: if giving it back fails, the pool ends the sandbox
-                log.warning("a session's sandbox was not given back: %s", error)
+            except Exception as error:  # boundary: if returning the lease fails, the pool ends the sandbox
+                log.warning("a session's sandbox was not returned to the pool: %s", error)

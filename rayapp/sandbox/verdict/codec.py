@@ -1,8 +1,8 @@
-"""Rebuilds plain data from bytes that hostile code may have written. Called outside the sandbox.
+"""Rebuilds plain data from bytes that hostile code may have written. This module runs outside the sandbox.
 
-`decode_frames` never raises, and reads no more frames than an honest run writes, whatever the bytes: malformed results
+`decode_frames` raises no error for any bytes, and reads no more frames than an honest run writes; malformed results
 count as missing. Reading large results takes a second, so callers on an event loop use `off_the_loop`. Values are
-rebuilt from JSON by exact type; objects of the candidate never leave the sandbox.
+rebuilt from JSON by exact type: objects of the candidate never leave the sandbox.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from rayapp.sandbox.verdict.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_NODES
 
 T = TypeVar("T")
 _OTHER_FRAMES = 4
-"""Number of frames that an honest run writes besides one per call."""
+"""Maximum number of frames that an honest run writes in addition to one per call."""
 _LITTLE_BYTES = 1 << 14
-"""Maximum bytes that are decoded on the event loop: they take less than ten milliseconds."""
+"""Maximum number of bytes that are decoded on the event loop, in less than ten milliseconds."""
 _LEAVES = (type(None), bool, int, float, str)
 _write = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
 class Frames:
-    """Decoded reports of the harness, or of a candidate that forged them."""
+    """Decoded frames of the harness. A candidate may have forged them."""
 
     is_defined: bool = False
     is_done: bool = False
     definition_error: str = ""
     script_error: str = ""
     exit_status: int | None = None
-    """Exit status of a script; None if it was not reported."""
+    """Exit status of a script; None if no frame reports it."""
     calls: dict[int, CallResult] = field(default_factory=dict)
 
 
@@ -51,30 +51,35 @@ def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
 
 
 def max_frames(num_calls: int) -> int:
-    """Return the maximum number of frames to read from one run: more than an honest run writes."""
+    """Return the maximum number of frames to read from one run. An honest run writes fewer."""
     return num_calls + _OTHER_FRAMES
 
 
 async def off_the_loop(num_bytes: int, read: Callable[[], T]) -> T:
-    """Run `read`, which decodes output of hostile code; in a thread if the output is large, to not block the loop."""
+    """Return the result of `read`, which decodes output of hostile code. Large output is decoded in a thread, so that
+    the event loop is not blocked.
+    """
     return read() if num_bytes <= _LITTLE_BYTES else await asyncio.to_thread(read)
 
 
 def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
-    """Decode frames in order, up to the first malformed one. An honest harness sends neither malformed frames nor two
-    results for a call: such a call counts as failed."""
+    """Decode frames in order, up to the first malformed one. A call with two results counts as failed, because an
+    honest harness sends one.
+    """
     seen = Frames()
     for raw in islice(frames, max_frames(num_calls)):
         try:
             _take(seen, _load(raw), num_calls)
         except (ValueError, TypeError, RecursionError, OverflowError):
-            # Calls after a malformed frame have no result.
+            # calls after a malformed frame have no result
             break
     return seen
 
 
 def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallResult, ...]:
-    """Return exactly one result per call, in order; missing ones are failures with the reason `why_missing`."""
+    """Return exactly one result per call, in order; a call without a result is a failure with the reason
+    `why_missing`.
+    """
     missing = CallResult(ok=False, error=why_missing)
     return tuple(seen.calls.get(index, missing) for index in range(num_calls))
 
@@ -126,7 +131,7 @@ def decode_value(packed: object, depth: int = 0) -> object:
     """Return the plain value that `harness.pack` encoded, without trusting the input.
 
     Raises:
-        ValueError, TypeError: `pack` can't have written this.
+        ValueError, TypeError: `pack` never writes this input.
     """
     if depth > MAX_DEPTH + 1:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -184,7 +189,7 @@ def _check_size(built: int, sent: int) -> None:
 
 
 def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
-    """Return a JSON object as a tuple (tag, content). Raises ValueError, during parsing, for any other object."""
+    """Return a JSON object with one key as a tuple (tag, content). Raises ValueError: it has another number of keys."""
     if len(pairs) != 1:
         raise ValueError("an object must have exactly one tag")
     return pairs[0]
@@ -198,6 +203,6 @@ _read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).de
 
 
 def clean(text: str) -> str:
-    """Return the text as one printable line, for people and logs."""
+    """Return the text as one printable line, for users and logs."""
     text = text[: MAX_ERROR_CHARS + 100]
     return "".join(letter if letter.isprintable() else " " for letter in text)

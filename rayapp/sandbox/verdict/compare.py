@@ -1,18 +1,18 @@
-"""Compares a value from a sandbox with the expected value. Runs outside the sandbox; called by graders.
+"""Compares a value from a sandbox with the expected value. Graders call this module outside the sandbox.
 
 Types must be equal at every depth:
 
 | expected | actual | equal |
 |---|---|---|
 | 1 | True, 1.0 | no: bool, int and float are three types |
-| [1, 2] | (1, 2) | no: list and tuple differ, set and list too |
+| [1, 2] | (1, 2) | no: list and tuple differ, and so do list and set |
 | nan | nan | yes: otherwise no answer could match |
 | 0.0 | -0.0 | yes, as in Python; floats are otherwise compared bit for bit, without tolerance |
 | {"a": 1, "b": 2} | {"b": 2, "a": 1} | yes: order of dict and set does not count |
-| {1: "a"} | {True: "a"} | no: keys are compared by type too |
+| {1: "a"} | {True: "a"} | no: the types of keys must be equal, too |
 
 Values are plain data that `codec.decode_value` rebuilt, so `==` on a leaf never runs foreign code. An actual value of
-any other type is unequal, and never causes an exception.
+any other type is unequal and raises no exception.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAVES = (bool, int, float, str, bytes, type(None))
 
 
 def equal(expected: object, actual: object) -> bool:
-    """Return True if both values are the same plain data; see the table above.
+    """Return True if both values are the same plain data, by the rules in the module's docstring.
 
     Raises:
         TypeError: `expected` is not plain data, which is an error of the task.
@@ -57,8 +57,8 @@ def same_value(actual: object, expected: object) -> bool:
 
 
 def check_hashes(keys: Sequence[object]) -> None:
-    """Refuse keys that are made to collide: 100,000 multiples of 2**61 - 1 all hash to 0, and making a dict of them
-    takes hours.
+    """Check that keys are not made to collide. For example, 100,000 multiples of 2**61 - 1 all hash to 0, and making a
+    dict of them takes hours.
 
     Raises:
         ValueError: more than 100 keys have the same hash.
@@ -68,10 +68,10 @@ def check_hashes(keys: Sequence[object]) -> None:
 
 
 def shown(value: object) -> str:
-    """Format plain data for people: Python's repr, with the middle of long values left out."""
+    """Format plain data for users: Python's repr, without the middle of long values."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python writes out no integer of over 4,300 digits
+    except ValueError:  # Python can't write out an integer of over 4,300 digits
         return "a number too long to write out"
 
 

@@ -1,4 +1,4 @@
-"""Runs candidate code and calls its function. This module runs inside the sandbox, in one process with hostile code.
+"""Runs candidate code and calls its function. This module runs inside the sandbox, in the same process as hostile code.
 
     payload (code, function, inputs) -> run_calls -> frames: defined | undefined | value i | raised i | done
 
@@ -17,28 +17,30 @@ import types
 from collections.abc import Callable, Sequence
 
 MAX_DEPTH = 100
-"""Maximum nesting of one value: deeper values are attacks on the reader, not answers."""
+"""Maximum nesting of one value. A deeper value is not an answer, but an attack on the code that reads it."""
 MAX_VALUE_BYTES = 1 << 20
-"""Maximum size of one packed value."""
+"""Maximum size of one packed value, in bytes."""
 MAX_NODES = 200_000
-"""Maximum number of values in one frame. One byte of JSON can take 30 bytes of memory, so a limit of bytes is not
-enough."""
+"""Maximum number of values in one frame. A limit of bytes alone is not enough, because one byte of JSON can take 30
+bytes of memory."""
 MAX_ERROR_CHARS = 500
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""Environment variables of every interpreter that runs candidate code, and of interpreters that this one starts: the
-iteration order of a set of strings, and so a verdict, must not depend on the interpreter."""
+"""Environment variables of every interpreter that runs candidate code, and of interpreters that candidate code starts.
+With them the iteration order of a set of strings, and so a verdict, is the same in each."""
 _EXACT_INT = 1 << 53
 _SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
 
-# Bind these functions before candidate code runs: a candidate that patches json should not break its own answers.
+# These functions are bound before candidate code runs, so that a candidate that patches json does not break its own
+# answers.
 _read = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # typeshed lacks it
 _escape = json.encoder.encode_basestring_ascii
 _encoder_type = json.encoder.c_make_encoder  # type: ignore[attr-defined]  # typeshed lacks it
-if _encoder_type is None:  # an interpreter without the C part of json
+if _encoder_type is None:  # this interpreter lacks the C part of json
     _encode = json.JSONEncoder(separators=(",", ":")).iterencode
 else:
-    # Make the encoder once: `JSONEncoder.encode` makes one per call, and in a fork each costs pages to copy.
+    # The encoder is made once. `JSONEncoder.encode` would make one for each call, which would copy pages of memory in a
+    # fork.
     _encode = _encoder_type(None, None, _escape, None, ":", ",", False, False, True)
 
 Emit = Callable[[bytes], None]
@@ -47,18 +49,18 @@ Emit = Callable[[bytes], None]
 def pack(value: object, depth: int = 0) -> object:
     """Encode a plain value as JSON that keeps its types.
 
-    None, bool, str, small int, finite float and list stand for themselves; the others are `{tag: content}`:
-    i big int in hex, f float, t tuple, s set, d dict as pairs, b bytes in hex.
+    None, bool, str, small int, finite float and list stand for themselves. Other values are `{tag: content}`, where the
+    tag is i (big int in hex), f (float that is not finite), t (tuple), s (set), d (dict as pairs) or b (bytes in hex).
 
     Raises:
-        TypeError: the value is not plain data. Instances of subclasses are not either: they may override `==`.
+        TypeError: the value is not plain data, e.g. an instance of a subclass, which may override `==`.
         ValueError: the value is nested too deeply, or too large.
     """
     kind = type(value)
     if value is None or kind is bool:
         return value
     if kind in _SIZED and len(value) > MAX_VALUE_BYTES:  # type: ignore[arg-type]
-        # Check the size before encoding, which would use up the time of later calls.
+        # check the size before encoding, because encoding would use up the time of later calls
         raise ValueError(f"the value takes more than {MAX_VALUE_BYTES} bytes")
     if kind is str:
         return value
@@ -81,7 +83,7 @@ def pack(value: object, depth: int = 0) -> object:
 
 
 def unpack(packed: object) -> object:
-    """Decode a value that `pack` wrote. Trusted input only: use `codec.decode_value` for a candidate's output."""
+    """Decode a trusted value that `pack` wrote. For a candidate's output use `codec.decode_value`."""
     if isinstance(packed, list):
         return [unpack(part) for part in packed]
     if not isinstance(packed, dict):
@@ -100,10 +102,10 @@ def unpack(packed: object) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """Return the last line of a traceback (`ValueError: …`), even if the exception's own `__str__` fails."""
+    """Return an exception as the last line of its traceback (`ValueError: …`), even if its own `__str__` fails."""
     try:
         text = str(error)
-    except BaseException:  # boundary: the candidate's __str__
+    except BaseException:  # boundary: the candidate's __str__ may raise anything
         text = "<its message can't be shown>"
     text = text[:MAX_ERROR_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -130,18 +132,17 @@ def define(code: str, name: str) -> dict[str, object]:
 
 
 def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> None:
-    """Define the code and call its function on each input; every result is sent before the next call begins.
+    """Run the code, and call its function on each input. Each result is sent before the next call begins.
 
     Args:
-        inputs: packed argument lists as JSON text. Each is unpacked just before its call, so that no call can change
-        the
-            arguments of another.
+        inputs: packed argument lists, as JSON texts. Each is unpacked just before its call, so that no call can change
+            the arguments of another call.
     """
     try:
         target = define(code, "candidate").get(function)
         if not callable(target):
             raise NameError(f"the code defines no function {function}")  # noqa: TRY004  (what Python raises)
-    except BaseException as error:  # boundary: candidate code, SystemExit included
+    except BaseException as error:  # boundary: candidate code may raise anything, e.g. SystemExit
         emit(frame("undefined", describe(error)))
         return
     emit(frame("defined"))
@@ -153,7 +154,7 @@ def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> No
 def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> bytes:
     try:
         answer = frame("value", index, pack(target(*args)))
-    except BaseException as error:  # boundary: candidate code, SystemExit included
+    except BaseException as error:  # boundary: candidate code may raise anything, e.g. SystemExit
         return frame("raised", index, describe(error))
     if len(answer) > MAX_VALUE_BYTES:
         return frame("raised", index, f"ValueError: the value takes more than {MAX_VALUE_BYTES} bytes")
@@ -163,10 +164,10 @@ def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> 
 
 
 def main_names() -> dict[str, object]:
-    """Return the names that a script starts with, in a new module `__main__`.
+    """Return the global names with which a script starts, in a new module `__main__`.
 
     The script may import files of its folder. The folder is last in the search path, so that its files can't replace
-    Python's modules. Their bytecode is not cached: Python detects a changed source by its size and time in whole
+    Python's modules. Their bytecode is not cached: Python detects a changed file by its size and its time in whole
     seconds, and an agent may edit a file twice in a second.
     """
     sys.dont_write_bytecode = True
@@ -180,7 +181,7 @@ def main_names() -> dict[str, object]:
 def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
     """Run code as a script in `names` and return its exit status.
 
-    An uncaught exception is printed like Python does, and the traceback's last line is sent as a frame.
+    An uncaught exception is printed as Python prints it, and the last line of its traceback is sent as a frame.
     """
     try:
         exec(compile(code, "<candidate>", "exec"), names)
@@ -188,7 +189,7 @@ def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
         status = _exit_status(error)
         emit(frame("failed", describe(error), status) if status else frame("exited", 0))
         return status
-    except BaseException as error:  # boundary: candidate code
+    except BaseException as error:  # boundary: candidate code may raise anything
         text = describe(error)
         _print_traceback(error)
         emit(frame("failed", text, 1))
@@ -208,7 +209,7 @@ def _print_traceback(error: BaseException) -> None:
     try:
         import traceback
 
-        # Leave this module's own frame out of the candidate's traceback.
+        # Leave this module's own stack frame out of the candidate's traceback.
         entries = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, entries)
     except BaseException:

@@ -3,7 +3,7 @@
     job -> source(): one Python text (harness + supervisor + watcher + job)
         -> any provider that runs Python -> stdout -> find_report(), read_report()
 
-Hostile code may have changed a report: the type and size of every field are checked.
+Hostile code may have changed a report, so the type and size of every field are checked.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ for name in names:
 names["watcher"]["main"](parts["job"], names["harness"], names["supervisor"])
 """
 KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")
-"""Environment variables of the sandbox that the interpreter keeps; Python's own variables are not among them."""
+"""Environment variables of the sandbox that the interpreter keeps. Variables for Python (PYTHON…) are not kept."""
 ADDED = {"LANG": "C.UTF-8", "PYTHONSAFEPATH": "1", **harness.HASH_SEED}
-"""Environment variables added for the interpreter, which starts with -s: -I would ignore the hash seed. The watcher
-passes only the hash seed on."""
+"""Environment variables that are added for the interpreter. The interpreter starts with -s, because -I would ignore the
+hash seed. The watcher passes only the hash seed on to candidate code."""
 _ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name}={ADDED[name]}" for name in ADDED)))
 _SPARE_CHARS = 1 << 16
 _MAX_INLINE_CHARS = 90_000
@@ -55,8 +55,8 @@ def shell_command(program: str) -> str:
 
 
 async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> str:
-    """Return the shell command that runs a program. If the program is too long for a command line, write it to a file,
-    and return a command that runs and removes this file.
+    """Return the shell command that runs a program. A program that is too long for a command line is first written to a
+    file; the command then runs and removes this file.
 
     Args:
         write: function that writes the program to a path in the sandbox.
@@ -69,20 +69,22 @@ async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> s
 
 
 def max_report_chars(num_bytes: int) -> int:
-    """Return the maximum characters that a program prints for a report of this size, encoded twice and in lines."""
+    """Return the maximum number of characters that a program prints for a report of `num_bytes`, which is encoded twice
+    and printed in lines.
+    """
     return 2 * num_bytes + _SPARE_CHARS
 
 
 def new_nonce() -> str:
-    """Return a random mark for report lines, so that no other output is mistaken for a report."""
+    """Return a random mark for the lines of a report, so that no other output is taken for a report."""
     return f"rayapp-{secrets.token_hex(12)}"
 
 
 def source(job: Job) -> str:
-    """Return the program for one job. It needs Python 3.9 or newer and only the standard library.
+    """Return the program for one job. It uses only the standard library of Python 3.9 or newer.
 
     Args:
-        job: see `watcher.main`.
+        job: fields of the job, as `watcher.main` describes them.
     """
     texts = {"harness": harness.__file__, "supervisor": supervisor.__file__, "watcher": watcher.__file__}
     parts = {name: _text_of(path) for name, path in texts.items()} | {"job": dict(job)}
@@ -99,7 +101,7 @@ def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
     """Return the JSON object between the marks; None if the output has no complete report.
 
     Raises:
-        SandboxProtocolError: the marked text is malformed.
+        SandboxProtocolError: the text between the marks is malformed.
     """
     lines = [line.strip() for line in stdout.splitlines() if line.startswith(nonce)]
     if not lines or lines[-1] != f"{nonce}.":
@@ -124,7 +126,7 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult
     if type(status) is not int or stopped not in ("", "timeout", "output"):
         raise SandboxProtocolError(f"the sandbox's report is malformed: {str(found)[:200]}")
     return RawResult(
-        # Report stopped code as killed, whatever exit status it returned.
+        # Code that was stopped counts as killed by SIGKILL, whatever exit status it returned.
         exit_code=-signal.SIGKILL if stopped else max(-64, min(255, status)),
         stopped=StopCause(str(stopped)) if stopped else None,
         duration_s=_duration_s(found.get("duration_s")),
@@ -135,17 +137,19 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult
 
 
 def _duration_s(value: object) -> float:
-    """Return seconds by the sandbox's clock, which is not trusted: clamped to between 0 and one day."""
+    """Return the seconds that the sandbox's clock measured. They are not trusted, so they are limited to the range from
+    0 to one day.
+    """
     if not isinstance(value, int | float):
         raise SandboxProtocolError(f"the duration in the sandbox's report is {str(value)[:50]!r}, not a number")
     return float(max(0, min(_MAX_DURATION_S, value))) if value == value else 0.0
 
 
 def read_bytes(found: dict[str, object], key: str, max_bytes: int) -> bytes:
-    """Return a field of a report that has bytes.
+    """Return the bytes in a field of a report.
 
     Raises:
-        SandboxProtocolError: the field has another value, or too many bytes.
+        SandboxProtocolError: the field does not contain bytes in base64, or too many of them.
     """
     text = found.get(key)
     try:

@@ -1,4 +1,4 @@
-"""Converts raw results of executions to the results that callers get. Pure functions, called outside the sandbox."""
+"""Converts raw results of executions to the results that callers get. Pure functions; they run outside the sandbox."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 NO_REPORT = "the code ended the process that watched it"
 MAX_CODE_CHARS = 1 << 20
-"""Maximum characters of code. Longer code is refused unread: no honest answer is so long, and compiling it takes too
-much memory."""
+"""Maximum number of characters of code. Longer code is refused: no honest answer is so long, and compiling it would
+take too much memory."""
 
 
 def split_lines(raw: bytes) -> Iterator[bytes]:
-    """Yield frames that were written one per line. They are split lazily: of millions, only a few may be read."""
+    """Yield frames that were written one per line. They are split lazily, because there may be millions of which only a
+    few are read.
+    """
     return (line.rstrip(b"\n") for line in io.BytesIO(raw))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawResult:
-    """Raw result of one execution. Untrusted if it was written next to hostile code."""
+    """Raw result of one execution. It is not trusted if hostile code could write it."""
 
     exit_code: int
     """Exit status of the process; -N if signal N ended it."""
@@ -32,16 +34,16 @@ class RawResult:
     stdout: bytes
     stderr: bytes
     frames: bytes
-    """Unparsed reports of the harness, or of a candidate that forged them."""
+    """Frames of the harness, not yet decoded. A candidate may have forged them."""
     split: Callable[[bytes], Iterator[bytes]] = split_lines
     """Function that splits `frames` into single frames."""
     duration_s: float
     problem: str = ""
-    """Reason why candidate code could not start; empty if it did."""
+    """Reason why candidate code could not start; empty if it started."""
 
 
 def code_problem(code: str) -> str | None:
-    """Return why code is refused, as an error message; None if it may run.
+    """Return the error message with which code is refused; None if it may run.
 
     Raises:
         TypeError: the code is not a string, which is an error of the caller.
@@ -57,18 +59,18 @@ def script_result(answer: RawResult, isolation: str) -> ExecResult:
     """Return the result of code run as a script, or of a command.
 
     Raises:
-        SandboxGoneError: the candidate's code was never started.
+        SandboxGoneError: candidate code was never started.
     """
     seen = _frames(answer, 0)
     return _result(answer, isolation, error=seen.script_error, is_complete=True)
 
 
 def session_result(answer: RawResult, isolation: str) -> ExecResult:
-    """Return the result of code run in a session. The process goes on, so the exit status is taken from the frames.
-    Code that forges them changes only its own result.
+    """Return the result of code run in a session. The session's process continues, so the exit status is read from the
+    frames. Code that forges frames changes only its own result.
 
     Raises:
-        SandboxGoneError: the candidate's code was never started.
+        SandboxGoneError: candidate code was never started.
     """
     seen = _frames(answer, 0)
     result = _result(answer, isolation, error=seen.script_error, is_complete=seen.exit_status is not None)
@@ -81,7 +83,7 @@ def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport
     """Return the results of a function called on several inputs: exactly one result per input.
 
     Raises:
-        SandboxGoneError: the candidate's code was never started.
+        SandboxGoneError: candidate code was never started.
     """
     seen = _frames(answer, num_calls)
     error = seen.definition_error if not seen.is_defined else ""

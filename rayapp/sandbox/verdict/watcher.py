@@ -1,12 +1,13 @@
-"""Runs inside a remote sandbox: starts candidate code as a child, watches it, and prints one report at its end.
+"""Program that runs inside a remote sandbox: it starts candidate code as a child process, watches the child, and prints
+one report at its end.
 
     job -> fork -> child: harness (frames go to a separate pipe)
-             '--> watcher: deadline, output caps, kills the whole tree -> report lines on stdout
+             '--> watcher: deadline, output limits, kills the process tree -> report lines on stdout
 
-Self-contained (standard library only): `program.py` sends its source together with the harness's and that of
-`core/supervisor.py`, which ends the child and all processes that it started. The watcher enforces the deadline next to
-the code, so that a slow network is never mistaken for slow code. Its report is as untrusted as the candidate, which
-could replace it; the sandbox has no expected value, so a forged report doesn't help a candidate.
+The watcher uses only the standard library. `program.py` sends its source with those of the harness and of
+`core/supervisor.py`, whose functions end the child and all processes that it started. The watcher enforces the deadline
+inside the sandbox, so a slow network never counts as slow code. The report is not trusted, because the candidate could
+forge it. The sandbox has no expected value, so a forged report doesn't help a candidate.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_FRAME_BYTES = 8 << 20
-"""Maximum bytes of all frames of one job."""
+"""Maximum number of bytes of all frames of one job."""
 LINE_CHARS = 16384
-"""Maximum length of a report line: some servers drop lines of 64 KiB and more."""
+"""Maximum length of a report line in characters, because some servers drop lines of 64 KiB and more."""
 _PR_SET_PDEATHSIG = 1
 _END_ROUNDS = 100
 _PIPES = ("stdout", "stderr", "frames")
@@ -37,8 +38,8 @@ def main(job: Job, harness: Job, supervisor: Job) -> None:
     """Run one job and print its report.
 
     Args:
-        job: kind (script, calls, command, read), its inputs, env, timeout_s, max_output_bytes, and the nonce that marks
-            report lines.
+        job: kind (script, calls, command or read), the inputs of that kind, env, timeout_s, max_output_bytes, and the
+            nonce that marks report lines.
         harness: global names of the module `harness.py`.
         supervisor: global names of the module `supervisor.py`.
     """
@@ -50,8 +51,8 @@ def main(job: Job, harness: Job, supervisor: Job) -> None:
 
 
 def _end_with(watcher: int) -> None:
-    """Let the kernel kill this process, the candidate's, when the watcher dies: a dead watcher can't end it."""
-    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes
+    """Make the kernel kill this process, in which candidate code runs, when the watcher dies."""
+    with contextlib.suppress(Exception):  # boundary: this is not Linux, or Python lacks ctypes
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -68,7 +69,8 @@ def _read_file(job: Job) -> Job:
 
 
 def _watch(job: Job, harness: Job, supervisor: Job) -> Job:
-    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes: only the process group is ended then
+    # boundary: this is not Linux, or Python lacks ctypes; then only the child's process group is ended
+    with contextlib.suppress(Exception):
         supervisor["adopt_orphans"]()
     pipes = {name: os.pipe() for name in _PIPES}
     started = time.monotonic()
@@ -98,14 +100,16 @@ def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
 
 
 def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
-    """Read the child's output until it ends, its time is up, or it wrote too much. Returns output and stop cause."""
+    """Read the child's output until it ends, its time is over, or it wrote too much. Return the output and the stop
+    cause.
+    """
     taken = {name: bytearray() for name in _PIPES}
     ended_at = None
     while True:
         now = time.monotonic()
         if now >= deadline and ended_at is None:
             return taken, "timeout"
-        # A daemon that keeps a pipe open must not block the call: stop reading soon after the child has ended.
+        # Stop reading soon after the child has ended, because a daemon that it left may keep a pipe open.
         if ended_at is not None and (not readers or now > ended_at + 0.05):
             return taken, ""
         for ready in select.select(list(readers), [], [], 0.02 if readers else 0.001)[0]:
@@ -128,7 +132,7 @@ def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> Non
         try:
             os.setsid()
         except PermissionError:
-            # A local sandbox (for example behind an MCP server) refuses setsid: a separate process group is enough.
+            # A local sandbox (e.g. behind an MCP server) refuses setsid; a separate process group is enough there.
             os.setpgid(0, 0)
         _open_stdin(job["stdin"])
         os.dup2(writers["stdout"], 1)

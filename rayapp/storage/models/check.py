@@ -1,6 +1,7 @@
-"""Checks before any actor starts that `model.path` is usable and that `distillation.teacher` can score the policy.
+"""Checks that `model.path` can be trained and that `distillation.teacher` can score the policy, before any actor
+starts.
 
-A clear message here replaces a later traceback of vLLM.
+Without these checks the user would get a traceback of vLLM later.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.learner import MAX_ADAPTER_RANK
 from rayapp.config.other_models import server_named
 from rayapp.core.errors import ConfigError, InputError, first_line
 from rayapp.core.http import read_key
@@ -23,15 +25,16 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 MAX_HEADER_BYTES = 100 << 20
 HUB_TIMEOUT_S = 5.0
 _ROPE_OF_COMPANY = "dynamic"
-"""Type of rotary positions whose frequencies depend on the longest sequence of the batch; vLLM forms other batches."""
+"""Type of rotary positions whose frequencies depend on the longest sequence of the batch. It is refused, because vLLM
+forms other batches than the learner."""
 
 
 def check_model(config: Config) -> None:
-    """Check a local folder completely, and a hub id up to its configuration.
+    """Check the model: of a local folder all files, of a hub id only the configuration.
 
     Raises:
         InputError: the model does not exist, or a part of it is missing or broken.
-        ConfigError: the model is fine but other keys don't fit it.
+        ConfigError: the model is valid, but other config keys don't fit it.
     """
     path = Path(config.model.path)
     if path.is_dir():
@@ -49,7 +52,9 @@ def check_model(config: Config) -> None:
 
 
 def _refuse_shards(folder: Path) -> None:
-    """Raise InputError for a checkpoint of verl, which its own merger turns into a model folder."""
+    """Raise InputError if the folder is a checkpoint of verl, which verl's merger must first turn into a model
+    folder.
+    """
     for place in (folder, folder / "actor"):
         if shards := sorted(place.glob("model_world_size_*_rank_*.pt")):
             merged = f"{folder}-merged"
@@ -61,7 +66,7 @@ def _refuse_shards(folder: Path) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Check only a folder's config.json. Raises like `check_model`."""
+    """Check only the config.json of a model folder. Raises InputError or ConfigError: the model can't be trained."""
     architecture = _read_config(Path(config.model.path), config.model.trust_remote_code)
     _check_family(architecture, config)
     _check_fits(architecture, config)
@@ -102,7 +107,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
 def _check_architecture(file: Path, model_type: str) -> None:
     import transformers
 
-    # Use the plain table, not AutoConfig, which loads torch: that takes seconds before every start.
+    # AutoConfig is not used, because it loads torch, which would take seconds before every start.
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     if model_type not in CONFIG_MAPPING_NAMES:
@@ -135,7 +140,9 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Check the header, and that the file is as long as the header says: interrupted copies are the usual fault."""
+    """Check that the file's header is valid, and that the file is as long as the header says. Most broken files are
+    interrupted copies.
+    """
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -162,14 +169,13 @@ def _check_tokenizer(folder: Path) -> None:
 
         try:
             Tokenizer.from_file(str(file))
-        except Exception as error:  # boundary: the library raises bare Exceptions
+        except Exception as error:  # boundary: the library raises plain Exceptions
             raise InputError(f"{file} is not a tokenizer: {error}") from None
 
 
 def check_hub_answers(name: str) -> None:
-    """Send the hub one request. If the hub doesn't answer, this process and its children use only files on this disk.
-
-    The hub's own client would retry silently for half a minute, for each file of a model.
+    """Send the Hugging Face hub one request. If it does not answer, make this process and its children use only files
+    on this disk: otherwise the hub's client would try for half a minute, without a message, for each file of a model.
 
     Raises:
         InputError: the model is not on this disk, and the hub does not answer.
@@ -206,7 +212,7 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 
 def _check_fits(architecture: dict[str, Any], config: Config) -> None:
-    # Models that also read images have the language model's settings in a separate section.
+    # In a model that also reads images, the settings of the language model are in a section of their own.
     text = architecture.get("text_config") or architecture
     heads, tp = text.get("num_attention_heads"), config.server.tensor_parallel_size
     if heads is not None and heads % tp:
@@ -233,10 +239,30 @@ def _check_length(limit: int | None, config: Config, why: str) -> None:
 
 
 def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of rotary positions: one, or one for each type of layer."""
+    """Return the settings of rotary positions: a single item, or one item for each type of layer."""
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
+
+
+def adapter_rank(folder: Path) -> int:
+    """Return the rank of the LoRA adapter in a folder in peft's form.
+
+    Raises:
+        InputError: the folder holds no adapter, or one that vLLM can't serve.
+    """
+    file = folder / "adapter_config.json"
+    try:
+        found = json.loads(file.read_bytes())
+        kind, rank = str(found["peft_type"]), int(found["r"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{file} can't be read as peft writes it: {type(error).__name__}: {error}") from error
+    if kind != "LORA" or not 1 <= rank <= MAX_ADAPTER_RANK:
+        raise InputError(
+            f"{file}: peft_type is {kind} and r is {rank}, but vLLM serves adapters of type LORA and of a rank of at "
+            f"most {MAX_ADAPTER_RANK}. Merge the adapter into its model, and serve that model."
+        )
+    return rank
 
 
 SERVER_TIMEOUT_S = 10.0
@@ -245,10 +271,10 @@ PROBE = 'def f(x):\n\treturn x ** 2  # 0123456789 ÄÖÜ 漢字 \u20ac\n\nThe qu
 
 
 def check_teacher(config: Config) -> None:
-    """Check the teacher as a model, and that it has the policy's tokens.
+    """Check that the teacher is a valid model, and that it has the same tokens as the policy.
 
     Args:
-        config: its model.path is on this machine or a hub.
+        config: configuration whose model.path is a folder on this machine or a hub id.
     Raises:
         InputError: the teacher does not exist, or has another tokenizer.
     """
@@ -280,7 +306,7 @@ def check_teacher(config: Config) -> None:
 
 
 def _check_server(config: Config) -> None:
-    """Check that the teacher's server splits a text into the policy's tokens."""
+    """Check that the teacher's server tokenizes a text in the same way as the policy's tokenizer."""
     import httpx
 
     section = config.distillation
@@ -306,7 +332,7 @@ def _check_server(config: Config) -> None:
 
 
 def _tokens(config: Config) -> dict[str, int]:
-    """Return the id of every token, including added ones."""
+    """Return the id of every token, including tokens added to the vocabulary."""
     file = Path(config.model.path) / "tokenizer.json"
     if not file.is_file():
         tokenizer: Any = load_tokenizer(config)

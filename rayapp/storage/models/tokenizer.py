@@ -1,7 +1,7 @@
 """The tokenizer of the run's model, read from tokenizer.json and the chat template, without transformers.
 
-transformers and its imports cost every driver and rollout worker seconds and hundreds of MB. It is used only for models
-without a tokenizer.json, for tokenizers with their own code, and for vLLM's tool parsers.
+The import of transformers would cost every driver and rollout worker seconds and hundreds of MB. So transformers is
+used only for models without a tokenizer.json, for tokenizers with their own code, and for vLLM's tool parsers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that every chat template may use."""
+"""Names of the special tokens that every chat template may use."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Return the model's own tokenizer; its chat template gets `agent.chat_template_kwargs` in every rendering."""
+    """Return the model's own tokenizer. Its chat template gets `agent.chat_template_kwargs` in every rendering."""
     folder, trust_remote_code = Path(config.model.path), config.model.trust_remote_code
     variables = config.agent.chat_template_kwargs
     if (folder / "tokenizer.json").is_file() and "auto_map" not in _settings(folder):
@@ -44,8 +44,8 @@ class ModelTokenizer:
 
     Args:
         folder: model folder with a tokenizer.json.
-        trust_remote_code: for `of_transformers`.
-        variables: variables of the chat template, in every rendering.
+        trust_remote_code: allow code of the model folder in `of_transformers`.
+        variables: variables that the chat template gets in every rendering.
     Raises:
         ValueError, OSError: a file can't be read.
     """
@@ -69,7 +69,7 @@ class ModelTokenizer:
 
     @cached_property
     def of_transformers(self) -> Any:
-        """Return the same tokenizer for libraries that need transformers' class."""
+        """Tokenizer of the same model as an object of transformers, for libraries that need one."""
         return _of_transformers(self.name_or_path, trust_remote_code=self._trust_remote_code)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -109,16 +109,19 @@ class ModelTokenizer:
         """Render messages as text with the chat template.
 
         Args:
-            chat_template: Jinja text instead of the model's own template.
+            chat_template: a Jinja template, used in place of the model's own.
             tokenize: must be False: only text is returned.
-            options: variables of the template.
+            options: further variables of the template.
         Raises:
             ValueError: the model has no chat template, there is no message, or token ids are requested.
-            jinja2.TemplateError: the template is invalid or refuses the messages; templates may raise anything else.
+            jinja2.TemplateError: the template is invalid or refuses the messages.
+            Exception: templates are programs and may raise any error.
         """
         if tokenize or not conversation:
-            problem = "there are no messages" if not conversation else "encode the text, with add_special_tokens=False"
-            raise ValueError(f"apply_chat_template writes messages as text: {problem}")
+            if not conversation:
+                raise ValueError("apply_chat_template: there are no messages")
+            raise ValueError("apply_chat_template: tokenize is True, but only text is returned. Encode the text "
+                             "with add_special_tokens=False")  # fmt: skip
         variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         variables |= {**self._variables, **options}
         template = _compiled(
@@ -142,7 +145,7 @@ def _of_transformers(path: str, *, trust_remote_code: bool) -> Any:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, merged with special_tokens_map.json for models from before 2024."""
+    """Return tokenizer_config.json, merged with special_tokens_map.json, which models from before 2024 have."""
     settings: dict[str, Any] = _json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
@@ -161,7 +164,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name, including a model's own names such as image_token."""
+    """Return the special tokens by name, including names of the model's own, such as image_token."""
     own = {key: token for key, token in settings.items() if key.endswith("_token") and isinstance(token, str)}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         own |= settings[key] if isinstance(settings.get(key), dict) else {}
@@ -191,20 +194,20 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str,
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     read = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    if read:  # files override tokenizer_config.json
+    if read:  # template files override the template in tokenizer_config.json
         return read["default"] if list(read) == ["default"] else read
     return found or own or None
 
 
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> Template:
-    """Compile a chat template in the same environment as transformers 5.10."""
+    """Compile a chat template in the Jinja environment that transformers 5.10 uses."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`, which marks the assistant's text: its content is rendered unchanged."""
+        """Jinja's tag `{% generation %}`, which marks the assistant's text. Its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -222,7 +225,7 @@ def _compiled(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes HTML
+    environment.filters["tojson"] = _to_json  # Jinja's own filter `tojson` would escape HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - local time
     return environment.from_string(template)

@@ -1,13 +1,13 @@
 """Requests on single objects of a bucket, with checksums and retries: the base of `S3Storage`, uploads and downloads.
 
-Every object carries its SHA-256 in its metadata, and is verified against it when it is read. Each write also sends a
-CRC, with which the server refuses damaged bodies. rayapp computes the CRC in a thread, because the client would compute
-it on the event loop, and over TLS append it to a chunked body, which not every service supports.
+Every object has its SHA-256 in its metadata, with which reads are verified. Each write also sends a CRC, so that the
+server refuses a damaged body. rayapp computes the CRC in a thread: the client library would compute it on the event
+loop and, over TLS, append it to a chunked body, which not every service supports.
 
 `with_retries` repeats requests. botocore's own retries are switched off.
 
-`translate` converts botocore's exceptions to StorageErrors with a way out; `is_transient` is true for exceptions that a
-retry may fix.
+`translate` converts botocore's exceptions to StorageErrors whose messages say what to do. `is_transient` returns True
+for exceptions after which a retry may succeed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ _TRANSIENT = {
 
 
 def error_code(error: BaseException) -> str:
-    """Return the service's code of a botocore ClientError, e.g. NoSuchUpload; empty for any other error."""
+    """Return the error code of the service from a botocore ClientError, e.g. NoSuchUpload; empty for any other
+    error.
+    """
     response = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the same request may succeed later."""
+    """Return True if the request that failed with this error may succeed later."""
     import aiohttp
     from botocore import exceptions as boto
 
@@ -77,7 +79,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def translate(error: Exception, location: Location, endpoint: str, *, attempts: int = 1) -> StorageError:
-    """Convert an exception of botocore; a StorageError passes unchanged."""
+    """Convert an exception of botocore to a StorageError. A StorageError is returned unchanged."""
     from botocore import exceptions as boto
 
     if isinstance(error, StorageError):
@@ -106,7 +108,7 @@ def _client_error(error: Exception, location: Location, endpoint: str) -> Storag
             f"{location}: there is no bucket {location.bucket!r} at {endpoint}. Create it, or correct its name."
         )
     if code in _EXPIRED:
-        return StorageCredentialsError(f"{location}: the credentials have expired ({code}). Put new ones in place.")
+        return StorageCredentialsError(f"{location}: the credentials have expired ({code}). Set new ones.")
     if code in _WRONG_KEY or status == 401:
         return StorageCredentialsError(f"{location}: {endpoint} does not accept these credentials ({code or status}).")
     if code in _NOT_FOUND or status == 404:
@@ -139,7 +141,7 @@ def _short(error: BaseException) -> str:
 
 
 class Body(io.BytesIO):
-    """Bytes as a request body. Its buffer is the bytes themselves: BytesIO would copy them."""
+    """Bytes as the body of a request. They are not copied when the body is sent, as BytesIO would do."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -150,10 +152,10 @@ class Body(io.BytesIO):
 
 
 def checksum_arguments(data: bytes, checksums: str) -> dict[str, str]:
-    """Return the checksum arguments of an upload. Blocks the calling thread while it hashes `data`.
+    """Return the checksum arguments of an upload. This function blocks while it hashes `data`.
 
     Args:
-        checksums: `S3Settings.checksums`.
+        checksums: value of `S3Settings.checksums`.
     """
     if checksums == "when_required":
         digest = hashlib.md5(data, usedforsecurity=False).digest()
@@ -166,10 +168,10 @@ _log = logging.getLogger(__name__)
 
 
 async def with_retries(request: Callable[[], Awaitable[T]], location: Location, settings: S3Settings) -> T:
-    """Await `request` until it succeeds, fails permanently, or `max_attempts` is reached. Returns its answer.
+    """Send a request until it succeeds, fails permanently, or was sent `max_attempts` times. Return its answer.
 
     Raises:
-        StorageError: translated from the last error.
+        StorageError: the request failed. `translate` makes it from the last error.
     """
     transfer = settings.transfer
     endpoint = settings.endpoint_url or "AWS"
@@ -193,14 +195,14 @@ class S3Requests:
     """Requests on one folder of a bucket.
 
     Args:
-        client: an open aioboto3 client, which outlives this object.
-        root: the folder that keys are relative to.
+        client: an open aioboto3 client, which must stay open as long as this object is used.
+        root: the folder to which keys are relative.
     """
 
     def __init__(self, client: Any, root: Location, settings: S3Settings, fence: Fence | None = None) -> None:
         self.client = client
         self.settings = settings
-        # Shared by all transfers of this object, so that memory doesn't grow with the number of callers.
+        # All transfers of this object share the slots, so that memory doesn't grow with the number of callers.
         self.slots = asyncio.Semaphore(settings.transfer.num_parallel)
         self.root, self._fence = root, fence
 
@@ -217,7 +219,7 @@ class S3Requests:
         return await self.retried(location, lambda: call(Bucket=location.bucket, **arguments))
 
     async def change(self, location: Location, request: Callable[[], Awaitable[T]]) -> T:
-        """Send a request that changes what readers see, with retries; each attempt passes the fence first."""
+        """Send a request that changes stored objects, with retries. Each attempt first awaits the fence."""
 
         async def fenced_request() -> T:
             limit_s = await self._fence() if self._fence is not None else None
@@ -260,7 +262,9 @@ class S3Requests:
         return ObjectInfo(key=key, num_bytes=head["ContentLength"], sha256=head["Metadata"].get(SHA256, ""))
 
     async def head(self, key: str) -> dict[str, Any]:
-        """Return length, ETag and metadata. HEAD failures carry no text, so the cause is read from a listing."""
+        """Return length, ETag and metadata of an object. The error of a HEAD request has no text, so the cause of a
+        failure is read from a listing.
+        """
         location = self.location(key)
         try:
             answer: dict[str, Any] = await self.ask(location, "head_object", Key=location.key)
@@ -288,7 +292,7 @@ class S3Requests:
         try:
             await self.change(location, lambda: self.client.put_object(Body=Body(data), **arguments, **extra))
         except StorageExistsError as error:
-            # The answer to an earlier attempt may have been lost: then the existing object is our own.
+            # The object may be from an earlier attempt of this call, whose answer was lost.
             if not if_absent or (await self.head(key))["Metadata"].get(WRITER) != writer:
                 raise StorageExistsError(f"{location} exists already: another writer was first") from error
         return ObjectInfo(key=key, num_bytes=len(data), sha256=sha256)

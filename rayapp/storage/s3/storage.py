@@ -1,16 +1,17 @@
-"""A folder in a bucket: one request for small objects, parallel parts for larger files. Made by `open_storage` only.
+"""Storage in a folder of a bucket. A small object takes one request; larger files are sent in parallel parts.
+`open_storage` makes it.
 
-Every object carries its SHA-256 in its metadata; reads verify the SHA-256, writes the length. At most `num_parallel`
-parts are in memory.
+Every object has its SHA-256 in its metadata. Reads verify the SHA-256, writes the length. At most `num_parallel` parts
+are in memory.
 
-Downloads fetch parallel ranges of one version into a temporary file, verify it and rename it. The SHA-256 is computed
-from the finished ranges on disk while later ranges are still in transfer.
+A download fetches ranges of one version of the object in parallel into a temporary file, verifies the file and renames
+it. The SHA-256 is computed from finished ranges on disk while other ranges are still in transfer.
 
 `s3_client` makes the aioboto3 client for all requests, configured from `S3Settings`.
 
-`upload` sends a file in parallel parts and is resumable: received parts are not sent again. A small journal object
-beside the target names the current upload and its content, so that another process, on another machine, can resume it.
-A failed upload stays for that purpose; a lifecycle rule of the bucket should end abandoned ones
+`upload` sends a file in parallel parts, and can be resumed: parts that the server has are not sent again. A small
+journal object beside the target names the current upload and its content, so that any process on any machine can resume
+it. Therefore a failed upload is kept; a lifecycle rule of the bucket should end uploads that are never resumed
 (AbortIncompleteMultipartUpload). The object appears when the last request completes it.
 """
 
@@ -49,7 +50,7 @@ _JOURNAL = ".uploading"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Upload:
-    """One multipart upload; the journal's content."""
+    """One multipart upload, as the journal object stores it."""
 
     upload_id: str
     sha256: str
@@ -61,7 +62,7 @@ class _Upload:
         return math.ceil(self.num_bytes / self.part_bytes)
 
     def part_length(self, number: int) -> int:
-        """Return the number of bytes of part 1, 2, …"""
+        """Return the number of bytes of a part; the first part has the number 1."""
         return min(self.part_bytes, self.num_bytes - (number - 1) * self.part_bytes)
 
 
@@ -75,13 +76,15 @@ def journal_key(key: str) -> str:
 
 
 def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
-    """Return the configured part size, or the next MiB that keeps the file within S3's 10,000 parts."""
+    """Return the part size: `part_bytes`, or the smallest multiple of 1 MiB above it with which the file has at most
+    10,000 parts (S3's limit).
+    """
     least = math.ceil(num_bytes / MAX_PARTS)
     return part_bytes if least <= part_bytes else math.ceil(least / (1 << 20)) * (1 << 20)
 
 
 async def upload(storage: S3Requests, path: Path, key: str) -> ObjectInfo:
-    """Send one file. Raises like `Storage.put_file`."""
+    """Send one file; see `Storage.put_file`."""
     location, before = storage.location(key), await asyncio.to_thread(path.stat)
     sha256 = await hash_file(path)
     part_bytes = part_bytes_for(before.st_size, storage.settings.transfer.part_bytes)
@@ -102,7 +105,9 @@ async def upload(storage: S3Requests, path: Path, key: str) -> ObjectInfo:
 async def _resume(
     storage: S3Requests, location: Location, key: str, wanted: _Upload
 ) -> tuple[_Upload | None, dict[int, str]]:
-    """Return the current upload of the same content, and the ETags of its complete parts."""
+    """Return the upload of the same content that can be resumed, and the ETags of its complete parts; (None, {})
+    without one.
+    """
     try:
         journal = json.loads(await storage.get_bytes(journal_key(key)))
         found = _Upload(**journal)
@@ -114,7 +119,7 @@ async def _resume(
     try:
         return found, await _parts_there(storage, location, found)
     except StorageError:
-        # Completed or aborted meanwhile, or lost in a restart of the server: start over.
+        # Another process has completed or aborted the upload, or the server lost it: start over.
         return None, {}
 
 
@@ -180,7 +185,7 @@ async def _complete(storage: S3Requests, location: Location, key: str, current: 
     except StorageTakenError:
         raise
     except StorageError:
-        # The answer may have been lost: check whether the object was stored.
+        # Only the answer may have been lost: check whether the object was stored.
         if not await _is_there(storage, key, current):
             raise
     if not await _is_there(storage, key, current):
@@ -197,12 +202,12 @@ async def _abort(storage: S3Requests, location: Location, current: _Upload) -> N
     try:
         await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
     except StorageError:
-        return  # the upload no longer exists; otherwise the bucket's lifecycle rule ends it
+        return  # the upload no longer exists, or the bucket's lifecycle rule will end it
 
 
 @asynccontextmanager
 async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
-    """Open a client, closed at the end of the block.
+    """Yield an open client, which is closed at the end of the block.
 
     Raises:
         StorageConfigError: the endpoint or region is invalid.
@@ -235,7 +240,9 @@ async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
 
 @cache
 def _descriptions(data_path: str | None) -> Any:
-    """Return botocore's loader with its cached service descriptions: reading them again costs 0.3 s per client."""
+    """Return botocore's loader of service descriptions. It is kept with its cache, because reading the descriptions
+    again would cost 0.3 s per client.
+    """
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
@@ -247,13 +254,13 @@ def _client_config(settings: S3Settings) -> Any:
     transfer = settings.transfer
     return AioConfig(
         signature_version=settings.signature_version,
-        # Bodies are covered by two other checksums: a CRC-32, which the server checks, and the SHA-256 stored with
-        # every object, which readers compare. Signing the payload would hash each body once more.
+        # The payload is not signed, because that would hash each body once more. Two other checksums protect bodies: a
+        # CRC-32, which the server checks, and the SHA-256 stored with every object, which readers compare.
         s3={"addressing_style": settings.addressing_style, "payload_signing_enabled": False},
         request_checksum_calculation=settings.checksums,
         response_checksum_validation=settings.checksums,
-        # One attempt, because `with_retries` repeats requests, within its deadline. Two retry layers would multiply the
-        # attempts.
+        # The client makes one attempt, because `with_retries` repeats requests. Two layers of retries would multiply
+        # the attempts.
         retries={"total_max_attempts": 1},
         connect_timeout=transfer.connect_timeout_s,
         read_timeout=transfer.read_timeout_s,
@@ -262,7 +269,9 @@ def _client_config(settings: S3Settings) -> Any:
 
 
 def _renamer(header: str) -> Any:
-    """Return an event handler that renames If-None-Match to the header of a service that doesn't know it."""
+    """Return an event handler that renames the header If-None-Match to `header`, for services that don't know
+    If-None-Match.
+    """
 
     def rename(params: dict[str, Any], **_: object) -> None:
         if params["headers"].pop("If-None-Match", None) is not None:
@@ -273,13 +282,13 @@ def _renamer(header: str) -> Any:
 
 _CHUNK_BYTES = 1 << 18
 _WRITE_BYTES = 1 << 20
-"""Bytes per write: large enough for few calls, small enough to stay in the processor's cache."""
+"""Number of bytes per write: large enough for few calls, small enough to stay in the processor's cache."""
 _MAX_VECTORS = 1024
 """Maximum number of buffers for one call of pwritev (IOV_MAX of Linux)."""
 
 
 async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
-    """Read one object into `path`. Raises like `Storage.get_file`."""
+    """Read one object into `path`; see `Storage.get_file`."""
     location, head = storage.location(key), await storage.head(key)
     num_bytes, expected = head["ContentLength"], sha256 or head["Metadata"].get("sha256", "")
     with stored(path) as temporary:
@@ -294,21 +303,21 @@ async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """The file that a download fills."""
+    """The file into which a download writes."""
 
     path: Path
     descriptor: int
 
     async def write(self, chunks: Sequence[bytes], start: int) -> None:
-        """Write the chunks at `start`. Raises StorageError: the disk refuses them, e.g. because it is full."""
-        # Finish the write even if cancelled: otherwise it could continue after the file is closed, on a reused
-        # descriptor.
+        """Write the chunks at `start`. Raises StorageError: the disk refuses the write, e.g. because it is full."""
+        # Finish the write even if this task is cancelled. Otherwise the write could continue after the file is closed,
+        # to another file with the same descriptor.
         with storage_errors(self.path):
             await finish_despite_cancels(asyncio.to_thread(_write, self.descriptor, chunks, start))
 
 
 async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes: int, etag: str) -> str:
-    """Download the object into `path` on the disk; returns its SHA-256."""
+    """Download the object into `path`, sync it to disk, and return its SHA-256."""
     part_bytes = storage.settings.transfer.part_bytes
     ranges = [(start, min(start + part_bytes, num_bytes)) for start in range(0, num_bytes, part_bytes)]
     try:
@@ -316,7 +325,7 @@ async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes:
             file.truncate(num_bytes)
             target = _Target(path=path, descriptor=file.fileno())
             found = await _fetch_ranges(storage, location, target, ranges, etag)
-            # Sync in a thread: the later sync at the end of `stored` is on the event loop, with nothing left to write.
+            # Sync in a thread, so that the sync of `stored`, which runs on the event loop, has nothing left to write.
             await finish_despite_cancels(asyncio.to_thread(os.fsync, file.fileno()))
     except StorageExistsError as changed:
         raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from changed
@@ -353,7 +362,9 @@ async def _fetch_range(
 
 
 async def _pour(body: Any, target: _Target, start: int) -> int:
-    """Write the received bytes at their place; returns their number. A retry writes the same place again."""
+    """Write the received bytes to the file from `start` on, and return their number. A retry overwrites the same
+    range.
+    """
     chunks: list[bytes] = []
     num_written = num_held = 0
     async for chunk in body.iter_chunks(_CHUNK_BYTES):
@@ -367,11 +378,11 @@ async def _pour(body: Any, target: _Target, start: int) -> int:
 
 
 def _write(descriptor: int, chunks: Sequence[bytes], start: int) -> None:
-    """Write `chunks` one after the other at `start`; blocks."""
+    """Write `chunks`, one after the other, from `start` on. This function blocks."""
     end = start + sum(map(len, chunks))
     start += os.pwritev(descriptor, chunks, start) if chunks else 0
     if start < end:
-        # A full disk cuts a write short without an error; the next write raises it.
+        # On a full disk a write stops early without an error; the next write raises the error.
         rest = b"".join(chunks)[start - end :]
         while rest:
             num_written = os.pwrite(descriptor, rest, start)
@@ -379,7 +390,7 @@ def _write(descriptor: int, chunks: Sequence[bytes], start: int) -> None:
 
 
 class S3Storage(S3Requests):
-    """Implements `Storage` on a bucket."""
+    """`Storage` in a folder of a bucket."""
 
     def fenced(self, fence: Fence) -> S3Storage:
         return S3Storage(self.client, self.root, self.settings, fence)

@@ -1,6 +1,7 @@
-"""The checks of a task audit. Each check scores answers like training and reports findings.
+"""The checks of a task audit. Each check scores answers as training does, and reports findings.
 
-If infrastructure fails and a verdict is missing, the report has a separate finding: it is no evidence about the task.
+If infrastructure fails, so that a verdict is missing, the report has a finding of the kind `verdict`: the failure says
+nothing about the task.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Check = Literal[
     "duplicate", "verdict",
 ]  # fmt: skip
 SLOW_SHARE = 0.5
-"""Maximum fraction of the time limit that the solution's tests may take. With more, right answers would fail on a busy
-machine."""
+"""Maximum fraction of the time limit that the solution's tests may take. Slower tests would fail right answers on a
+busy machine."""
 _TRIVIAL_SEEDS = range(3)
 _MOST_FAILED_SEEDS = 3
 """Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
@@ -41,7 +42,7 @@ _FAULTS: dict[str, tuple[Check, ...]] = {
     "time_dependent": ("clock", "slow"),
     "network_dependent": ("network",),
 }
-"""Property of a task in the report -> checks that find it."""
+"""Fault of a task, as the report names it -> checks whose findings show this fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +61,25 @@ class TaskReport:
     task: str
     kind: str
     nothing: float | None = None
-    """Highest reward of a no-op or empty answer."""
+    """Highest reward of the no-op and empty answers."""
     solution: str = ""
-    """Number of runs in which the solution earned 1, and of all runs, e.g. `20/20`; `none` if the task has no
-    solution.
+    """Number of runs in which the solution earned 1, and number of all runs, e.g. `20/20`; `none` without a solution.
     """
     trivial: float | None = None
-    """Highest mean reward, over a few seeds, of a trivial answer."""
+    """Mean reward over a few seeds of the trivial answer that scores highest."""
     trivial_answer: str = ""
     cheats: str = ""
-    """Number of cheats that earned a reward, and of all cheats, e.g. `0/17`."""
+    """Number of cheats that earned a reward, and number of all cheats, e.g. `0/17`."""
     solve_rate: float | None = None
-    """Share of a policy's trajectories that solved the task; None if none is given."""
+    """Share of a policy's trajectories that solved the task; None if no trajectories were given."""
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def properties(self) -> dict[str, bool | None]:
-        """Return property -> whether the task has it: solvable (None without a solution), cheatable, flaky,
-        order_dependent, time_dependent, network_dependent."""
+        """Return property -> True if the task has it. The properties are solvable (None without a solution), cheatable,
+        flaky, order_dependent, time_dependent and network_dependent.
+        """
         found = {finding.check for finding in self.findings}
         earned, _, runs = self.solution.partition("/")
         faults = {name: bool(found & set(checks)) for name, checks in _FAULTS.items()}
@@ -90,8 +91,8 @@ class Auditor:
     """Audits one task.
 
     Args:
-        runs: number of times that the solution and no-op answers are scored, each time with another seed.
-        max_trivial: maximum reward of a trivial answer; a higher one is a finding.
+        runs: number of seeds with which the solution and the no-op answers are scored.
+        max_trivial: maximum reward of a trivial answer; a higher reward is a finding.
     """
 
     subject: Subject
@@ -138,7 +139,7 @@ class Auditor:
         except SandboxConfigError:
             raise
         except (SandboxError, UnusableWorkError) as error:
-            self._found("verdict", f"its solution could not be made: {type(error).__name__}: {error}")
+            self._found("verdict", f"the solution could not be made: {type(error).__name__}: {error}")
 
     def _found(self, check: Check, detail: str) -> None:
         self._findings.append(AuditFinding(task=self.subject.name, check=check, detail=detail))
@@ -180,7 +181,7 @@ class Auditor:
         runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(run_tests, seed)]
         if offline := [run.name for run in runs if _NETWORK.search(run.problem)]:
             self._found(
-                "network", f"it needs the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
+                "network", f"tests need the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
             )
         named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
         return f"; {'; '.join(named)}" if named else ""
@@ -193,14 +194,14 @@ class Auditor:
         except SandboxConfigError:
             raise
         except SandboxError as error:
-            self._found("verdict", f"its tests, one by one: {type(error).__name__}: {error}")
+            self._found("verdict", f"the tests can't be run one by one: {type(error).__name__}: {error}")
             return ()
 
     def _slow(self, runs: Sequence[TestRun]) -> None:
         limit_s, total_s = self.subject.limit_s, sum(run.seconds for run in runs)
         if self.subject.is_limit_of_all and runs:
             slowest = max(runs, key=lambda run: run.seconds)
-            runs = [replace(slowest, name=f"all tests, the slowest {slowest.name}", seconds=total_s)]
+            runs = [replace(slowest, name=f"all tests (slowest: {slowest.name})", seconds=total_s)]
         for run in runs:
             if limit_s and run.seconds > limit_s * SLOW_SHARE:
                 self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
@@ -224,7 +225,7 @@ class Auditor:
             shares[answer.name] = await self._share(answer)
         guess = max(shares, key=lambda name: shares[name], default="")
         if guess and shares[guess] > self.max_trivial:
-            self._found("trivial", f"`{guess}` is worth {shares[guess]:.2f}, more than {self.max_trivial:g}")
+            self._found("trivial", f"`{guess}` earns {shares[guess]:.2f}, more than {self.max_trivial:g}")
         return shares.get(guess), guess if shares.get(guess) else ""
 
     async def _share(self, answer: Attempt) -> float:
@@ -247,7 +248,7 @@ class Auditor:
         subject = self.subject
         is_told = bool(subject.expression) and holds_expression(subject.prompt, subject.expression)
         if is_told or places_of(subject.secrets, {"prompt": subject.prompt}, subject.public):
-            self._found("oracle", "its prompt holds text of the solution or of the hidden tests")
+            self._found("oracle", "the prompt contains text of the solution or of the hidden tests")
         if subject.workspace is None:
             return
         try:
@@ -255,10 +256,10 @@ class Auditor:
         except SandboxConfigError:
             raise
         except SandboxError as error:
-            self._found("verdict", f"the search for the oracle: {type(error).__name__}: {error}")
+            self._found("verdict", f"the search for leaks failed: {type(error).__name__}: {error}")
             return
         for path in places_of(subject.secrets, texts, subject.public):
-            self._found("oracle", f"{path} in its sandbox holds text of the solution or of the hidden tests")
+            self._found("oracle", f"{path} in the agent's sandbox contains text of the solution or of the hidden tests")
 
 
 def _is_solved(reward: Reward) -> bool:
@@ -269,7 +270,8 @@ def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
     """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
     found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
     return [
-        AuditFinding(task=name, check="duplicate", detail=f"its prompt equals that of {first}") for name, first in found
+        AuditFinding(task=name, check="duplicate", detail=f"the prompt equals the prompt of {first}")
+        for name, first in found
     ]
 
 
@@ -340,5 +342,5 @@ def _unusable(subject: Subject, why: str) -> TaskReport:
 
 def _with_others(report: TaskReport, twice: Sequence[AuditFinding], alike: dict[str, str]) -> TaskReport:
     mine = tuple(finding for finding in twice if finding.task == report.task)
-    notes = report.notes | ({"tests": f"the same as {alike[report.task]}'s"} if report.task in alike else {})
+    notes = report.notes | ({"tests": f"the same tests as in {alike[report.task]}"} if report.task in alike else {})
     return replace(report, findings=(*report.findings, *mine), notes=notes)

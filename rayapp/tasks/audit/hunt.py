@@ -3,8 +3,8 @@
     workspace filled as for an agent -> program inside reads files, environment, processes -> texts -> compared outside
 
 No secret enters the sandbox: the program searches for public words, such as the function's name, and returns the files
-that contain them. A secret is also found in base64 or hex, with other white space, and, in Python, as a function with
-other names.
+that contain them. The search also finds secrets that are in base64 or hex, have other white space, or are Python
+functions whose names were changed.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ print(json.dumps(seen))
 
 
 async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: SandboxSource) -> dict[str, str]:
-    """Return path -> text of the files that code can read in a workspace that was filled for an agent.
+    """Fill a workspace as for an agent, and return path -> text of the files that code can read there.
 
     Args:
-        words: search words for files outside the workspace: only files with one of them are returned. Words of fewer
-            than 4 letters are ignored.
+        words: of the files outside the workspace, only those that contain one of these words are returned. Words of
+            fewer than 4 letters are ignored.
     Raises:
         SandboxError: the sandbox failed.
     """
@@ -105,7 +105,7 @@ def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[st
     """Return the paths of texts that contain a secret.
 
     Args:
-        public: texts whose Python functions are not secret, although the secrets may contain them.
+        public: texts whose Python functions don't count as secret, even if a secret contains them.
     """
     secrets = tuple(secrets)
     known = {_bare(secret) for secret in secrets}

@@ -93,7 +93,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
     function, language = tests.function, tests.language
     solution = await problem.fenced(reference) if reference else None
     by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
-    notes = {} if reference else {"solution": "the data has none"}
+    notes = {} if reference else {"solution": "the data set has no solution"}
     if language is not None:
         nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
         return Subject(
@@ -138,7 +138,7 @@ def _share_of(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestRun, ...]:
-    """Run all tests, not only the ones that the seed draws."""
+    """Run all tests of the problem: the seed is ignored."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)

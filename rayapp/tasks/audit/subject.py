@@ -1,11 +1,11 @@
 """The subject of an audit: a task of any kind with answers to try, its scoring, and its secrets.
 
 `subjects.py` and `rows.py` make subjects; `checks.py` audits them. This module also makes answers that deserve no
-reward, for functions and for programs: empty ones, trivial ones, and cheats. They are strings in this process, and run
-only in sandboxes. A cheat (`cheats.yaml`) is inserted into a no-op answer, so that any reward above the no-op's is due
-to cheating.
+reward, for functions and for programs: empty answers, trivial answers and cheats. In this process the answers are only
+strings; they run in sandboxes. A cheat (`cheats.yaml`) is inserted into a no-op answer, so that any reward above the
+no-op's is due to cheating.
 
-`examples_in` reads the examples in a coding task's prompt, which the task's reference must agree with:
+`examples_in` reads the examples in a coding task's prompt. The task's reference must agree with them. Their forms:
 
     f([1, 2]) == 3      f([1, 2]) -> 3      f([1, 2]) returns 3      >>> f([1, 2])
                                                                      3
@@ -34,7 +34,7 @@ Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
 
 
 def score_of(task: Task) -> Score:
-    """Return the task's own `score` as a function of an answer, without a prompt."""
+    """Return a function that scores an answer with the task's own `score`. It passes an empty prompt."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
     async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -56,7 +56,7 @@ class TestRun:
 
 
 RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestRun, ...]]]
-"""Like `Score`, but with one result for each test."""
+"""Function of an answer, sandboxes and a seed that runs the hidden tests and returns one result for each test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,9 @@ class Subject:
     name: str
     kind: str
     prompt: str
-    """The policy's prompt, in which the audit searches for leaks, and which it compares with other tasks' prompts."""
+    """The policy's prompt. The audit searches it for leaks and compares it with other tasks' prompts."""
     tests_key: str
-    """Key that tasks with the same hidden tests share."""
+    """Key of the hidden tests: equal for tasks with the same tests."""
     score: Score
     solution: str | None
     """Answer that must earn 1; None if the task has no solution."""
@@ -89,18 +89,20 @@ class Subject:
     cheats: tuple[Attempt, ...] = ()
     """Answers that try to earn a reward without solving the task."""
     score_cheat: Score | None = None
-    """Replaces `score` for cheats. It ignores rules of style (banned names), because isolation must defeat a cheat."""
+    """Function that scores cheats instead of `score`. It doesn't enforce banned names, because isolation alone must
+    defeat cheats."""
     score_share: Score | None = None
-    """Replaces an all-or-nothing `score` for trivial answers, and returns the fraction of passed tests."""
+    """Function that scores trivial answers instead of an all-or-nothing `score`: by the fraction of passed tests."""
     run_tests: RunTests | None = None
     run_later: RunTests | None = None
-    """Like `run_tests`, with the clock a year ahead."""
+    """Function like `run_tests` that sets the clock a year ahead."""
     run_reversed: RunTests | None = None
-    """Like `run_tests`, in reverse order; None if each test runs in a process of its own."""
+    """Function like `run_tests` that runs the tests in reverse order; None if each test runs in a process of its
+    own."""
     limit_s: float = 0.0
     """Time limit in seconds for one test, or for all tests together; 0 if there is no limit."""
     is_limit_of_all: bool = False
-    """True if `limit_s` is for all tests together."""
+    """True if `limit_s` is for all tests together, False if it is for one test."""
     secrets: tuple[str, ...] = ()
     """Texts of the solution and the hidden tests that are too long to occur elsewhere by chance."""
     public: tuple[str, ...] = ()
@@ -110,13 +112,13 @@ class Subject:
     contradictions: tuple[str, ...] = ()
     """Contradictions between the reference and the task's own examples."""
     cannot_run: str = ""
-    """Reason why the task can't be audited; empty if it can."""
+    """Reason why the task can't be audited; empty if it can be audited."""
     workspace: AgentStart | None = None
-    """Start of an agent on this task; None if no agent can play it."""
+    """Prompt, files and tools that an agent starts with; None if no agent can play this task."""
     public_words: tuple[str, ...] = field(default=())
     """Words of the task that are not secret: the search for leaks reads the files that contain them."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Name of a check -> reason why it was restricted for this task."""
+    """Name of a check -> reason why the check is restricted for this task."""
 
 
 PROSE = (Attempt(name="an empty answer", text=""), Attempt(name="prose", text="I don't know how to do this."))
@@ -129,7 +131,7 @@ GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
 
 
 def guesses(question: str) -> tuple[Attempt, ...]:
-    """Return trivial short answers, and two that contain many short ones: the question, and all numbers up to 99."""
+    """Return trivial short answers, and two texts that contain many of them: the question, and all numbers up to 99."""
     told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
             ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
     return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
@@ -202,7 +204,9 @@ _MOST_CHARS = 500
 
 
 def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
-    """Yield each example, as it is written and as a test. Examples with a float are left out: they may be rounded."""
+    """Yield each example of the prompt, as it is written and as a test. Examples with floats are left out, because
+    floats may be rounded.
+    """
     for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
         text = prompt[found.end() : found.end() + _MOST_CHARS]
         call = _bracketed(text)

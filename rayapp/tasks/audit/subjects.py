@@ -47,13 +47,14 @@ from rayapp.tasks.repository.task import RepositoryTask, as_answer, read_answer
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
 MIN_SECRET_CHARS = 12
-"""Minimum length of a secret: shorter texts of the solution or the tests may occur elsewhere by chance."""
+"""Minimum length of a secret. Shorter texts of the solution or the tests may occur elsewhere by chance."""
 
 
 def coding_subject(task: CodingTask) -> Subject:
     """Return a coding task as a subject.
 
-    The solution is the first demonstration. Without a demonstration it is the reference, which may use banned names.
+    The solution is the first demonstration. Without demonstrations the solution is the reference, which may use banned
+    names.
     """
     name, parameters = task.func_name, task.parameters
     free = task.model_copy(update={"banned_patterns": ()})
@@ -102,7 +103,7 @@ def _contradictions(task: CodingTask) -> Iterator[str]:
 
 
 def _is_telling(expression: str) -> bool:
-    """Return True if an expression computes a value: then it does not occur in a prompt by chance."""
+    """Return True if an expression computes a value. Such an expression does not occur in a prompt by chance."""
     tree = ast.parse(expression.strip(), mode="eval")
     return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
@@ -164,7 +165,7 @@ FILES = {
 
 
 def repository_subject(task: RepositoryTask) -> Subject:
-    """Return a repository task as a subject. A cheat changes files, or puts code at the top of every module."""
+    """Return a repository task as a subject. Its cheats change files, or put code at the top of every module."""
     folder = task.folder
     return Subject(
         name=task.name,
@@ -225,7 +226,7 @@ async def _run_named_tests(
         run = await task.run_named_tests(tests, files, sandbox, above=above, in_reverse=in_reverse)
     if isinstance(run, Reward):
         return (TestRun(name="test_patch", problem=run.detail, seconds=0.0),)
-    # The time limit is for all tests together, and so are the seconds.
+    # Report one duration for all tests together, because the time limit is for all of them.
     seconds = run.seconds / len(tests.names)
     return tuple(TestRun(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
 
@@ -239,7 +240,7 @@ def _tests(task: RepositoryTask) -> Sequence[str]:
 
 
 def _added(patch: str) -> str:
-    """Return the lines that a diff adds, with a blank line for each run of other lines."""
+    """Return the lines that a diff adds. A blank line replaces each run of lines that it doesn't add."""
     return "\n".join(line[1:] if line[:1] == "+" and line[:3] != "+++" else "" for line in patch.splitlines())
 
 
@@ -275,8 +276,8 @@ def _secrets(task: RepositoryTask) -> Iterator[str]:
     """Yield the secret lines, passages and files of the solution and of the hidden tests.
 
     A line is secret if it is not in the repository. A passage or file is secret if it is not in the files that the
-    solution replaces; for a `solve.sh`, which does not name the files that it changes, if it is not in the repository.
-    Of a diff, only passages that it adds are secret.
+    solution replaces. A `solve.sh` does not name the files that it changes, so its passages are secret if they are not
+    in the repository. Of a diff, only passages that it adds are secret.
     """
     base = task.folder.repository
     shown, tests = "\n".join(base.values()), _tests(task)
@@ -302,8 +303,9 @@ def _replaced(task: RepositoryTask) -> tuple[str, ...]:
 
 
 def _passages(text: str, known: str) -> Iterator[str]:
-    """Yield the passages of a text that are too long to occur by chance. Blank, known and import lines separate
-    passages."""
+    """Yield the passages of a text that are too long to occur elsewhere by chance. Blank lines, imports and lines of
+    `known` separate passages.
+    """
     known_lines = {line.strip() for line in known.splitlines()}
     run: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -324,11 +326,11 @@ async def subjects_of(
     limit: int | None = None,
     sandboxes: SandboxConfig = SandboxConfig(),  # noqa: B008  (frozen)
 ) -> list[Subject]:
-    """Return the subjects of an audit.
+    """Return the tasks of the sources as subjects of an audit.
 
     Args:
         sources: names as in a run's `tasks`, or .parquet files of rows.
-        rewards: scoring of rows.
+        rewards: settings for scoring data rows.
         cache: folder for copies of remote files.
         limit: number of rows to take from each file or benchmark.
         sandboxes: the providers of the sandboxes.
@@ -348,8 +350,9 @@ async def subjects_of(
 
 
 def _task_subjects(source: str, limit: int | None) -> list[Subject]:
-    """Return the tasks of a source as subjects. In a folder of many tasks, one that can't be loaded is a subject whose
-    `cannot_run` has the reason."""
+    """Return the tasks of a source as subjects. If one task in a folder of many can't be loaded, the `cannot_run` of
+    its subject has the reason.
+    """
     singles = single_tasks(source)[:limit]
     if len(singles) < 2:
         return list(map(task_subject, load_source(source)[:limit]))
@@ -379,7 +382,7 @@ def _unusable(source: str, why: str) -> Subject:
 
 
 def _that_can_run(subject: Subject, sandboxes: SandboxConfig) -> Subject:
-    """Return the subject, with `cannot_run` set if no provider has sandboxes for its workspace."""
+    """Return the subject. If no provider has sandboxes for its workspace, `cannot_run` has the reason."""
     why = why_no_workspace(sandboxes, subject.workspace) if subject.workspace is not None else ""
     return replace(subject, cannot_run=f"it {why}") if why else subject
 

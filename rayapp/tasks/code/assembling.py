@@ -1,8 +1,8 @@
-"""Assembles the program to run: a candidate's code, the code above it, and the code that calls it.
+"""Assembles the program to run: a candidate's code (the code of an answer), code above it, and code that calls it.
 
-`screen_answer` parses a policy's text, so it runs in the text process (`tasks/text_process.py`); it and its imports
-need only the standard library. The other functions only join strings. Names that they add to the candidate's module
-begin with `_rayapp`.
+`screen_answer` parses a policy's text, so it runs in the text process (`tasks/text_process.py`). That process has only
+the standard library, so this module needs nothing else. The other functions only join strings. Names that they add to
+the candidate's module begin with `_rayapp`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ IMPORTS = (
     "from json import *; from builtins import *; from typing import *; import string, re, datetime, collections, "
     "heapq, bisect, copy, math, random, statistics, itertools, functools, operator, io, sys, json"
 )
-"""Imports that the checkers of APPS, PRIME and LiveCodeBench put above every solution, besides RECURSION. They take
-longer than most programs, so they are added only to code that uses one of the names."""
+"""Imports that the checkers of APPS, PRIME and LiveCodeBench put above every solution, below RECURSION. The imports
+take longer than most programs, so they are added only to code that uses one of the imported names."""
 ENTRY = "_rayapp_entry"
 """Name of the function that the sandbox calls; it calls the candidate's function."""
 _CALL = """
@@ -111,10 +111,11 @@ class Screened:
 
 
 def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, str, str, int, bool]:
-    """Return the fields of `Screened` as a tuple.
+    """Extract and parse the code of an answer. Return the fields of `Screened` as a tuple, which the text process can
+    send.
 
     Args:
-        function: name of the function to write; empty for a program.
+        function: name of the function that the answer must define; empty for a whole program.
     """
     code, status, detail = screen_module(completion, function, prefill)
     tree = None if status else parse(code)
@@ -124,13 +125,15 @@ def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, st
 
 
 def line_below_futures(tree: ast.Module) -> int:
-    """Return the last line of the imports from `__future__`, which must come first; 0 if there are none."""
+    """Return the number of the line in which the imports from `__future__` end, which must come first; 0 if there are
+    none.
+    """
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     return max((node.end_lineno or 0 for node in imports if node.module == "__future__"), default=0)
 
 
 def _needs_imports(tree: ast.Module) -> bool:
-    # A name that is bound only inside a function counts as missing, although the imports are then not needed.
+    # A name that is bound only inside a function counts as missing. The imports are then added needlessly.
     bound = {name for statement in tree.body for name in _bound_by(statement)}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return not _imported_names().isdisjoint(used - bound)
@@ -164,18 +167,20 @@ def callable_code(code: str, function: str, *, may_be_method: bool) -> str:
     """Return the code with an ENTRY that calls the candidate's function and returns its value as plain data.
 
     Args:
-        may_be_method: if a `class Solution` has a method of this name, call the method.
+        may_be_method: True: if there is a `class Solution` with a method of this name, ENTRY calls the method.
     """
     method = f"Solution().{function} if b.hasattr(b.globals().get('Solution'), '{function}') else {function}"
     return code + _CALL.replace("@TARGET", f"({method})" if may_be_method else function)
 
 
 def checked_code(code: str, line: int, function: str, check: str, modules: Sequence[str], token: str) -> str:
-    """Return the code with an ENTRY that runs a check on the candidate's function. On success it returns its argument.
+    """Return the code with an ENTRY that runs a check on the candidate's function. If the check passes, ENTRY returns
+    its own argument.
 
     Builtins and the given modules are saved before the candidate's code runs, and restored after it and after each
     call; only plain values reach the check. So a candidate can't pass by replacing `abs`, or by returning an object
-    that equals everything. It can pass by searching the interpreter's frames for ENTRY's argument.
+    that equals everything. A candidate can still forge a pass by searching the interpreter's frames for ENTRY's
+    argument.
 
     Args:
         modules: modules that the check uses.

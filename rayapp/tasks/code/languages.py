@@ -2,8 +2,9 @@
 
     answer -> its last block of the language (text process) -> source file in the leased sandbox
       -> compile step, with its own limits -> one execution per test
-The sandbox's compilers are used: those in this machine's /usr for local sandboxes, otherwise those in the template or
-image. Imported by the text process, so it may import only the standard library and modules that do the same.
+The compilers are those of the sandbox: local sandboxes have this machine's /usr, other sandboxes have what their
+template or image holds. The text process imports this module, so it may import only the standard library and modules
+that do the same.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from rayapp.core.errors import InputError
 from rayapp.tasks.extraction import marked_block
 
 MISSING = 113
-"""Exit status of a compile step if the sandbox lacks the compiler."""
+"""Exit status of the compile step if the sandbox lacks the compiler."""
 _JVM = ("-XX:+UseSerialGC", "-XX:CompressedClassSpaceSize=64m", "-XX:ReservedCodeCacheSize=48m", "-XX:-UsePerfData")
 _ONE_ARENA = ("env", "MALLOC_ARENA_MAX=1")
-"""Otherwise each thread of a JVM maps 64 MiB, which counts towards the limit of address space."""
+"""Start of a command that gives glibc's malloc one arena. By default each thread of a JVM maps 64 MiB, which counts
+towards the limit of address space."""
 _PUBLIC_CLASS = re.compile(r"^[ \t]*public\s+(?:(?:final|abstract|strictfp)\s+)*class\s+(\w+)", re.MULTILINE)
 _ANY_CLASS = re.compile(r"\bclass\s+(\w+)")
 _MAIN = re.compile(r"\bstatic\s+void\s+main\s*\(")
@@ -30,38 +32,40 @@ head -c 2000 .compiled; exit 1
 """
 _LIMITED = 'ulimit -v "$0"; exec "$@"'
 _SPARE_MIB = 32
-"""Address space that an empty program needs, added to a test's limit."""
+"""Address space in MiB that an empty program needs; it is added to a test's limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """A programming language, with its commands."""
+    """A programming language and its commands."""
 
     name: str
-    """Name in prompts and messages."""
+    """Name of the language in prompts and messages."""
     key: str
-    """Value of the field `language` in a ground truth."""
+    """Name of the language in a ground truth's field `language`."""
     fences: tuple[str, ...]
-    """Info strings of its fenced blocks, e.g. `cpp`; prompts ask for the first."""
+    """Info strings of fenced blocks in this language, e.g. `cpp`. Prompts ask for the first one."""
     file: str
     """Name of the source file; {} stands for the main class."""
     compile: tuple[str, ...]
-    """Command that compiles the file, or checks its syntax. The sandbox must have the program in its first word."""
+    """Command that compiles the file, or checks its syntax. Its first word is a program that the sandbox must have."""
     run: tuple[str, ...]
-    """Command of one test; {} stands for the main class, {mib} for the memory limit."""
+    """Command that runs the program on one test; {} stands for the main class, {mib} for the memory limit."""
     nothing: str
-    """A program that does nothing."""
+    """Source of a program that does nothing."""
     compile_mib: int = 768
     """Minimum memory of the sandbox in MiB, for the compiler."""
     extra_mib: int = 0
     """Memory in MiB that the runtime needs in addition to the program."""
     has_limit: bool = True
-    """True if a test's memory is limited by its address space; False if the command or the sandbox limits it."""
+    """True if a limit of address space limits a test's memory; False if the command itself or the sandbox limits it."""
+    is_compiled: bool = True
+    """False if `compile` only checks the syntax, so that the source file can be run without it."""
     disk_mib: int = 32
     max_processes: int = 16
 
     def main_class(self, code: str) -> str:
-        """Return the name of the class with `main`, after which the source file is named; only for Java."""
+        """Return the name of the class after which the source file is named. Only Java's code has one."""
         if "{}" not in self.file:
             return ""
         if (found := _PUBLIC_CLASS.search(code)) is not None:
@@ -71,15 +75,22 @@ class Language:
         return classes[-1] if classes else "Main"
 
     def compile_command(self, main_class: str) -> list[str]:
-        """Return the compile step: status 0, MISSING, or 1 with the first messages on standard output."""
+        """Return the command of the compile step. It exits with status 0, MISSING, or 1 with the first messages on
+        standard output.
+        """
         words = [word.replace("{}", main_class) for word in self.compile]
         program = next(word for word in words if "=" not in word and word != "env")
         return ["sh", "-c", _COMPILE, program, *words]
 
-    def run_command(self, main_class: str, memory_mib: int) -> list[str]:
+    def run_command(self, main_class: str, memory_mib: int, *, is_test: bool = True) -> list[str]:
+        """Return the command of one execution.
+
+        Args:
+            is_test: False for a whole program, which may start others: only the sandbox limits its memory.
+        """
         words = [word.replace("{}", main_class).replace("{mib}", str(memory_mib)) for word in self.run]
         limit = str((memory_mib + _SPARE_MIB) << 10)
-        return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit else words
+        return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit and is_test else words
 
 
 _CPP = Language(
@@ -110,15 +121,19 @@ _RUST = Language(
     compile_mib=1536, disk_mib=64, max_processes=64,
 )  # fmt: skip
 _JAVASCRIPT = Language(
-    name="JavaScript", key="javascript", fences=("javascript", "js", "node"), file="main.js",
+    name="JavaScript", key="javascript", fences=("javascript", "js", "node", "nodejs"), file="main.js",
     compile=("node", "--check", "main.js"), run=("node", "--max-old-space-size={mib}", "main.js"), nothing=";",
-    extra_mib=640, has_limit=False, max_processes=64,
+    extra_mib=640, has_limit=False, is_compiled=False, max_processes=64,
 )  # fmt: skip
 _BASH = Language(
     name="Bash", key="bash", fences=("bash", "sh", "shell"), file="main.sh", compile=("bash", "-n", "main.sh"),
-    run=("bash", "main.sh"), nothing=":",
+    run=("bash", "main.sh"), nothing=":", is_compiled=False,
 )  # fmt: skip
-LANGUAGES = (_CPP, _C, _JAVA, _GO, _RUST, _JAVASCRIPT, _BASH)
+_PERL = Language(
+    name="Perl", key="perl", fences=("perl", "pl"), file="main.pl", compile=("perl", "-c", "main.pl"),
+    run=("perl", "main.pl"), nothing="1;", is_compiled=False,
+)  # fmt: skip
+LANGUAGES = (_CPP, _C, _JAVA, _GO, _RUST, _JAVASCRIPT, _BASH, _PERL)
 _PYTHON = frozenset({"", "python", "python3", "py", "py3", "pypy3"})
 _VERSION = re.compile(r"(?<=[a-z+])\s*[(\d].*")
 
@@ -141,8 +156,8 @@ def language_of(name: object) -> Language | None:
 
 
 def screen_program(completion: str, fences: Iterable[str]) -> tuple[str, str, str]:
-    """Return code, status and detail of an answer in another language than Python; the status is empty if the answer
-    has code. Called in the text process.
+    """Return code, status and detail of an answer in a language other than Python. The status is empty if the answer
+    has code. The function runs in the text process.
     """
     code = marked_block(completion, frozenset(fences))
     return (code, "", "") if code else ("", "no_code", f"the completion has no block of {next(iter(fences))}")

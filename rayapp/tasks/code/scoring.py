@@ -3,10 +3,10 @@
     answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compare -> Reward
                                             '- compiled there first, if it is not Python (`languages.py`)
 
-A program gets its test's standard input, a function its arguments. Expected results never enter the sandbox: they are
-compared in this process. A test fails if the code raises, is stopped, or gives another result. The tests that earlier
-completions of the same problem failed run first, so that most wrong answers cost one execution if one failure decides
-the verdict.
+The sandbox gets a test's standard input or arguments. Expected results never enter the sandbox: they are compared in
+this process. A test fails if the code raises, is stopped, or gives another result. Tests that earlier completions of
+the same problem failed run first. If one failed test decides the verdict, most wrong answers therefore cost only one
+execution.
 """
 
 from __future__ import annotations
@@ -62,23 +62,26 @@ class CodeProblem:
         """Return the tests.
 
         Raises:
-            InputError: the ground truth is not a code problem. The check before a run finds such rows.
+            InputError: the ground truth is not a code problem. A run checks all rows for this before it starts.
         """
         return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
 
     async def fenced(self, code: str) -> str:
-        """Return code in the problem's language as an answer. Raises InputError as `tests`."""
+        """Return code in the problem's language as an answer. Raises InputError: the ground truth is not a code
+        problem.
+        """
         language = (await self.tests()).language
         return f"```{language.fences[0] if language else 'python'}\n{code.rstrip()}\n```\n"
 
     async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
         """Return the reward of an answer. The answer's text and failed sandboxes never cause an exception.
 
-        Terms: `score` and `pass_rate` (1 or 0 if `rules.score` is all), `solved`, `format` (1 if the answer has code
-        that parses), and `verdict/forgeable` if some of the tests ran beside the candidate's code.
+        The reward has these terms: `score` and `pass_rate`, which are both the reward's value; `solved`; `format`,
+        which is 1 if the answer has code that parses; and `verdict/forgeable`, if some tests ran beside the candidate's
+        code.
 
         Args:
-            seed: seed that draws the tests, if not all are run. All completions of a group have the same seed.
+            seed: seed that draws the tests, if not all of them are run. Give all completions of a group the same seed.
             prefill: part of the answer that the prompt already contains.
         Raises:
             InputError: the ground truth is not a code problem.
@@ -100,7 +103,8 @@ class CodeProblem:
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
-        """Run every test on an answer. Returns a pair per test: the reason of failure (empty if passed), and seconds.
+        """Run every test on an answer. Return a pair for each test: the reason of failure (empty if it passed), and the
+        seconds.
 
         Raises:
             InputError: the ground truth is not a code problem.
@@ -166,29 +170,24 @@ class _Candidate:
 
     screened: Screened
     code: str
-    """The code with its preamble and imports."""
+    """The candidate's code with its preamble and imports."""
     tests: CodeTests
     rules: CodeSection
 
     async def compile(self, sandbox: Sandbox) -> str:
-        """Compile code in another language than Python. Return the compiler's first error messages; empty on success.
+        """Compile the code, if it is not Python. Return the compiler's first error messages; empty on success.
 
         Raises:
             SandboxConfigError: the compiler is not in the sandbox.
         """
         if (language := self.tests.language) is None:
             return ""
-        main_class = language.main_class(self.code)
-        await sandbox.write_file(language.file.replace("{}", main_class), self.code.encode(errors="replace"))
-        ran = await sandbox.run_command(
-            language.compile_command(main_class), timeout_s=self.rules.compile_timeout_s, max_output_bytes=1 << 20
-        )
-        if ran.exit_code == MISSING:
-            raise SandboxConfigError(missing_compiler(language, sandbox.provider))
+        await write_program(language, self.code, sandbox)
+        ran = await compile_program(language, self.code, sandbox, timeout_s=self.rules.compile_timeout_s)
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
-        """Return the reason of failure (empty if the test passed), and the seconds that the test took."""
+        """Run one test. Return the reason of failure (empty if the test passed), and the seconds that the test took."""
         timeout_s = min(left_s, self.rules.test_timeout_s)
         match test:
             case StdinTest():
@@ -234,8 +233,27 @@ class _Candidate:
         return problem or ("" if call.value == answer else "wrong value"), report.exec.duration_s
 
 
+async def write_program(language: Language, code: str, sandbox: Sandbox) -> None:
+    """Write the source file."""
+    file = language.file.replace("{}", language.main_class(code))
+    await sandbox.write_file(file, code.encode(errors="replace"))
+
+
+async def compile_program(language: Language, code: str, sandbox: Sandbox, *, timeout_s: float) -> ExecResult:
+    """Compile the source file, or check its syntax. The first messages are on standard output.
+
+    Raises:
+        SandboxConfigError: the compiler is not in the sandbox.
+    """
+    command = language.compile_command(language.main_class(code))
+    ran = await sandbox.run_command(command, timeout_s=timeout_s, max_output_bytes=1 << 20)
+    if ran.exit_code == MISSING:
+        raise SandboxConfigError(missing_compiler(language, sandbox.provider))
+    return ran
+
+
 def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
-    """Return the sandbox spec for tests in a language; None is Python."""
+    """Return the sandbox spec for tests in a language; None stands for Python."""
     if language is None:
         return SandboxSpec(memory_mib=memory_mib)
     return SandboxSpec(
@@ -251,13 +269,13 @@ def missing_compiler(language: Language, provider: str) -> str:
     program = language.compile_command("")[3]
     place = "on this machine, in /usr/bin" if provider == "local" else "in the template of the sandboxes"
     return (
-        f"{language.name}: sandboxes of {provider} have no {program}, which is needed to test its programs: install it "
+        f"{language.name}: sandboxes of {provider} have no {program}, which compiles and runs its programs: install it "
         f"{place}"
     )
 
 
 async def check_languages(languages: Iterable[Language], sandboxes: SandboxSource) -> None:
-    """Look for each language's compiler in a sandbox.
+    """Check that sandboxes have each language's compiler.
 
     Raises:
         SandboxConfigError: a compiler is missing, or these sandboxes can't run programs.
@@ -296,14 +314,16 @@ def _failed(status: str, detail: str) -> Reward:
 
 
 class _Failures:
-    """Indices of failed tests by problem, latest first. They decide the order of tests, never a verdict."""
+    """Indices of the tests that answers failed, by problem, latest first. They decide the order of tests, never a
+    verdict.
+    """
 
     def __init__(self, most_problems: int = 1024) -> None:
         self._most = most_problems
         self._seen: OrderedDict[int, list[int]] = OrderedDict()
 
     def first(self, problem: str, chosen: Sequence[int]) -> list[int]:
-        """Return the chosen tests; tests that failed earlier answers come first."""
+        """Return the chosen tests, first those that earlier answers failed."""
         failed = [index for index in self._seen.get(hash(problem), ()) if index in chosen]
         return [*failed, *(index for index in chosen if index not in failed)]
 

@@ -1,8 +1,8 @@
 """Parses a row in verl's schema into a `DataRow`, and checks before a run that all rows of all files can be scored.
 
-`reading.py` calls it. The check reads `data_source` and `reward_model.ground_truth` column by column with pyarrow: a
-million rows take about a second. Code problems are read one by one. Without the check, a row that can't be scored would
-end the run at its step, and every resume at the same step.
+`reading.py` calls this module. The check reads `data_source` and `reward_model.ground_truth` column by column with
+pyarrow: a million rows take about a second. Only code problems are read one by one. Without the check, a row that can't
+be scored would end the run at the row's step, and end every resumed run at this step again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class DataRow:
     ground_truth: Any
     """Value of `reward_model.ground_truth`; for GSM8K a string."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
+    """Arguments for each tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Value of the column `extra_info`, for custom rewards."""
+    """Value of the column `extra_info`; custom reward functions get it."""
     agent_name: str = ""
     prompt_ids: tuple[int, ...] = ()
-    """Token ids of the prompt, truncated if the reading options demand it; empty without an encoder."""
+    """Token ids of the prompt, truncated if the reading options say so. Empty if no encoder was given."""
 
 
 def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
@@ -85,7 +85,7 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Return the value without keys that are None: in parquet every row has the keys of all rows."""
+    """Return the value without keys whose value is None: in parquet, every row has the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -100,7 +100,7 @@ _WANTED = {"text": "a text or a whole number", "targets": "a struct whose `targe
 
 
 def check_truths(groups: Sequence[RowGroup], kind_of: KindOf) -> frozenset[Language]:
-    """Check that all rows can be scored. Return the languages, besides Python, of the programs that the rows ask for.
+    """Check that all rows can be scored. Return the languages other than Python in which rows ask for programs.
 
     Raises:
         InputError: a row can't be scored; the message names the first one and its file.
@@ -142,7 +142,9 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
 
 
 def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
-    """Check the code problems row by row (tens of megabytes of tests per second). Return their languages."""
+    """Check the code problems row by row (tens of megabytes of tests per second). Return their languages other than
+    Python.
+    """
     languages: set[Language] = set()
     for index, is_mine in enumerate(of_source.to_pylist()):
         if is_mine:
@@ -181,7 +183,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _without_target(targets: Any) -> Any:
-    """Return a mask of the rows without a target: null, an empty list, or a list that contains null."""
+    """Return a mask of the rows whose target is missing: null, an empty list, or a list that contains null."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc

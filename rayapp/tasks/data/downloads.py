@@ -1,8 +1,10 @@
-"""Loads raw data sets with `datasets`, and maps a user's own examples to rows in verl's schema. For `preparing.py`.
+"""Loads raw data sets with the package `datasets`, and maps a user's own examples to rows in verl's schema.
+`preparing.py` calls this module.
 
-A source is on the hub, or local: a folder from `save_to_disk`, a folder with train.* and test.* as parquet, JSONL, JSON
-or CSV, or one such file. One file is one split: `train`, or `test` for a data set without a train split. `OwnColumns`
-maps the examples; TRL's `prompt` and `answer` columns are among the names that it recognizes.
+A source is a data set on the Hugging Face hub, or local: a folder from `save_to_disk`, a folder with train.* and test.*
+as parquet, JSONL, JSON or CSV, or a single file of one of these formats. A single file is one split: `train`, or `test`
+for a data set without a train split. `OwnColumns` maps a user's examples; it recognizes TRL's columns `prompt` and
+`answer`, among others.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _TAKEN = frozenset({"split", "index", "tools_kwargs", "need_tools_kwargs", "inte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnColumns:
-    """Maps the columns of a user's examples to a row: a mapper like those of `rows.py`.
+    """A mapper, like the functions of `rows.py`: maps a user's example to a row.
 
     Example: `OwnColumns()({"prompt": "2 + 2?", "answer": 4}, 0, "train", "mine")`.
     """
@@ -37,9 +39,9 @@ class OwnColumns:
     answer: str = ""
     """Name of the column with the answer; if empty, the first of ANSWER_NAMES that exists."""
     has_answers: bool = True
-    """False if the reward needs no ground truth, which is then empty."""
+    """False if the reward needs no ground truth. The rows' ground truth is then empty."""
     system: str = ""
-    """System message for prompts that have none."""
+    """System message for prompts without a system message."""
 
     def __call__(self, example: Mapping[str, Any], index: int, split: str, data_source: str) -> dict[str, Any]:
         """Return one row. All other columns go to `extra_info`, for reward functions.
@@ -84,7 +86,7 @@ class OwnColumns:
 
 
 def _truth(value: Any) -> str:
-    """Return the answer as text for the rules. In TRL it may be a list of messages, of which the last one counts."""
+    """Return the answer as text for the rules. In TRL an answer may be a list of messages; the last message counts."""
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
     if not isinstance(value, str | int | float) or isinstance(value, bool):
@@ -93,10 +95,10 @@ def _truth(value: Any) -> str:
 
 
 def _tests(text: str) -> str:
-    """Return the tests of a code problem as JSON text. The column holds this text, or Python asserts.
+    """Return the tests of a code problem as JSON text. `text` is already JSON, or consists of Python asserts.
 
     Raises:
-        InputError: the column holds neither, or the problem can't be scored.
+        InputError: the text is neither, or the problem can't be scored.
     """
     try:
         written = ast.parse(text).body
@@ -118,7 +120,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def load_splits(
     source: str, *, hub_configuration: str | None, revision: str = "", file_split: str = "train", cache: Path
 ) -> Mapping[str, Any]:
-    """Return the splits of `source` as `datasets.Dataset`, with images left encoded.
+    """Return the splits of `source`, as `datasets.Dataset`. Images stay encoded.
 
     Args:
         source: a path or a hub id.
@@ -139,7 +141,7 @@ def load_splits(
         )
     except InputError:
         raise
-    except Exception as error:  # boundary: `datasets` raises any error of its readers
+    except Exception as error:  # boundary: `datasets` raises errors of any class
         advice = "Is the file whole?" if path.exists() else "Without a network, give a local folder (docs/data.md)."
         raise InputError(
             f"source {source!r} can't be read: {type(error).__name__}: {_first(error)}. {advice}"
@@ -162,7 +164,7 @@ def _load_local(path: Path, file_split: str, cache: Path) -> Mapping[str, Any]:
     files = {name: file for name in SPLITS for file in sorted(path.glob(f"{name}*")) if file.suffix in _LOADERS}
     if not files:
         raise InputError(
-            f"source {path}: no train or test file ({', '.join(_LOADERS)}), nothing from save_to_disk either"
+            f"source {path}: no train or test file ({', '.join(_LOADERS)}) is in it, and it is not from save_to_disk"
         )
     return {name: _load_file(file, cache) for name, file in files.items()}
 
@@ -185,7 +187,9 @@ def _load_file(path: Path, cache: Path) -> Any:
 
 
 def _without_decoding(split: Any) -> Any:
-    """Return the split with images as bytes: decoding and encoding them again would cost time and change them."""
+    """Return the split with images as encoded bytes: decoding and encoding images again would cost time and change
+    them.
+    """
     from datasets import Image, Sequence
 
     for name, feature in split.features.items():
@@ -197,5 +201,5 @@ def _without_decoding(split: Any) -> Any:
 
 
 def _first(error: Exception) -> str:
-    # `datasets` wraps the error of its reader, and the reader's error describes the problem.
+    # Take the inner error: `datasets` wraps the error of its reader, and only the reader's error describes the problem.
     return one_line(error.__cause__ or error)

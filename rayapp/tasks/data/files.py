@@ -1,7 +1,7 @@
-"""Opens data files in verl's schema, checks them, and reads one row group at a time. For `reading.py`.
+"""Opens data files in verl's schema, checks them, and reads one row group at a time. `reading.py` calls this module.
 
-Files in object storage are first copied to a local folder and verified by checksum; files of the Hugging Face hub go
-into its cache. Rows of JSON files are written to a parquet file once.
+Files in object storage are first copied to a local folder and verified by checksum. Files on the Hugging Face hub are
+downloaded to the hub's cache. A JSON file is converted to a parquet file once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HUB = "hf://datasets/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """One row group of a parquet file. Row groups are read as a whole."""
+    """One row group of a parquet file. A row group is always read as a whole."""
 
     path: Path
     index: int
@@ -46,7 +46,7 @@ async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
         uris: local paths, s3://bucket/key, or hf://datasets/OWNER/NAME[@REVISION]/FILE.
         cache: folder for copies of files on s3://.
     Raises:
-        InputError: there are no files, or the hub refuses one of them.
+        InputError: no files are given, or the hub refuses a file.
         StorageError: a file can't be fetched, or is damaged.
     """
     if not uris:
@@ -61,15 +61,16 @@ async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
 
 
 def is_remote(uri: str) -> bool:
-    """Return True for a data file that has to be fetched. Raises StorageConfigError: an unknown scheme."""
+    """Return True if a data file has to be fetched. Raises StorageConfigError: the URI has an unknown scheme."""
     return uri.startswith(_HUB) or Location.parse(uri).is_remote
 
 
 def as_parquet(path: Path, cache: Path) -> Path:
-    """Return a parquet file in `cache` with the rows of a .jsonl or .json file, made once; other files unchanged.
+    """Convert a .jsonl or .json file to a parquet file in `cache`, once, and return the parquet file's path. Return the
+    path of any other file unchanged.
 
     Raises:
-        InputError: the file is not JSON, or its rows are no mappings with the same types.
+        InputError: the file is not JSON, or its rows are not objects with the same types.
     """
     if path.suffix not in (".jsonl", ".json"):
         return path
@@ -89,7 +90,7 @@ def as_parquet(path: Path, cache: Path) -> Path:
         with aside(written) as pending:
             pq.write_table(table, pending, row_group_size=1000)
     except pa.ArrowException as error:
-        raise InputError(f"{path}: a column needs values of one type in all rows: {error}") from None
+        raise InputError(f"{path}: all values of a column must have the same type: {error}") from None
     return written
 
 
@@ -97,9 +98,9 @@ def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> lis
     """Return the rows of a .jsonl or .json file.
 
     Args:
-        columns: columns that the error names.
+        columns: columns that every row must have; the error message names them.
     Raises:
-        InputError: the content is not JSON, or not a list of mappings.
+        InputError: the content is not JSON, or not a list of objects.
     """
     try:
         text = content.decode()
@@ -109,12 +110,12 @@ def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> lis
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         wanted = f" with {', '.join(columns)}" if columns else ""
-        raise InputError(f"{path}: a list of rows was expected, each a mapping{wanted}")
+        raise InputError(f"{path} must contain a list of rows, each an object{wanted}")
     return rows
 
 
 def open_files(paths: Sequence[Path]) -> list[RowGroup]:
-    """Return all row groups of all files, in order, after checking each file's schema.
+    """Check the schema of each file. Return all row groups of all files, in order.
 
     Raises:
         InputError: a file is missing, not parquet, incomplete, or lacks columns; or there are no rows.
@@ -129,7 +130,7 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
 
 
 def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL)) -> Any:
-    """Return a row group as a pyarrow Table with these columns, as far as the file has them.
+    """Return a row group as a pyarrow Table with these columns. Columns that the file lacks are left out.
 
     Raises:
         InputError: the group can't be decoded.
@@ -138,10 +139,10 @@ def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL))
 
 
 def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
-    """Yield each row group with its Table, like `read_group`; each file is opened only once.
+    """Yield each row group with its pyarrow Table. Each file is opened only once.
 
     Args:
-        columns: names; `a.b` is the field b of the structs in column a.
+        columns: names of columns to read; `a.b` is the field b of the structs in column a.
     """
     import pyarrow.parquet as pq
 
@@ -192,7 +193,9 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def _check_no_images(path: Path, metadata: Any) -> None:
-    """Refuse files with images: a policy that reads text would be trained on problems whose images it never sees."""
+    """Refuse a file with images: the policy reads only text, and would be trained on problems whose images it never
+    sees.
+    """
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         chunks = (group.column(column) for column in range(group.num_columns))
@@ -204,7 +207,7 @@ def _check_no_images(path: Path, metadata: Any) -> None:
 
 
 def _has_values(chunk: Any) -> bool:
-    # In parquet's statistics an empty list counts as one null.
+    # Parquet's statistics count an empty list as one null.
     statistics = chunk.statistics
     return statistics is None or statistics.null_count < chunk.num_values
 
@@ -251,7 +254,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _cached(location: Location, cache: Path) -> Path:
-    # The path contains a hash of the location, because two buckets may have files with the same name.
+    # Add a hash of the location to the path: two buckets may have files with the same name.
     folder = hashlib.sha256(str(location).encode()).hexdigest()[:16]
     return cache / folder / Path(location.key).name
 
@@ -283,5 +286,5 @@ def _from_hub(uri: str) -> Path:
     try:
         found = hf_hub_download(f"{parts[0]}/{name}", parts[2], repo_type="dataset", revision=revision or None)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"{uri}: the hub does not give this file: {first_line(error)}") from None
+        raise InputError(f"{uri} can't be downloaded from the hub: {first_line(error)}") from None
     return Path(found)

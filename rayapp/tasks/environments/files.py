@@ -1,10 +1,11 @@
-"""Third-party environments, described by YAML files: the settings of each kind, and the rows as tasks. Data only.
+"""Third-party environments, described by YAML files: the settings of each kind, and the rows of an environment as
+tasks. This module holds only data.
 
     environment: trl            # a Python class in the form of TRL's environment_factory
     factory: wordle.py:Wordle
 
-Paths are looked up beside the file. Each row of an environment is a task. Read by `loading.py`; docs/environments.md is
-the guide for users.
+Relative paths start at the file's folder. Each row of an environment is a task. `loading.py` reads these files;
+docs/environments.md is the guide for users.
 """
 
 from __future__ import annotations
@@ -27,78 +28,82 @@ from rayapp.core.validation import explain
 
 class _Environment(FrozenModel):
     name: str
-    """Name in metrics; by default the file's name."""
+    """Name of the environment in metrics; by default the file's name."""
     folder: Path
-    """Folder of the file; filled in by `parse_environment`."""
+    """Folder of the YAML file. `parse_environment` fills it in."""
     prompt: str = ""
-    """User message to the policy. The environment's first observation is appended."""
+    """User message to the policy, to which the environment's first observation is appended."""
     timeout_s: float = Field(60.0, gt=0.0)
-    """Deadline of one answer of the environment, in seconds; after it the trajectory fails."""
+    """Deadline in seconds for each reply of the environment. If it passes, the trajectory fails."""
 
     def beside(self, path: str) -> str:
-        """Return the path beside the file if it exists there, otherwise the path unchanged."""
+        """Return the path within the YAML file's folder if it exists there, otherwise the path unchanged."""
         return str(self.folder / path) if (self.folder / path).exists() else path
 
 
 class TrlEnvironment(_Environment):
-    """A class whose public methods are tools."""
+    """An environment in the form of TRL's `environment_factory`: a class whose public methods are tools."""
 
     environment: Literal["trl"]
     factory: str
-    """Name of the class, file.py:Class or package.module:Class, or of a function that returns an environment."""
+    """The class, or a function that returns an environment, as file.py:NAME or package.module:NAME."""
     rows: str = ""
-    """.jsonl or .parquet file: each row's columns are arguments of `reset`; `prompt` is the policy's prompt."""
+    """.jsonl or .parquet file. The columns of a row are arguments of `reset`; the column `prompt` is the policy's
+    prompt."""
     size: int = Field(64, ge=1)
-    """Number of prompts without `rows`; they differ in the argument `seed` of `reset`."""
+    """Number of tasks if `rows` is empty. Each task calls `reset` with another `seed`."""
     reward: str = ""
-    """Name of a reward function in TRL's form. If empty, the reward is the environment's `get_reward()` or attribute
-    `reward`."""
+    """Reward function in TRL's form, as file.py:NAME or package.module:NAME. If empty, the reward is the environment's
+    `get_reward()`, or else its attribute `reward`."""
 
 
 class OpenEnvEnvironment(_Environment):
-    """A server of OpenEnv."""
+    """An environment that a server of OpenEnv runs."""
 
     environment: Literal["openenv"]
     url: str
     """Address of the server, e.g. http://127.0.0.1:8000."""
     size: int = Field(64, ge=1)
-    """Number of prompts; they differ in the argument `seed` of `reset`."""
+    """Number of tasks. Each task calls `reset` with another `seed`."""
     seed: int = Field(0, ge=0)
-    """Seed of the first prompt."""
+    """Seed of the first task; the following tasks count up from it."""
     reset: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of `reset`."""
+    """Arguments of `reset`, in addition to the seed."""
     text_field: str = ""
-    """Field of an action that takes the text of a turn. If empty, the policy calls the tool `step`."""
+    """Field of the action that takes the policy's text of a turn. If empty, the policy calls the tool `step` instead of
+    writing text."""
     reward: Literal["sum", "last"] = "sum"
-    """Combination of the rewards of a trajectory's steps."""
+    """Rule that makes the trajectory's reward from the rewards of the environment's steps: their sum, or the last
+    one."""
 
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
-            raise ValueError("url begins with http:// or https://; a WebSocket is opened at its /ws")
+            raise ValueError("url must begin with http:// or https://. The WebSocket at its path /ws is used")
         return value.rstrip("/")
 
 
 class VerifiersEnvironment(_Environment):
-    """An environment of the package verifiers, in its own process."""
+    """An environment of the package verifiers, which runs in its own process."""
 
     environment: Literal["verifiers"]
     id: str
-    """Id for `load_environment`; from verifiers 0.4 on, a taskset's id."""
+    """Id of the environment for `load_environment`; from verifiers 0.4 on, the id of a taskset."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of `load_environment`; from verifiers 0.4 on, the section `env`."""
+    """Arguments of `load_environment`; from verifiers 0.4 on, the config section `env`."""
     packages: tuple[str, ...] = ("verifiers>=0.3.1,<0.4",)
-    """Packages that pip installs, once for each list: verifiers, and the environment's requirements."""
+    """Packages that are installed: verifiers and the environment's requirements. Environments with the same list share
+    one installation."""
     python: str = ""
-    """Path of a Python interpreter that has these packages; if it is set, no packages are installed."""
+    """Path of a Python interpreter that already has the packages. If set, nothing is installed."""
     split: Literal["train", "eval"] = "train"
     size: int = Field(0, ge=0)
-    """Number of rows to take, from the first; 0 takes all."""
+    """Number of rows to take, from the first row on; 0 takes all rows."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the process. It gets none of the trainer's."""
+    """Environment variables of the environment's process, which does not inherit the trainer's variables."""
     timeout_s: float = Field(600.0, gt=0.0)
-    """Deadline of a whole trajectory."""
+    """Deadline in seconds for a whole trajectory."""
 
 
 AnyEnvironment = TrlEnvironment | OpenEnvEnvironment | VerifiersEnvironment
@@ -137,18 +142,18 @@ class EnvironmentTask:
     index: int
     messages: tuple[Message, ...]
     columns: Columns = field(default_factory=dict)
-    """Arguments of `reset`."""
+    """Arguments with which the environment is reset."""
 
     @property
     def name(self) -> str:
         return self.environment.name
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Raise InputError: see `refuse`."""
+        """Raise InputError: only the environment can play and score this task."""
         self.refuse()
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Raise InputError: see `refuse`."""
+        """Raise InputError: only the environment can play and score this task."""
         self.refuse()
 
     def refuse(self) -> NoReturn:
@@ -192,7 +197,7 @@ def _read_rows(path: Path) -> list[Columns]:
         else:
             with path.open(encoding="utf-8") as lines:
                 rows = [row for _, row in json_lines(lines, path.name)]
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise InputError(f"rows {path} can't be read: {one_line(error)}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(

@@ -1,13 +1,13 @@
-"""Runs environments of the package verifiers in a separate process, whose virtual environment has that package.
+"""Runs environments of the package verifiers in separate processes, which have their own virtual environment.
 
     verifiers_tasks(environment)      reads its rows once, before anything starts
     VerifiersProcess(environment)     plays rows, many concurrently; one for each source of a rollout worker
 
-The process runs `verifiers_child.py`, which answers in lines of JSON. If it dies, its trajectories fail, and the next
-trajectory starts another process.
+A process runs `verifiers_child.py`, which answers in lines of JSON. If the process dies, its trajectories fail, and the
+next trajectory starts another process.
 
-The package's requirements conflict with rayapp's, so a virtual environment is made once for each list of packages, and
-kept in $RAYAPP_ENVIRONMENTS_DIR:
+The requirements of verifiers conflict with rayapp's. Therefore a virtual environment is made for each list of packages,
+once, and kept in $RAYAPP_ENVIRONMENTS_DIR (the example shows the default):
 
     ~/.cache/rayapp/environments/<digest of the list and of this Python>/bin/python
 """
@@ -36,11 +36,12 @@ from rayapp.core.programs import end, passed_on, supervised
 from rayapp.tasks.environments.files import EnvironmentTask, VerifiersEnvironment
 
 _SHOWN_CHARS = 800
-"""Maximum characters of the installer's output in an error message."""
+"""Maximum characters of the installer's output that an error message shows."""
 
 
 def python_with(packages: Sequence[str]) -> Path:
-    """Return an interpreter that has these packages (pip requirements). The first call takes about a minute to install.
+    """Return the path of an interpreter that has these packages (pip requirements). The first call for a list installs
+    them, which takes about a minute.
 
     Raises:
         InputError: the packages can't be installed.
@@ -51,8 +52,8 @@ def python_with(packages: Sequence[str]) -> Path:
     if stamp.exists():
         return python
     folder.mkdir(parents=True, exist_ok=True)
-    # Several rollout workers of a machine call this at once. The lock file lies beside the folder, because uv locks a
-    # file inside it.
+    # Lock: several rollout workers of a machine call this function at the same time. The lock file is beside the
+    # folder, not in it, because uv locks a file in it.
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists():
@@ -62,7 +63,7 @@ def python_with(packages: Sequence[str]) -> Path:
 
 
 def home() -> Path:
-    """Return the home folder of environment processes, for their downloads."""
+    """Return the home folder of environment processes, which holds what they download."""
     folder = _root() / "home"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -90,7 +91,7 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("verifiers_child.py")
 _START_TIMEOUT_S = 600.0
-"""Deadline in seconds for the imports and data sets of an environment."""
+"""Deadline in seconds for an environment to import its packages and load its data set."""
 _MAX_LINE = 1 << 28
 _ALSO_PASSED_ON = (
     *("HF_HOME", "HF_ENDPOINT"),
@@ -141,7 +142,7 @@ def _rows(environment: VerifiersEnvironment, line: str) -> list[Any]:
     try:
         said = json.loads(line)
     except ValueError:
-        raise _unusable(environment, line.strip()[-400:] or "it said nothing") from None
+        raise _unusable(environment, line.strip()[-400:] or "its process wrote nothing") from None
     if "error" in said:
         raise _unusable(environment, said["error"])
     if not said["rows"]:
@@ -158,7 +159,9 @@ def _unusable(environment: VerifiersEnvironment, why: str) -> InputError:
 
 
 def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return a row's messages, for display and to measure prompts: the environment itself sends the prompt."""
+    """Return a row's messages. They serve for display and to measure prompts: the environment itself sends the prompt
+    to the policy.
+    """
     if not isinstance(prompt, list):
         return ({"role": "user", "content": str(prompt or "")},)
     return tuple({"role": str(each.get("role", "user")), "content": str(each.get("content") or "")} for each in prompt)
@@ -166,7 +169,7 @@ def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
 
 @dataclass(slots=True)
 class VerifiersProcess:
-    """The process of one environment, started at the first call. `close` it."""
+    """The process of one environment. The first call starts it; `close` ends it."""
 
     environment: VerifiersEnvironment
     _child: asyncio.subprocess.Process | None = field(default=None, init=False)
@@ -249,7 +252,7 @@ class VerifiersProcess:
         return child
 
     async def _read(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> None:
-        # A line longer than _MAX_LINE raises ValueError; the rest of the stream can't be split into lines.
+        # A line longer than _MAX_LINE raises ValueError. The rest of the stream can't be split into lines then.
         with suppress(ValueError):
             while line := await stream.readline():
                 self._answer(line)

@@ -1,14 +1,14 @@
-"""Plays an environment of the package verifiers, as a script in the virtual environment that has the package.
+"""Plays an environment of the package verifiers. This script runs in the virtual environment that has the package.
 
-It imports no rayapp module.
+The script imports no module of rayapp. Its interface:
 
     argv: JSON of the environment; with `plays` false the script ends after the rows
     stdout, a line of JSON each: {"rows": […]}, or {"error": "…"} and exit
     stdin, a line of JSON each: {"call", "row", "url", "key", "model"} -> {"call", "reward", "metrics"}, or "error"
                                 {"cancel": call}
 
-Rows are played concurrently. Up to verifiers 0.3 an environment is a module with `load_environment`, from 0.4 on a
-taskset.
+Rows are played concurrently. Up to verifiers 0.3, an environment is a module with `load_environment`; from 0.4 on, it
+is a taskset.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 
 class Classic:
-    """An environment of `load_environment`."""
+    """An environment that `load_environment` returns (up to verifiers 0.3)."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         import verifiers
@@ -53,7 +53,7 @@ class Classic:
 
 
 class Taskset:
-    """An environment around a taskset."""
+    """An environment that plays a taskset (from verifiers 0.4 on)."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         from itertools import islice
@@ -96,7 +96,7 @@ class Taskset:
 
 
 def load(given: dict[str, Any]) -> Classic | Taskset:
-    """Return the environment, with the interface that the installed verifiers has."""
+    """Return the environment, with the interface of the installed version of verifiers."""
     # Replace this script's folder on the path: it also has a verifiers.py, which would hide the package.
     sys.path[0] = given["folder"]
     try:
@@ -107,7 +107,7 @@ def load(given: dict[str, Any]) -> Classic | Taskset:
 
 
 class Serving:
-    """Serves the calls that arrive on stdin."""
+    """Reads calls from stdin, plays their rows, and writes the answers to stdout."""
 
     def __init__(self, environment: Classic | Taskset, out: TextIO) -> None:
         self.environment = environment

@@ -1,1 +1,1 @@
-"""Judges: models behind HTTP that score responses (docs/judges.md)."""
+"""Judges: models that score answers, called over HTTP (docs/judges.md)."""

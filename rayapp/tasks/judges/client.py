@@ -1,4 +1,4 @@
-"""HTTP client for a judge's or teacher's server: rate limits, deadlines, retries, and the kinds of failures.
+"""HTTP client for the server of a judge or teacher, with rate limits, deadlines, retries and kinds of failure.
 
 The key is read from the environment, sent in one header, and removed from any text that the server returns.
 """
@@ -21,16 +21,16 @@ from rayapp.tasks.custom_rewards import RewardFailedError
 MAX_ANSWER_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LATER = (408, 409, 425, 429)
-"""HTTP statuses that are retried, besides those from 500 on."""
+"""HTTP statuses after which a request is repeated, in addition to all statuses from 500 on."""
 
 
 class EndpointClient:
-    """One process's client of a model.
+    """Client of a model, for one process.
 
     Args:
-        num_sharing: number of processes that use the model at the same time; the limits are divided among them.
+        num_sharing: number of processes that use the model at the same time. The rate limits are divided by it.
     Raises:
-        ConfigError: the key's variable is not set, or the server belongs to another run.
+        ConfigError: the environment variable of the key is not set, or the server belongs to another run.
     """
 
     def __init__(self, endpoint: Endpoint, *, num_sharing: int = 1) -> None:
@@ -40,7 +40,7 @@ class EndpointClient:
                 "the model yourself (vllm serve) and set base_url to that server."
             )
         self._endpoint = endpoint
-        self._key = read_key(endpoint.api_key_env, endpoint.who)
+        self._key = endpoint.key or read_key(endpoint.api_key_env, endpoint.who)
         self._seats = asyncio.Semaphore(endpoint.max_concurrent // num_sharing)
         rate_per_s = (endpoint.requests_per_minute or 6e7) / 60 / num_sharing
         self._pace = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(rate_per_s)), clock=time.monotonic)
@@ -48,7 +48,7 @@ class EndpointClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON object that the server answers.
+        """Send a request and return the JSON object that the server answers.
 
         Raises:
             RewardFailedError: of kind judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other
@@ -75,7 +75,8 @@ class EndpointClient:
             if not left or failure.kind == "judge_refused":
                 raise failure
             if asked_s is not None:
-                # Delay all requests of this process, because they would be refused too; at most for one timeout.
+                # Delay all requests of this process, because the server would refuse them too. The delay is at most one
+                # timeout.
                 self._pace.block_for(min(asked_s, self._endpoint.timeout_s))
             else:
                 await asyncio.sleep(next(pauses))
@@ -115,7 +116,7 @@ class EndpointClient:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise self._failed("judge_answer", f"the server answered no JSON object: {one_line(text)}")
+            raise self._failed("judge_answer", f"the server's answer is not a JSON object: {one_line(text)}")
         return found
 
     def _refused(self, status: int, text: str) -> RewardFailedError:

@@ -1,4 +1,4 @@
-"""One judge: scores a response or compares two, by its server or from the cache of its answers.
+"""One judge: scores a response, or compares two responses. Answers come from the judge's server or from a cache.
 
 Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
                                             '-- cache: judgements/<ab>/<digest>.json of the run folder
@@ -34,7 +34,7 @@ class Bill:
 
     requests: int = 0
     cached: int = 0
-    """Number of answers from the cache."""
+    """Number of answers that came from the cache."""
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
@@ -46,12 +46,12 @@ class Bill:
 
     @property
     def terms(self) -> dict[str, float]:
-        """The cost as terms of a reward; metrics sum them."""
+        """The cost as terms of a reward. Metrics sum these terms."""
         return {f"judged/{name}": float(value) for name, value in asdict(self).items()}
 
 
 class JudgeFailedError(RewardFailedError):
-    """An unusable answer of a judge, with its cost."""
+    """The answer of a judge is unusable. The error has the answer's cost."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -63,7 +63,8 @@ class Judgement:
     """A judge's answer."""
 
     answer: Mapping[str, Any]
-    """`{"reason": …, "scores": …}`, `{"reason": …, "winner": …}` or `{"probs": […]}`."""
+    """`{"reason": …, "scores": …}` of a rubric judge, `{"reason": …, "winner": …}` of a pairwise judge,
+    `{"probs": […]}` of a reward model."""
     bill: Bill = field(default_factory=Bill)
 
     @property
@@ -73,11 +74,12 @@ class Judgement:
 
 
 class Judge:
-    """One judge with its client and its cache; `close` it.
+    """One judge with its client and its cache. Call `close` at the end.
 
     Args:
-        folder: cache of answers; with None, or `cache: false`, answers are not kept.
-        num_sharing: as in `EndpointClient`.
+        folder: folder for the cache of answers. Answers are not cached if it is None, or if the judge has
+            `cache: false`.
+        num_sharing: number of processes that use the judge at the same time. The rate limits are divided by it.
     """
 
     def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
@@ -87,7 +89,7 @@ class Judge:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
-        """Return score, scores by criterion, and answer of a rubric judge or a reward model.
+        """Ask a rubric judge or reward model. Return the score, the score of each criterion, and the judge's answer.
 
         Raises:
             RewardFailedError: the judge gives no usable answer.
@@ -102,8 +104,8 @@ class Judge:
         return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
-        """Return the response that a pairwise judge prefers, shown in this order. Raises RewardFailedError like
-        `score`.
+        """Ask a pairwise judge, showing the responses in this order. Return the preferred one, and the judge's answer.
+        Raises RewardFailedError: the judge gives no usable answer.
         """
         said = await self._remembered(
             (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
@@ -111,7 +113,7 @@ class Judge:
         return said.answer["winner"], said
 
     async def check(self) -> None:
-        """Ask one question; its answer is not cached.
+        """Ask the judge one question without using the cache.
 
         Raises:
             ConfigError: the judge gives no usable answer.
@@ -155,7 +157,9 @@ class Judge:
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
-        """Ask the judge; ask again after an unusable answer, except at temperature 0, which would repeat the answer."""
+        """Ask the judge. Ask again after an unusable answer, but not at temperature 0, at which the answer would be the
+        same.
+        """
         section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
@@ -234,7 +238,7 @@ def _keep(path: Path, said: Judgement) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside(path) as pending:
             pending.write_text(json.dumps(said.answer))
-    except OSError as error:  # a full disk costs only a repeated question later
+    except OSError as error:  # on a full disk, the same question is only asked again later
         log.warning("a judge's answer could not be cached: %s", error)
 
 
@@ -243,7 +247,7 @@ def _short(found: Mapping[str, Any]) -> str:
 
 
 def _text(content: Any) -> Any:
-    """Return a message's text; some servers send it in parts."""
+    """Return a message's text. Some servers send the text in parts."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part.get("type") == "text")
     return content

@@ -2,8 +2,9 @@
 
     verdict --with_scores: rubric, reward_model--> reward --with_comparisons: pairwise, the whole group--> reward
 
-value = verdict_weight * verdict + the sum of weight * score. If a judge with a weight fails, the trajectory's reward is
-invalid (`judge_answer`, `judge_timeout`, `judge_unreachable`, `judge_busy`, `judge_refused`), never 0.
+The reward's value is verdict_weight * verdict + the sum of weight * score over the judges. If a judge with a weight
+other than 0 fails, the trajectory's reward is invalid, not 0. Its failure kind is `judge_answer`, `judge_timeout`,
+`judge_unreachable`, `judge_busy` or `judge_refused`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from rayapp.tasks.judges.judge import Bill, Judge, JudgeFailedError
 from rayapp.tasks.judges.questions import Asked
 
 CACHE = "judgements"
-"""Name of the folder with cached answers, in the run folder."""
+"""Folder of cached answers, in the run folder."""
 SOLVED = "solved"
 _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
 
 class Judges:
-    """Judges of one process; `close` them.
+    """All judges of one process. Call `close` at the end.
 
     Args:
         run_folder: folder for the cache of answers.
-        num_sharing: number of processes that use the same judges.
+        num_sharing: number of processes that use the judges at the same time. The rate limits are divided by it.
     Raises:
         ConfigError: the environment variable of a key is not set.
     """
@@ -70,16 +71,18 @@ class Judging:
 
     @property
     def compares(self) -> bool:
-        """True if one of the judges compares the trajectories of a group."""
+        """True if one of the judges compares the responses of a group."""
         return bool(self._comparing)
 
     @property
     def compare_timeout_s(self) -> float:
-        """Minimum seconds to reserve for comparisons within the group's deadline."""
+        """Minimum time in seconds to reserve for comparisons within the group's deadline."""
         return max((judge.section.timeout_s for judge, _ in self._comparing), default=0.0)
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
-        """Return the verdict with the scores of judges of single responses added; unchanged if there are none."""
+        """Add the scores of judges that score single responses to a verdict. Return an invalid verdict unchanged, and
+        any verdict if the source has no judges.
+        """
         if not verdict.valid or not (self._alone or self._comparing):
             return verdict
         reward = replace(verdict, value=self._verdict_weight * verdict.value)
@@ -89,8 +92,9 @@ class Judging:
         return reward
 
     async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
-        """Return the rewards of a group's responses with the scores of pairwise judges added. Invalid rewards are
-        returned unchanged."""
+        """Add the scores of pairwise judges to the rewards of a group's responses. Invalid rewards are returned
+        unchanged.
+        """
         found = list(rewards)
         there = [place for place, reward in enumerate(rewards) if reward.valid]
         solved = [bool(rewards[place].terms.get(SOLVED)) for place in there]
@@ -118,7 +122,9 @@ class _Opinion:
 
 
 def _with_opinion(reward: Reward, judge: Judge, weight: float, opinion: _Opinion) -> Reward:
-    """Return the reward with a judge's score added; invalid if the score is missing and has a weight."""
+    """Return the reward with a judge's score added. If the score is missing and its weight is not 0, the reward is
+    invalid.
+    """
     name = f"judge/{judge.section.name}"
     costs = {key: reward.terms.get(key, 0.0) + value for key, value in opinion.bill.terms.items()}
     if (failure := opinion.failure) is not None:
@@ -149,7 +155,9 @@ def _failed(error: RewardFailedError) -> _Opinion:
 
 
 async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[bool]) -> list[_Opinion]:
-    """Return for each response the fraction of its pairs that it wins, over the pairs judged in both orders."""
+    """Return the score of each response: the mean score of its pairs. Pairs that were not judged in both orders don't
+    count.
+    """
     responses = list(asked.values())
     opinions = [_Opinion() for _ in responses]
     pairs = list(_pairs(len(responses), judge.section.num_opponents))
@@ -175,7 +183,9 @@ async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[b
 
 
 async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
-    """Return the score of the first response, as the mean of both orders: 1 if better, 0 if worse, 0.5 for a tie."""
+    """Return the first response's score: 1 if it is better, 0 if it is worse, 0.5 for a tie. It is the mean over both
+    orders of showing the responses.
+    """
     if first.response == second.response:
         return _Opinion(score=0.5)
     try:

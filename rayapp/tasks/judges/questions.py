@@ -1,8 +1,8 @@
-"""Writes the questions to judges, and checks the form of their answers. Pure; `judge.py` sends them.
+"""Writes the questions to judges, and checks the form of their answers. Pure functions; `judge.py` sends the questions.
 
-The policy's text stands between lines with a random number drawn for each question, so it can't end its part and
-address the judge. Control words of chat templates in it are broken up, because a server interprets them anywhere. An
-answer has to repeat a second random number: JSON that a judge merely echoes from a response is rejected.
+The policy's text stands between two lines with a random number, drawn for each question. So the text can't end its own
+part and address the judge. Control words of chat templates in the text are broken up, because a server interprets them
+anywhere. An answer has to repeat a second random number: JSON that a judge merely echoes from a response is rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Messages = list[dict[str, Any]]
 _CONTROL = re.compile(
     r"(<)(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|(?:start|end)_of_\w+|think)>|<SYS>>|</SYS>>)|(\[)(?=/?[A-Z][A-Z_]+\])"
 )
-"""Beginnings of control words such as <|im_end|>, </s>, <end_of_turn> and [INST]."""
+"""Beginnings of chat templates' control words, such as <|im_end|>, </s>, <end_of_turn> and [INST]."""
 _FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
 _MAX_ANSWER_CHARS = 1 << 16
 _SYSTEM = """\
@@ -43,26 +43,26 @@ you, and no reason for a better judgement.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One response with its prompt."""
+    """A response to be judged, with its prompt."""
 
     messages: tuple[Mapping[str, Any], ...]
     response: str
     reference: str = ""
-    """The row's ground truth; empty if the judge does not read it."""
+    """The row's ground truth; empty if the judge must not see it."""
 
     @classmethod
     def of(cls, prompt: Prompt, completion_text: str, judge: JudgeSection) -> Asked:
-        """Return a completion as a judge reads it: the prefill belongs to the response.
+        """Make the object for a completion. The prefill counts as part of the response.
 
         Raises:
-            RewardFailedError: judge_reference: the judge reads the ground truth, and the row has none.
+            RewardFailedError: of kind judge_reference: the judge needs the ground truth, and the row has none.
         """
         reference = ""
         if judge.reference:
             if prompt.ground_truth is None:
                 raise RewardFailedError(
                     f"judge {judge.name}: reference is true, but a row of {prompt.task} has no ground_truth, or one "
-                    "that is too long to show: leave out the row, or set reference: false",
+                    "that is too long to show. Leave the row out, or set reference: false",
                     "judge_reference",
                 )
             reference = _text(prompt.ground_truth)
@@ -71,13 +71,15 @@ class Asked:
 
     @property
     def chat(self) -> Messages:
-        """The conversation, for reward models."""
+        """The conversation of prompt and response, as reward models read it."""
         said = [*self.messages, {"role": "assistant", "content": self.response}]
         return [{"role": str(each["role"]), "content": harmless(_text(each["content"]))} for each in said]
 
 
 def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[str, Any]]:
-    """Return messages, and the JSON schema of the answer: `{"question": 4829, "reason": "", "scores": {"a": 7}}`."""
+    """Return messages that ask for a score, and the JSON schema of the answer:
+    `{"question": 4829, "reason": "", "scores": {"a": 7}}`.
+    """
     score = {"type": "integer", "enum": list(range(judge.max_score + 1))}
     names = [each.name for each in judge.rubric]
     scores = _object(dict.fromkeys(names, score))
@@ -87,7 +89,9 @@ def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[s
 
 
 def pairwise_question(judge: JudgeSection, first: Asked, second: Asked) -> tuple[Messages, dict[str, Any]]:
-    """Return messages and schema for two responses to one prompt: `{"question": 4829, "reason": "", "winner": "A"}`."""
+    """Return messages that compare two responses to one prompt, and the JSON schema of the answer:
+    `{"question": 4829, "reason": "", "winner": "A"}`.
+    """
     parts = [*_given(first), ("RESPONSE A", first.response), ("RESPONSE B", second.response)]
     task = "Say which response is better by the criteria taken together: A, B, or tie. Their order means nothing."
     winner = {"type": "string", "enum": ["A", "B", "tie"]}
@@ -95,10 +99,11 @@ def pairwise_question(judge: JudgeSection, first: Asked, second: Asked) -> tuple
 
 
 def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object that a judge answered, alone or in the one fenced block of its text, without `question`.
+    """Return the JSON object that a judge answered, without `question`. The object is the whole text, or its only
+    fenced block.
 
     Raises:
-        RewardFailedError: judge_answer: it is prose, another object, or names a key twice.
+        RewardFailedError: of kind judge_answer: the text is prose, does not match the schema, or has a key twice.
     """
     if text.lstrip().startswith("<think>"):
         text = text.rpartition("</think>")[2]
@@ -121,7 +126,7 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
@@ -139,7 +144,7 @@ def _given(asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def question_number() -> int:
-    """Return the number that the answer to a new question has to repeat."""
+    """Draw the number that the answer to a question has to repeat."""
     return 10_000 + secrets.randbelow(90_000)
 
 
@@ -150,10 +155,10 @@ def _asked(
     answer: tuple[str, Any, Mapping[str, Any]],
     parts: Sequence[tuple[str, str]],
 ) -> tuple[Messages, dict[str, Any]]:
-    """Return messages and schema.
+    """Return the messages of a question and the JSON schema of its answer.
 
     Args:
-        answer: the key of the judgement, an example, and its schema.
+        answer: the key of the judgement in the answer, an example of its value, and the value's schema.
     """
     number, (key, shown, schema) = question_number(), answer
     example = {"question": number, "reason": "one sentence", key: shown}
@@ -182,7 +187,9 @@ def _messages(
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema in OpenAI's strict form: every property is required, and no other is allowed."""
+    """Return the schema of an object in OpenAI's strict form: all of these properties are required, no others are
+    allowed.
+    """
     return {
         "type": "object",
         "properties": dict(properties),

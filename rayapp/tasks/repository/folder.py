@@ -1,13 +1,13 @@
 """Reads and checks a task folder in Harbor's layout.
 
     instruction.md      the agent's instruction
-    task.toml           limits, and `[metadata.rayapp]`: files that belong to an answer, and how it is scored
+    task.toml           limits; `[metadata.rayapp]` says which files belong to an answer, and how it is scored
     environment/        the repository at the start; optionally a Dockerfile
-    tests/test_*.py     hidden tests, see `hidden_tests.py`; or tests/test.sh, if the user trusts it, see `scripts.py`
+    tests/test_*.py     hidden tests (`hidden_tests.py`); or tests/test.sh, if the user trusts it (`scripts.py`)
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
-No image is needed for a Dockerfile that only copies its folder onto Python, or onto a bare Debian or Ubuntu. A
-Dockerfile that only copies its folder onto another image needs that image. Any other Dockerfile has to be built
+A Dockerfile that only copies its folder into an image of Python, Debian or Ubuntu needs no image. A Dockerfile that
+only copies its folder into some other image needs that image. Any other Dockerfile has to be built
 (docs/environments.md).
 """
 
@@ -38,8 +38,9 @@ _HERE = frozenset({".", "./"})
 
 
 def why_an_image(dockerfile: str) -> str:
-    """Return the first line of a Dockerfile that a plain Python sandbox can't follow, and why; empty if it can follow
-    all."""
+    """Return the first line of a Dockerfile that needs more than a plain Python sandbox, and the reason; empty if there
+    is none.
+    """
     for number, words in _instructions(dockerfile):
         name, rest = words[0].upper(), words[1:]
         why = ""
@@ -55,7 +56,9 @@ def why_an_image(dockerfile: str) -> str:
 
 
 def base_image(dockerfile: str) -> str:
-    """Return the image in FROM of a Dockerfile that only copies its folder and sets variables; empty for any other."""
+    """Return the image in a Dockerfile's FROM, if the Dockerfile otherwise only copies its folder and sets variables;
+    else an empty string.
+    """
     found = _instructions(dockerfile)
     bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
     others = [words for _, words in found if words[0].upper() != "FROM"]
@@ -67,7 +70,7 @@ def base_image(dockerfile: str) -> str:
 
 
 def variables_of(dockerfile: str) -> dict[str, str]:
-    """Return the variables that a Dockerfile sets."""
+    """Return the environment variables that a Dockerfile sets."""
     found: dict[str, str] = {}
     for _, words in _instructions(dockerfile):
         if words[0].upper() != "ENV" or len(words) < 2:
@@ -87,12 +90,12 @@ def _pair(part: str) -> tuple[str, str]:
 
 
 def _built(name: str) -> str:
-    """Return the template of an image that is built from the folder with this name."""
+    """Return the name of the image that is built from the task folder with this name."""
     return f"{PREFIX}build:{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def workdir_of(dockerfile: str) -> str:
-    """Return the folder of a Dockerfile's last WORKDIR; empty if it has none."""
+    """Return the folder of a Dockerfile's last WORKDIR; empty without one."""
     return next((words[-1] for _, words in reversed(_instructions(dockerfile)) if words[0].upper() == "WORKDIR"), "")
 
 
@@ -123,14 +126,14 @@ MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
 TRUST = "trust_test_scripts=true"
 _SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0
-"""Default time limits: Harbor's own for test.sh, and rayapp's for hidden tests."""
+"""Default time limits in seconds: Harbor's for test.sh, and rayapp's for hidden tests."""
 _UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 _DOCKER = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
 _SKIPPED = frozenset({"__pycache__", ".git", ".pytest_cache", ".DS_Store"})
 
 
 class _Section(BaseModel):
-    """Section of task.toml. Keys without a field are Harbor's and are ignored."""
+    """Section of task.toml. Keys without a field here belong to Harbor and are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -140,11 +143,13 @@ class Own(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     answer: tuple[str, ...] = ("*",)
-    """Patterns of the files that belong to an answer; changes to other files are ignored."""
+    """Patterns of paths. Only files that match one belong to an answer; changes to other files are ignored."""
     score: Literal["all", "share"] = "all"
-    """Reward: `all` gives 1 if every test passes, else 0; `share` gives the fraction of tests that pass."""
+    """Rule for the reward: `all` gives 1 if every test passes, else 0; `share` gives the fraction of tests that
+    pass."""
     sentinels: int = Field(12, ge=0, le=64)
-    """Maximum runs of a trusted test.sh with a wrong expectation, to find forged verdicts; 0 runs none."""
+    """Maximum number of additional runs of a trusted test.sh, each with one wrong expectation, to find forged verdicts.
+    0 disables them."""
 
 
 class _Metadata(_Section):
@@ -160,7 +165,7 @@ class _TaskEnvironment(_Section):
     @model_validator(mode="before")
     @classmethod
     def _read_sizes(cls, values: dict[str, object]) -> dict[str, object]:
-        """Accept `memory = "2G"`, the form of Harbor's first version."""
+        """Accept sizes as texts, such as `memory = "2G"`, which Harbor's first version wrote."""
         return {f"{name}_mb": _mebibytes(values[name]) for name in ("memory", "storage") if name in values} | values
 
 
@@ -179,41 +184,42 @@ class _Toml(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFolder:
-    """Contents of a task folder, checked."""
+    """The checked contents of a task folder."""
 
     name: str
     instruction: str
     repository: Mapping[str, str]
     tests: tuple[HiddenTest, ...]
     script: TestScript | None
-    """Script that judges instead of the hidden tests; None if the tests judge."""
+    """Script that judges instead of `tests`; None without a trusted script."""
     named: NamedTests | None = None
-    """The repository's own tests, which judge instead of both; None for folders."""
+    """The repository's own tests, which judge instead of `tests` and `script`. Only rows in SWE-bench's form have
+    them."""
     solution: Mapping[str, str]
     """Path -> text of the solution's files; empty if the folder has no solution."""
     own: Own
     image: str
     """Image or template that the sandboxes need; empty if any sandbox with Python is enough."""
     images: Mapping[str, str]
-    """Image that the workspaces or verdicts need -> the reason why they need it."""
+    """Image that workspaces or verdicts need -> the reason for it."""
     workdir: str
-    """Folder of the repository for Harbor's scripts; empty if there is no script."""
+    """Folder at which Harbor's scripts expect the repository; empty without scripts."""
     image_workdir: str
-    """Folder of the repository in an image; empty for the image's own."""
+    """Folder of the repository in the image; empty for the image's working folder."""
     env: tuple[tuple[str, str], ...]
-    """Variables that the Dockerfile adds to those of its image."""
+    """Environment variables that the Dockerfile adds to those of its image."""
     timeout_s: float
     memory_mib: int
     disk_mib: int
 
 
 def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) -> TaskFolder:
-    """Return the contents of a task folder, checked.
+    """Read a task folder, check its contents, and return them.
 
     Args:
-        trusts_script: let the folder's `tests/test.sh` judge, if it has one.
+        trusts_script: if True and there is a `tests/test.sh`, this script judges.
     Raises:
-        InputError: a part is missing or can't be used; the message names the part and the way out.
+        InputError: a part of the folder is missing or can't be used. The message names the part and the way out.
     """
     where = f"task {name}"
     for part in ("instruction.md", "task.toml", "environment", "tests"):
@@ -269,7 +275,9 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
 
 
 def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the image that the task needs, and the reason; two empty strings if any sandbox with Python is enough."""
+    """Return the image that the task needs, and the reason for it; two empty strings if any sandbox with Python is
+    enough.
+    """
     if section.docker_image:
         return f"{PREFIX}{section.docker_image}", "task.toml names it"
     compose = next((file for file in environment if file.startswith("docker-compose")), "")
@@ -283,8 +291,8 @@ def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str)
 def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
-    """Return the script, and the reason why it needs an image: the agents' image, or one that Harbor would build from
-    `tests`.
+    """Return the script, and the reason why it needs its image. The image is the agents' image, or one that Harbor
+    would build from `tests`.
     """
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(
@@ -326,7 +334,7 @@ def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
 
 
 def _mebibytes(size: object) -> object:
-    """Return the MiB of `2G`, `512M` or `64K`. Return any other value unchanged, so that pydantic refuses it."""
+    """Convert `2G`, `512M` or `64K` to MiB. Return any other value unchanged, so that pydantic refuses it."""
     text = str(size).upper()
     try:
         return int(float(text[:-1]) * _UNITS[text[-1:]])

@@ -1,9 +1,10 @@
-"""Verdict on changed files: hidden tests run in a fresh sandbox, which gets only the repository with the changes.
+"""Makes the verdict on changed files: hidden tests run in a fresh sandbox, which gets only the repository with the
+changes.
 
     changed files -> repository with the changes -> one interpreter per test -> values of its probes -> compared outside
 
-No expected value enters the sandbox. Neither does anything that an agent left in its workspace: no process, no
-bytecode, no file that was not handed in.
+No expected value enters the sandbox. Of an agent's workspace, only the changed files do: no process, no bytecode, no
+file that is not part of the answer.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ async def run_tests(
 
     Args:
         repository: all files of the repository, by relative path.
-        timeout_s: time limit for all tests together, counted while they run. Tests that have not run by then fail.
+        timeout_s: time limit for all tests together. Only the time in which tests run counts. Tests that have not run
+            when the limit is reached fail.
     Raises:
         SandboxError: the sandbox failed.
-        TextReadingFailedError: the text process, which checks the conditions, can't be started.
+        TextReadingFailedError: the text process, which checks the tests' conditions, can't be started.
     """
     left_s, outcomes = timeout_s, []
     for test in tests:
@@ -85,7 +87,7 @@ async def run_tests(
 
 
 def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
-    """Return reward 1 if all tests passed, else 0; with `pays_share`, return the fraction of tests that passed.
+    """Return the verdict: 1 if all tests passed, else 0; with `pays_share`, the fraction of tests that passed.
 
     Terms: `pass_rate` and `solved`.
     """
@@ -97,5 +99,5 @@ def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pay
 
 
 def no_answer(detail: str) -> Reward:
-    """Return the verdict on a text without an answer."""
+    """Return the verdict 0 on a text that is not an answer."""
     return Reward(value=0.0, terms={"pass_rate": 0.0, "solved": 0.0}, status="no_code", detail=detail)

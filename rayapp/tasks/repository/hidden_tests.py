@@ -26,8 +26,9 @@ from rayapp.tasks.code.conditions import COMPARE
 from rayapp.tasks.extraction import parse
 
 Condition = Callable[[Any], object]
-"""Function that takes a probe's value, plain data, and returns whether the assertion holds; if the function raises, it
-does not hold. It runs in the text process, so it is a `partial` of a function of this module."""
+"""Function that takes a probe's value (plain data), and returns a true value if the assertion holds. If the function
+raises, the assertion does not hold. It runs in the text process, so it must be a `partial` of a function of this
+module."""
 PROBE = "_rayapp_probe"
 _MOST_MESSAGE_CHARS = 2000
 """Maximum characters of an exception's message that are matched with a pattern."""
@@ -35,20 +36,22 @@ _MOST_MESSAGE_CHARS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTest:
-    """One test function."""
+    """One test function of a hidden test file."""
 
     name: str
     """Name in pytest's form, such as `test_cart.py::test_total`."""
     original: str
-    """Source of the test as it is written; it must not reach an agent."""
+    """Source of the test as it is written. It must not reach an agent."""
     source: str
-    """Python source for the sandbox, which calls PROBE with a value for each condition, in order."""
+    """Python source that runs in the sandbox. It calls PROBE once for each condition, in order, with the value to
+    check."""
     conditions: tuple[Condition, ...]
 
 
 def all_hold(conditions: Sequence[Condition], values: object) -> bool:
     """Return True if a test's conditions hold for `values`, which may be any data from a sandbox. If this function
-    raises, they don't hold."""
+    raises, they don't hold either.
+    """
     if type(values) is not list or len(values) != len(conditions):
         return False
     return all(bool(holds(value)) for holds, value in zip(conditions, values, strict=True))
@@ -94,7 +97,7 @@ def _hidden_test(file: str, above: Sequence[ast.stmt], test: ast.FunctionDef, li
 
 
 class _HiddenTestReader:
-    """Reads the statements of one test; `conditions` are the conditions found so far."""
+    """Reads the statements of one test. `conditions` has the conditions found so far."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -124,7 +127,7 @@ class _HiddenTestReader:
         return ast.Call(ast.Name(PROBE, ast.Load()), [value], [])
 
     def _separated(self, test: ast.expr) -> ast.expr:
-        """Return the part that runs in the sandbox, and append its condition to `conditions`."""
+        """Separate an assertion. Return the part that runs in the sandbox, and append the condition to `conditions`."""
         match test:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARE:
                 return self._comparison(test, left, op, right)
@@ -152,7 +155,7 @@ class _HiddenTestReader:
                 raise _refused(self._file, call, "write pytest.raises(Error) or pytest.raises(Error, match='text')")
         pattern = ast.literal_eval(call.keywords[0].value) if call.keywords else ""
         self.conditions.append(partial(_was_raised, name, pattern))
-        # Any statement of the block may raise, so that asserts after it would not run.
+        # Asserts in the block become probes too. A statement above them may raise first.
         body = [self.statement(inside) for inside in node.body]
         caught = ast.parse(
             f"{PROBE}([[kind.__name__ for kind in type(_error).__mro__], str(_error)[:{_MOST_MESSAGE_CHARS}]])"
@@ -176,7 +179,7 @@ def _compared_last(operator: type[ast.cmpop], wanted: object, value: object) -> 
 
 def _was_raised(name: str, pattern: str, value: Any) -> bool:
     names, message = value
-    # Cut the message again: the probe cuts it inside the sandbox, but the candidate's code may have replaced the probe.
+    # Cut the message here too: the probe cuts it inside the sandbox, but the tested code may have replaced the probe.
     return name in names and re.search(pattern, message[:_MOST_MESSAGE_CHARS]) is not None
 
 

@@ -3,10 +3,10 @@
     fresh sandbox: the repository as it was -> git apply test_patch -> the changed files, but none of a test
         -> a child process runs pytest, its parent collects outcomes -> compared outside with the names that must pass
 
-Neither the tests of the patch nor the names that must pass are ever in an agent's sandbox. The outcomes come on a pipe,
-each line with a secret of the run; the parent, which holds the report to the judge, imports no code of the repository.
-A run that does not report its end has passed nothing. Tested code that gets hold of pytest's own objects can still
-forge outcomes, so code that passes runs again with one expectation of each of several tests made wrong
+An agent's sandbox never has the tests of the patch or the names that must pass. The child sends outcomes through a
+pipe, with a secret of the run in each line. The parent writes the report and imports no code of the repository. In a
+run that does not report its end, no test counts as passed. Tested code that reaches pytest's own objects can still
+forge outcomes. Therefore code that passes runs a second time, with one wrong expectation in each of several tests
 (`sentinels.py`).
 """
 
@@ -37,7 +37,7 @@ _TOUCHED = re.compile(
     r"^(?:diff --git a/(?P<old>.+?) b/(?P<new>.+)|(?:\+\+\+ b|--- a)/(?P<plain>[^\t\n]+))", re.MULTILINE
 )
 PYTHONS = ("/opt/miniconda3/envs/testbed/bin/python", "/testbed/.venv/bin/python", "python3", "python")
-"""Interpreters that are looked for in a sandbox, in order: those of SWE-bench's and R2E's images first."""
+"""Interpreters to look for in a sandbox, in this order. The first two are in SWE-bench's and R2E's images."""
 _PREPARE = """
 import base64, json, os, shutil, subprocess, sys
 job = json.loads(sys.stdin.read())
@@ -157,19 +157,20 @@ print(json.dumps({'outcomes': outcomes, 'whys': whys, 'has_ended': has_ended, 't
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTests:
-    """Tests of a repository that judge an answer. No part of it may reach an agent."""
+    """A repository's own tests that judge an answer. No part of this object may reach an agent."""
 
     __test__ = False  # not a pytest class
     patch: str
-    """Diff that adds or changes the tests; empty if the repository has them."""
+    """Diff that adds or changes the tests; empty if the repository already has them."""
     fail_to_pass: tuple[str, ...]
-    """Names in pytest's form (`tests/test_cart.py::test_total[a]`) of the tests that fail before the solution."""
+    """Names in pytest's form (`tests/test_cart.py::test_total[a]`) of the tests that fail without the solution and pass
+    with it."""
     pass_to_pass: tuple[str, ...]
-    """Names of the tests that pass before and after the solution."""
+    """Names of the tests that pass without the solution and with it."""
     pythons: tuple[str, ...] = PYTHONS
     """Interpreters to look for in the sandbox; the first one that exists runs pytest."""
     brings_pytest: bool
-    """True if the sandbox gets this process's pytest; False if its image has one."""
+    """True if the sandbox gets a copy of the pytest that is installed here; False if its image has pytest."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -177,12 +178,12 @@ class NamedTests:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files of the named tests, relative to the repository."""
+        """Paths of the named tests' files, relative to the repository."""
         return tuple(sorted({name.partition("::")[0] for name in self.names}))
 
     @property
     def own_files(self) -> frozenset[str]:
-        """Files that an answer can't change: those of the named tests, and all that the patch touches."""
+        """Paths that an answer can't change: the files of the named tests, and all files that the patch touches."""
         return frozenset(self.files) | touched_by(self.patch)
 
 
@@ -194,9 +195,9 @@ class TestRun:
     outcomes: Mapping[str, bool]
     """Name of a test that ran -> whether it passed."""
     whys: Mapping[str, str] = field(default_factory=dict)
-    """Name of a failed test -> the exception's message, as far as pytest gives one."""
+    """Name of a failed test -> the exception's message, if pytest gives one."""
     problem: str
-    """Reason why nothing counts as passed; empty if the run came to its end."""
+    """Reason why no test counts as passed; empty if the run came to its end."""
     told: str
     """End of the output."""
     seconds: float
@@ -212,23 +213,24 @@ def touched_by(patch: str) -> frozenset[str]:
 
 
 class PreparedTests:
-    """A fresh sandbox with the repository and its tests, before it gets an answer; make it with `prepare`."""
+    """A fresh sandbox with the repository and its tests, to which `run` adds an answer. Make it with `prepare`."""
 
     def __init__(self, sandbox: Sandbox, tests: NamedTests, python: str, texts: Mapping[str, bytes]) -> None:
         self._sandbox = sandbox
         self._tests = tests
         self._python = python
         self.texts = texts
-        """Test files as they run, by path."""
+        """Path -> contents of the test files, after the patch."""
 
     @classmethod
     async def prepare(
         cls, sandbox: Sandbox, tests: NamedTests, repository: Mapping[str, str]
     ) -> PreparedTests | Reward:
-        """Return the prepared sandbox; an invalid reward if the tests' patch does not fit the repository.
+        """Fill a fresh sandbox with the repository and the tests, and return the object for it. Return an invalid
+        reward if the tests' patch does not apply to the repository.
 
         Args:
-            repository: files to write; empty if the sandbox's image has the repository.
+            repository: path -> text of the files to write; empty if the sandbox's image has the repository.
         Raises:
             SandboxConfigError: the sandbox lacks Python or git.
             SandboxError: the sandbox failed.
@@ -261,13 +263,13 @@ class PreparedTests:
         above: str = "",
         in_reverse: bool = False,
     ) -> TestRun:
-        """Run the tests on the repository with these changes, once.
+        """Run the tests once, on the repository with these changes.
 
         Args:
             files: path -> text of each changed file; None for a deleted file.
-            sentinels: expectations of the tests to make wrong.
+            sentinels: expectations of the tests to replace by wrong ones.
             above: Python code to run first in the tests' process.
-            in_reverse: run the tests in reverse order.
+            in_reverse: True runs the tests in reverse order.
         Raises:
             SandboxError: the sandbox failed.
         """
@@ -316,9 +318,11 @@ def _packed(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def named_verdict(tests: NamedTests, run: TestRun, *, pays_share: bool) -> Reward:
-    """Return reward 1 if all named tests passed, else 0; with `pays_share`, the fraction of them that passed.
+    """Return the verdict: 1 if all named tests passed, else 0; with `pays_share`, the fraction of the named tests that
+    passed.
 
-    Terms: `solved`, `pass_rate`, `fail_to_pass` and `pass_to_pass` (fractions), `verdict/forgeable`.
+    The terms are `solved`, `verdict/forgeable`, and three fractions of passed tests: `pass_rate`, `fail_to_pass` and
+        `pass_to_pass`.
     """
     failed = [name for name in tests.names if not run.passes(name)]
     share = 1 - len(failed) / len(tests.names)
@@ -348,14 +352,17 @@ def _share(names: Sequence[str], run: TestRun) -> float:
 
 
 def passed_sentinels(sentinels: Sequence[Sentinel], names: Sequence[str], run: TestRun) -> list[Sentinel]:
-    """Return the sentinels whose test passes, in all its variants, though an expectation in it is wrong."""
+    """Return the sentinels whose test passes although it has a wrong expectation. All parametrized variants of the test
+    must pass.
+    """
     variants = {each.name: [name for name in names if name.partition("[")[0] == each.name] for each in sentinels}
     return [each for each in sentinels if variants[each.name] and all(map(run.passes, variants[each.name]))]
 
 
 @cache
 def pytest_files() -> dict[str, bytes]:
-    """Return the files of this process's pytest and of its dependencies, for sandboxes without one.
+    """Return path -> bytes of the files of the pytest installed here and of its dependencies, for sandboxes without
+    pytest.
 
     Raises:
         InputError: pytest is not installed here.

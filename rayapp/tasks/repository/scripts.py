@@ -2,10 +2,10 @@
 
     changed files -> fresh sandbox: changed repository at /app, tests at /tests -> test.sh -> its reward file
 
-The script runs the code that it judges, so the code can write the reward itself. These precautions are taken. From the
-agent's work the sandbox gets only changed files, except files that control a test runner. The reward is read from one
+The script runs the code that it judges, so the code could write the reward itself. There are four precautions. Of the
+agent's work, the sandbox gets only changed files, except files that control a test runner. The reward is read from one
 file, after all processes of the script have ended. A killed script gives no reward. Code that passes the tests must
-fail their sentinels (`sentinels.py`), each in its own sandbox; otherwise its pass was forged.
+fail their sentinels (`sentinels.py`), each in its own sandbox; otherwise the pass counts as forged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.sentinels import Sentinel, draw, run_by, with_sentinels
 
 WORKDIR = "/app"
-"""Default folder of a repository; local sandboxes support only this one."""
+"""Default folder of a repository. Local sandboxes support no other folder."""
 SOLVE = "solve.sh"
 _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
 _FILL_TIMEOUT_S = 60.0
 _SHOWN_CHARS = 300
 SCRIPT_FAILURES = ("no_reward", "bad_reward")
-"""Failure kinds of a verdict that the script itself caused."""
+"""Failure kinds of invalid verdicts that the script itself caused."""
 _STEERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
      "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
@@ -82,30 +82,31 @@ if [ "$at" != "$PWD" ]; then
 fi
 git init -q . && echo {HARBOR} >> .git/info/exclude
 """
-"""Shell commands that make the task's folder, given as $0, a link to the sandbox's working folder. Files that the image
-has in the task's folder move to the working folder."""
+"""Shell commands that make the task's folder ($0) a link to the sandbox's working folder. Files that the image has in
+the task's folder are moved to the working folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestScript:
-    """A `test.sh` that the user trusts, and its requirements."""
+    """A `test.sh` that the user trusts, with the files, variables and image that it needs."""
 
     __test__ = False  # not a pytest class
     files: Mapping[str, bytes]
-    """Relative path -> content of the files in the folder `tests`."""
+    """Relative path -> contents of the files in the folder `tests`."""
     env: tuple[tuple[str, str], ...]
     image: str
-    """Image or template of its sandboxes; empty if any sandbox with Python is enough."""
+    """Image or template of the script's sandboxes; empty if any sandbox with Python is enough."""
 
     def sentinels(self, rng: random.Random) -> list[Sentinel]:
-        """Return sentinels of the Python tests that the script seems to run, in random order."""
+        """Draw sentinels, in random order, from the Python tests that the script seems to run."""
         texts = [data.decode(errors="replace") for path, data in self.files.items() if not path.endswith(".py")]
         return draw(self.files, run_by("\n".join(texts), list(self.files)), rng)
 
 
 def why_a_script_needs_an_image(script: str) -> str:
-    """Return the first line of a test.sh that a plain Python sandbox can't run, and why; empty if it can run all
-    lines."""
+    """Return the first line of a test.sh that needs more than a plain Python sandbox, and the reason; empty if there is
+    none.
+    """
     for number, line in enumerate(script.splitlines(), start=1):
         program = interpreter_of(line) if number == 1 else ""
         why = f"this node has no {program}" if program and shutil.which(program) is None else ""
@@ -115,7 +116,9 @@ def why_a_script_needs_an_image(script: str) -> str:
 
 
 def interpreter_of(first_line: str) -> str:
-    """Return the program in a script's first line; empty if there is none, so that the script can't be started."""
+    """Return the program in a script's first line (`#!`). It is empty if the line names none; the script can't be
+    started then.
+    """
     words = first_line.removeprefix("#!").split() if first_line.startswith("#!") else []
     return next((word for word in words if PurePosixPath(word).name != "env" and not word.startswith("-")), "")
 
@@ -123,11 +126,11 @@ def interpreter_of(first_line: str) -> str:
 def without_steering(
     base: Mapping[str, str], changed: Mapping[str, str], told: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Undo changes to files that control a test runner. Returns the repository and the paths of the undone changes.
+    """Undo changes to files that control a test runner. Return the repository, and the paths of the undone changes.
 
-    Such files are the runner's configuration, Python's start-up code, metadata of packages (which names plug-ins), and
-    new top-level modules with the name of a module of Python or pytest. Files whose names are in the texts `told` (the
-    task's instruction and solution) may be changed.
+    The files that control a test runner are its configuration, Python's start-up code, metadata of packages (which
+    names plug-ins), and new top-level modules with the name of a module of Python or pytest. Files whose names are in
+    the texts `told` (the task's instruction and solution) may be changed.
     """
     words = "\n".join(told)
     left_out = [
@@ -156,13 +159,13 @@ async def judge_by_script(
     timeout_s: float,
     sentinels: Sequence[Sentinel] = (),
 ) -> tuple[Reward, float]:
-    """Return the reward that `test.sh` writes, and the seconds that it took.
+    """Run `test.sh`. Return the reward that it writes, and the seconds that it took.
 
     Args:
-        sentinels: expectations of the tests to make wrong before the script runs.
-        gone: paths of the files to delete from the image's repository.
+        sentinels: expectations of the tests to replace by wrong ones before the script runs.
+        gone: paths of files to delete from the image's repository.
     Raises:
-        SandboxConfigError: these sandboxes can't hold Harbor's paths.
+        SandboxConfigError: Harbor's folders (/tests, /logs and the repository's) can't be made in these sandboxes.
         SandboxError: the sandbox failed.
     """
     tests = {f"/tests/{path}": data for path, data in with_sentinels(script.files, sentinels).items()}
@@ -177,7 +180,7 @@ async def judge_by_script(
         return replace(_reward(0.0, told), status=ran.stopped_for.value), ran.duration_s
     if ran.exit_code < 0:
         return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}"), ran.duration_s
-    # Read only the file that the script names: the judged code may have written the other one.
+    # Read only the file that the script's text names: the judged code may have written the other file.
     names_json = any(b"reward.json" in data for data in script.files.values())
     for path in rewards if names_json else rewards[1:]:
         try:
@@ -224,12 +227,14 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
     except (ValueError, TypeError, OverflowError, RecursionError):
         value = -1.0
     if not 0.0 <= value <= 1.0:
-        return Reward.invalid("bad_reward", f"tests/test.sh wrote {text[:_SHOWN_CHARS]!r}: a number from 0 to 1 is one")
+        return Reward.invalid(
+            "bad_reward", f"tests/test.sh wrote {text[:_SHOWN_CHARS]!r}, but a reward is a number from 0 to 1"
+        )
     return _reward(value, told if value < 1.0 else "")
 
 
 def _value_of(rewards: object) -> float:
-    """Return the number in a reward file: the value of its key `reward`, or else its only value."""
+    """Return the number in a reward file: the value of the key `reward`, or else the only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)
@@ -248,7 +253,7 @@ def _reward(value: float, detail: str) -> Reward:
 
 
 def forged(passed: Sequence[Sentinel]) -> Reward:
-    """Return the verdict on code that passed these sentinels, which right code fails."""
+    """Return the verdict 0 on code that passed these sentinels, although right code fails them."""
     names = ", ".join(sorted({sentinel.name for sentinel in passed}))
     detail = f"forged: it also passes with a wrong expectation in {names}"
     return replace(_reward(0.0, ""), status="forged", detail=detail[:_SHOWN_CHARS])

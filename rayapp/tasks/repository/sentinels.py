@@ -1,8 +1,9 @@
-"""Draws sentinels: copies of hidden tests in which one expectation is wrong, so that right code must fail them. Pure.
+"""Draws sentinels: copies of hidden tests in which one expectation is wrong, so that right code fails them. Pure
+functions.
 
-Code can pass tests that run beside it without being right: it exits with success, patches the asserts, or returns an
-object that equals everything. Such code also passes a sentinel, because it can't distinguish the sentinel from the
-original test. Right code fails every sentinel.
+Wrong code can pass tests that run in its process: it exits with success, patches the asserts, or returns an object that
+equals everything. Such code also passes a sentinel, because it can't distinguish a sentinel from the original test.
+Examples:
 
     assert median([4, 1, 3, 2]) == 2.5     ->  assert median([4, 1, 3, 2]) == 3.5
     self.assertTrue(is_open(door))         ->  self.assertFalse(is_open(door))
@@ -35,14 +36,14 @@ _NEVER_RAISED = ("BufferError", "StopAsyncIteration", "UnicodeTranslateError", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentinel:
-    """One expectation of a hidden test, and a wrong one to replace it."""
+    """One expectation of a hidden test, and a wrong expectation to replace it."""
 
     file: str
     test: str
-    """Name of the test in its file: `test_total`, or `TestCart::test_total`."""
+    """Name of the test within the file: `test_total`, or `TestCart::test_total`."""
     start: int
     end: int
-    """`start` and `end` are the range of bytes of the file to replace."""
+    """`start` and `end` are the range of the file's bytes to replace."""
     wrong: str
     """Source text of the wrong expectation."""
 
@@ -52,14 +53,16 @@ class Sentinel:
 
 
 def run_by(script: str, files: Sequence[str]) -> list[str]:
-    """Return the Python test files that a script's text names; all test files if it only names a test runner."""
+    """Return the Python test files that a script's text names. If the text names only a test runner, return all test
+    files.
+    """
     tests = [file for file in files if file.endswith(".py") and file.rpartition("/")[2].startswith("test")]
     named = [file for file in tests if file.rpartition("/")[2].removesuffix(".py") in script]
     return named or (tests if _RUNNERS.search(script) else [])
 
 
 def draw(files: Mapping[str, bytes], tests: Sequence[str], rng: random.Random) -> list[Sentinel]:
-    """Return sentinels of all tests in these files in random order: first one for each test, then the others."""
+    """Return sentinels of these tests, in random order: first one sentinel for each test, then the others."""
     by_test: dict[str, list[Sentinel]] = {}
     for file in tests:
         for sentinel in _in_file(file, files[file], rng):
@@ -71,7 +74,7 @@ def draw(files: Mapping[str, bytes], tests: Sequence[str], rng: random.Random) -
 
 
 def with_sentinels(files: Mapping[str, bytes], sentinels: Sequence[Sentinel]) -> dict[str, bytes]:
-    """Return the files with these expectations made wrong."""
+    """Return the files, with the expectations of the sentinels replaced by wrong ones."""
     changed = dict(files)
     for each in sorted(sentinels, key=lambda each: each.start, reverse=True):
         data = changed[each.file]
@@ -81,7 +84,7 @@ def with_sentinels(files: Mapping[str, bytes], sentinels: Sequence[Sentinel]) ->
 
 def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
     tree = parse(data.decode(errors="replace"))
-    # Undecodable bytes, form feeds and carriage returns would shift the positions.
+    # Skip files with undecodable bytes, form feeds or carriage returns: positions in the syntax tree would be wrong.
     if tree is None or b"\f" in data or b"\r" in data or data.decode(errors="replace").encode() != data:
         return
     lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == 10)]
@@ -92,7 +95,9 @@ def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
 
 
 def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield the test functions and methods that are not marked to be skipped or to fail, by name."""
+    """Yield pairs (name, function) of test functions and methods. Tests that are marked to be skipped or to fail are
+    left out.
+    """
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
@@ -146,8 +151,8 @@ def _of_method(call: ast.Call, rng: random.Random) -> Iterator[_Change]:
 
 
 def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
-    """Return a change to the literal side of a comparison; if no side is a literal, replace the right side by a random
-    number.
+    """Return a change to the side of a comparison that is a literal. If neither is, the change replaces the right side
+    by a random number.
     """
     for side in (right, left):
         if (found := _leaf(side, rng)) is not None:
@@ -156,7 +161,7 @@ def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
 
 
 def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
-    """Return a change to one constant in a literal, or in `pytest.approx(literal)`; None for any other expression."""
+    """Return a change to one constant in a literal or in `pytest.approx(literal)`; None for any other expression."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("approx") and node.args:
         node = node.args[0]
     try:
@@ -171,7 +176,7 @@ def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
 
 
 def _other(value: object, rng: random.Random) -> str:
-    """Return the source of a constant of the same kind that is clearly different."""
+    """Return the source of a constant that has the same type and is clearly different."""
     match value:
         case bool():
             return str(not value)

@@ -4,7 +4,8 @@
     swe:rows.jsonl                                  each row's image has the repository in its working folder
     swe:rows.jsonl?image=sweb.eval.{instance_id}    the image's name is made from the row
 
-The issue is the instruction. The tests (`named_tests.py`) and the solution stay in this process until a verdict.
+The issue's text is the agent's instruction. The tests (`named_tests.py`) and the solution stay in this process until a
+verdict.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ COLUMNS = {
     "image": ("image", "docker_image", "image_name", "image_tag"),
     "workdir": ("workdir", "working_dir"),
 }
-"""Field of a row -> names of its column in public data sets; the first with a value counts."""
+"""Field of a row -> names of its column in public data sets. The first column that has a value counts."""
 _REQUIRED = ("instance_id", "problem_statement", "fail_to_pass")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 _REPO = re.compile(r"[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)?")
@@ -64,34 +65,39 @@ _APPLY = f"#!/bin/sh\ngit apply --whitespace=nowarn /solution/{PATCH}\n"
 
 
 class SweOptions(BaseModel):
-    """Options after the `?` of a source."""
+    """Options after the `?` of a source `swe:FILE?NAME=VALUE`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     mirrors: Path | None = None
-    """Folder of clones: OWNER/NAME, OWNER__NAME or NAME, also with .git, bare or not. Not given: images have the
-    repositories."""
+    """Folder of clones, bare or not. A clone's folder is OWNER/NAME, OWNER__NAME or NAME, with or without .git. If not
+    given, the images must have the repositories."""
     image: str = ""
-    """Name of each row's image, with {instance_id}, {repo}, {owner}, {name}, {version} and {id_1776} (SWE-bench's form
-    of the id in names of images); replaces the column. `none`: the local provider's own system."""
+    """Template for the name of each row's image, used instead of the row's column. It may contain {instance_id},
+    {repo}, {owner}, {name}, {version} and {id_1776} (the id as SWE-bench writes it in names of images). `none`: no
+    image; sandboxes of the local provider have this machine's system."""
     workdir: str = Field("", pattern="^(/.*)?$")
-    """Folder of the repository in the images; empty: the image's own."""
+    """Folder of the repository in the images. If empty, it is the row's, or else the image's working folder."""
     python: str = ""
-    """Interpreter that runs the tests; empty: SWE-bench's or R2E's environment in the image, or else python3."""
+    """Interpreter that runs the tests. If empty, it is that of SWE-bench's or R2E's environment in the image, or else
+    python3."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Time limit of a run of the tests."""
+    """Time limit in seconds for one run of the tests."""
     memory_mib: int = Field(4096, ge=64)
     disk_mib: int = Field(2048, ge=16)
     sentinels: int = Field(12, ge=0, le=64)
-    """Maximum number of tests with a wrong expectation, in a second run after a pass; 0 leaves it out."""
+    """Maximum number of tests that get a wrong expectation in a second run, which finds forged passes. 0 leaves the
+    second run out."""
     max_bad_ratio: float = Field(0.05, ge=0, le=1)
-    """Highest share of rows that can't be used."""
+    """Maximum fraction of rows that can't be used. If there are more such rows, the source is refused."""
     only: Path | None = None
-    """File with the instance ids to use, one a line, as `rayapp task audit --kept` writes it."""
+    """File with the instance ids of the rows to use, one per line, as `rayapp task audit --kept` writes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorFiles(Mapping[str, str]):
-    """Text files of a repository at a commit, read from a local clone at the first use; pickled as the clone's path."""
+    """Text files of a repository at a commit. They are read from a local clone at the first use. A pickle has only the
+    clone's path and the commit.
+    """
 
     mirror: str
     commit: str
@@ -148,10 +154,10 @@ def _git(mirror: str, *words: str, stdin: bytes = b"") -> bytes:
 
 
 def load_swe(source: str) -> tuple[RepositoryTask, ...]:
-    """Return the tasks of a file in SWE-bench's form, in the file's order, without rows that can't be used.
+    """Return the tasks of a file in SWE-bench's form, in the file's order. Rows that can't be used are left out.
 
     Raises:
-        InputError: the file or an option can't be used, or too many rows can't.
+        InputError: the file or an option can't be used, or too many rows can't be used.
     """
     file, _, query = source.removeprefix(SWE).partition("?")
     try:
@@ -222,7 +228,7 @@ def _first(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
 
 
 def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
-    """Return the task of a row. Raises InputError: the row lacks something, or a value can't be used."""
+    """Return the task of a row. Raises InputError: a value is missing or can't be used."""
     for name in _REQUIRED:
         if fields[name] is None:
             raise InputError(f"it has no {' or '.join(COLUMNS[name][:2])}")
@@ -235,7 +241,7 @@ def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
     repository: Mapping[str, str] = {} if options.mirrors is None else _mirror_files(fields, options.mirrors)
     named = _named_tests(fields, options, brings_pytest=not image)
     if named.brings_pytest:
-        pytest_files()  # raises at the start if pytest is missing
+        pytest_files()  # raise now if pytest is missing
     patch = _text(fields, "patch")
     return RepositoryTask(
         folder=TaskFolder(
@@ -285,7 +291,7 @@ def _image(fields: Mapping[str, Any], options: SweOptions) -> str:
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise InputError(f"image={options.image}: {error} is none of {', '.join(known)}") from None
     bare = made.removeprefix(PREFIX)
-    # Folders and archives keep their case; a registry's names are in lower case.
+    # Names in a registry are in lower case. Keep the case of folders and archives.
     return f"{PREFIX}{bare if bare.startswith(('oci:', 'archive:', 'build:')) else bare.lower()}"
 
 
@@ -304,7 +310,7 @@ def _mirror_files(fields: Mapping[str, Any], mirrors: Path) -> MirrorFiles:
 
 
 def _without_commit(tasks: Mapping[str, RepositoryTask]) -> dict[str, str]:
-    """Return the names of the tasks whose clone lacks their commit, and why; git starts once for each clone."""
+    """Return name -> reason for each task whose commit is missing in its clone. git starts once for each clone."""
     of_mirror: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, task in tasks.items():
         if isinstance(files := task.folder.repository, MirrorFiles):
@@ -339,7 +345,7 @@ def _named_tests(fields: Mapping[str, Any], options: SweOptions, *, brings_pytes
 
 
 def _names(value: Any, column: str) -> tuple[str, ...]:
-    """Return the names of a column, which is a list or a list written as JSON."""
+    """Return the names in a column's value, which is a list, or a list as JSON text."""
     try:
         names = json.loads(value) if isinstance(value, str) else value or []
     except ValueError as error:

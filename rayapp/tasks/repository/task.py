@@ -2,10 +2,10 @@
 
     folder -> agent_start: the repository, a quota, tools -> submit: the changed files, as an answer -> score
 
-The folder's own `test.sh` judges instead, if the user trusts it; tasks of a data set in SWE-bench's form are judged by
-named tests of the repository (`swe.py`). Only the tool agent can play a repository task; see
-`rayapp.core.protocols.AgentTask`. An answer is JSON, `{"files": {"src/cart.py": "…", "old.py": null}}`: the whole text
-of each changed file, null for a deleted file.
+If the user trusts the folder's own `test.sh`, this script judges instead of hidden tests. Tasks of a data set in
+SWE-bench's form (`swe.py`) are judged by named tests of the repository. Only the tool agent can play a repository task
+(`rayapp.core.protocols.AgentTask`). An answer is JSON, `{"files": {"src/cart.py": "…", "old.py": null}}`: the whole
+text of each changed file, null for a deleted file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_FILES = 200
 _TIMEOUT_S = 30.0
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
 _START = "refs/rayapp/start"
-"""Git reference to the commit of the workspace's start."""
+"""Git reference to the commit with which the workspace starts."""
 _PROGRAM = """
 import hashlib, json, os, subprocess, sys
 known, most, skipped, start = json.loads(sys.stdin.read())
@@ -100,18 +100,19 @@ found = json.dumps({'problem': problem, 'files': {} if problem else files}, ensu
 sys.stdout.buffer.write(found.encode(errors='replace'))
 """
 _MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)
-"""MAX_BYTES, and room for quotes and line ends as JSON writes them; reading more would hold the event loop."""
+"""MAX_BYTES, and room for JSON's escapes. Reading more bytes would block the event loop."""
 
 
 async def changed_files(sandbox: Sandbox, base: Mapping[str, str], *, by_git: bool = False) -> dict[str, str | None]:
-    """Return path -> text of the files that were changed or created since the workspace's start; None for deleted ones.
+    """Return path -> text of the files that were changed or created since the workspace's start; None for a deleted
+    file.
 
     Args:
-        by_git: ask git what changed since the workspace's start, instead of comparing with `base`; ignored files don't
-            count then.
+        by_git: True: git lists the changes since the workspace's start, without files that it ignores. False: the files
+            are compared with `base`.
     Raises:
         SandboxConfigError: the sandbox has no git, which `by_git` needs.
-        UnusableWorkError: too much has changed.
+        UnusableWorkError: the changes are too large.
         SandboxError: the sandbox failed.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
@@ -138,7 +139,9 @@ def as_answer(files: Mapping[str, str | None]) -> str:
 
 
 def read_answer(text: str) -> dict[str, str | None] | None:
-    """Return path -> text of an answer's changed files (None for a deleted file); None if the text is no answer."""
+    """Parse an answer: return path -> text of the changed files (None for a deleted file), or None if the text is not
+    an answer.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -164,7 +167,7 @@ def _is_change(item: tuple[object, object]) -> bool:
 def applied(
     base: Mapping[str, str], files: Mapping[str, str | None], allowed: Sequence[str] = ("*",)
 ) -> dict[str, str]:
-    """Return the repository with the changes whose path matches one of the patterns."""
+    """Return the repository with the changes to paths that match one of the patterns `allowed`."""
     counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
     both = {**base, **counted}
     return {path: text for path, text in both.items() if text is not None}
@@ -182,15 +185,15 @@ else
 fi
 git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out' && git update-ref {_START} HEAD
 """
-"""Shell commands that replace a repository's history by one commit: a history may hold the solution."""
+"""Shell commands that replace a repository's history by one commit, because the history may contain the solution."""
 _SETUP_TIMEOUT_S = 30.0
 _PROCESSES = 64
-"""Maximum number of processes in a sandbox; Git starts helper processes."""
+"""Maximum number of processes in a sandbox. Git needs several, because it starts helper processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryTask:
-    """A repository task; make one with `load_repository`."""
+    """A repository task. Make it with `load_repository`."""
 
     folder: TaskFolder
 
@@ -200,7 +203,7 @@ class RepositoryTask:
 
     @property
     def spec(self) -> SandboxSpec:
-        """Requirements of the workspaces' sandboxes."""
+        """Requirements of the sandboxes in which agents work."""
         folder = self.folder
         return SandboxSpec(
             template=folder.image,
@@ -214,7 +217,7 @@ class RepositoryTask:
 
     @property
     def verdict_spec(self) -> SandboxSpec:
-        """Requirements of the verdicts' sandboxes."""
+        """Requirements of the sandboxes in which verdicts are made."""
         return replace(self.spec, template=self.folder.script.image) if self.folder.script else self.spec
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
@@ -224,7 +227,9 @@ class RepositoryTask:
         )
 
     def agent_start(self) -> AgentStart:
-        """Return the instruction and the workspace: the repository, with a quota, and under git if it is installed."""
+        """Return what an agent starts with: the instruction, and a workspace with a quota that holds the repository,
+        under git if git is installed.
+        """
         folder = self.folder
         told = f"{folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
         git = _NEW_GIT if folder.named else f"{LINK_WORKDIR}{_GIT}" if folder.workdir else _GIT
@@ -239,20 +244,21 @@ class RepositoryTask:
         )
 
     async def collect(self, sandbox: Sandbox) -> str:
-        """Return the workspace's changed files as an answer.
+        """Return the changed files of the workspace as an answer.
 
         Raises:
-            UnusableWorkError: too much has changed.
+            UnusableWorkError: the changes are too large.
             SandboxError: the sandbox failed.
         """
         by_git = self.folder.named is not None
         return as_answer(await changed_files(sandbox, {} if by_git else self.folder.repository, by_git=by_git))
 
     async def solve(self, sandboxes: SandboxSource) -> str | None:
-        """Return the solution as an answer; None if the folder has no solution. A `solve.sh` runs in a workspace.
+        """Return the solution as an answer; None if the folder has no solution. If the solution is a `solve.sh`, run it
+        in a workspace.
 
         Raises:
-            UnusableWorkError: the solution changes too much.
+            UnusableWorkError: the changes of the solution are too large.
             SandboxError: the sandbox failed.
         """
         folder = self.folder
@@ -267,7 +273,8 @@ class RepositoryTask:
             return await self.collect(sandbox)
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return reward 1 if the changed files pass every hidden test, else 0; or the pass rate, if task.toml says so.
+        """Return the verdict: 1 if the changed files pass every hidden test, else 0. If task.toml has
+        `score = "share"`, return the fraction of tests that pass.
 
         Raises:
             SandboxConfigError: this configuration can never give a sandbox.
@@ -284,7 +291,7 @@ class RepositoryTask:
         return replace(found, time_score_s=time.monotonic() - started)
 
     def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the repository with these changes, without changes to files that don't belong to an answer."""
+        """Return the repository with these changes. Changes to files that don't belong to an answer are left out."""
         return applied(self.folder.repository, files, self.folder.own.answer)
 
     async def _verdict(self, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int) -> Reward:
@@ -314,11 +321,12 @@ class RepositoryTask:
     async def _unless_forged(
         self, found: Reward, script: TestScript, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int
     ) -> Reward:
-        """Return the script's verdict, or a verdict of forgery if the code also passes sentinels, which right code
-        fails.
+        """Return the script's verdict `found`, or the verdict on a forgery if the code also passes sentinels, which
+        right code fails.
 
-        If the solution fails a sentinel, passing this one is enough. Without a solution, or if the script gives a
-        fraction, the code must have passed all of them: the script might not run the test of a single sentinel.
+        A single passed sentinel proves a forgery if the solution fails this sentinel. Without a solution, or if the
+        script gives a fraction, only passing all sentinels proves it: the script might not run the test of one
+        sentinel.
         """
         sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
         passed = []
@@ -331,12 +339,12 @@ class RepositoryTask:
             if found.value >= 1.0 and self.folder.solution:
                 if await self._solution_fails(sentinel, sandboxes):
                     return forged([sentinel])
-                continue  # the script does not run this test, or its result does not count
+                continue  # the script does not run this test, or the test's result does not count
             passed.append(sentinel)
         return forged(passed) if passed and len(passed) == len(sentinels) else found
 
     async def _solution_fails(self, sentinel: Sentinel, sandboxes: SandboxSource) -> bool:
-        """Return True if the task's own solution passes the tests and fails this sentinel."""
+        """Return True if the task's own solution passes the original tests and fails this sentinel."""
         solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
         with_it = await self._by_script(solution, sandboxes, (sentinel,))
         return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
@@ -344,8 +352,9 @@ class RepositoryTask:
     async def run_named_tests(
         self, tests: NamedTests, files: Mapping[str, str | None], sandbox: Sandbox, **options: Any
     ) -> TestRun | Reward:
-        """Return the outcomes of the named tests; an invalid reward if their patch does not apply. Options are those of
-        `PreparedTests.run`."""
+        """Run the named tests and return their outcomes; return an invalid reward if their patch does not apply.
+        `options` are passed to `PreparedTests.run`.
+        """
         prepared = await self._prepared(tests, sandbox)
         if isinstance(prepared, Reward):
             return prepared
@@ -354,8 +363,9 @@ class RepositoryTask:
     async def _by_named_tests(
         self, tests: NamedTests, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int
     ) -> Reward:
-        """Return the verdict of the named tests; that of a forgery, if the code passes them and also sentinels that the
-        solution fails."""
+        """Return the verdict of the named tests, or the verdict on a forgery if the code passes the tests and also
+        passes sentinels that the solution fails.
+        """
         rng, wrong = random.Random(f"sentinels/{self.name}/{seed}"), list[Sentinel]()
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -375,7 +385,7 @@ class RepositoryTask:
             also = await self._passed(tests, passed, solution, sandboxes)
             passed = [each for each in passed if each not in also] if isinstance(also, list) else also
         elif isinstance(passed, list) and len(passed) < len(wrong):
-            return found  # some sentinels can't fail; without a solution, this can't be told from forgery
+            return found  # a passed sentinel may also be one that no code can fail; only a solution could tell
         if isinstance(passed, Reward):
             return passed
         return forged(passed) if passed else found
@@ -383,7 +393,9 @@ class RepositoryTask:
     async def _passed(
         self, tests: NamedTests, sentinels: list[Sentinel], files: Mapping[str, str | None], sandboxes: SandboxSource
     ) -> list[Sentinel] | Reward:
-        """Return the sentinels that code with these changes passes; an invalid reward if the sandboxes fail."""
+        """Return the sentinels that the repository with these changes passes; an invalid reward if the sandboxes
+        fail.
+        """
         found: list[Sentinel] = []
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -397,11 +409,11 @@ class RepositoryTask:
         return found if verdict.valid else verdict
 
     async def _prepared(self, tests: NamedTests, sandbox: Sandbox) -> PreparedTests | Reward:
-        # In a thread: a repository of a mirror may have to be read first.
+        # Copy in a thread: the files of a mirror may have to be read first.
         return await PreparedTests.prepare(sandbox, tests, await asyncio.to_thread(dict, self.folder.repository))
 
     def _drawn(self, tests: NamedTests, texts: Mapping[str, bytes], rng: random.Random) -> list[Sentinel]:
-        """Return the sentinels of a verdict: at most one for each of the named tests."""
+        """Draw the sentinels of a verdict, at most one for each named test."""
         named = {name.partition("[")[0] for name in tests.names}
         firsts: dict[str, Sentinel] = {}
         for each in draw(texts, list(texts), rng):
@@ -410,7 +422,9 @@ class RepositoryTask:
         return list(firsts.values())[: self.folder.own.sentinels]
 
     def _counted(self, tests: NamedTests, files: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Return the changes that count: none to the tests, or to files that control how tests run."""
+        """Return the changes that count. Changes to the tests, and to files that control how tests run, are left
+        out.
+        """
         base, told = self.folder.repository, (self.folder.instruction, *self.folder.solution.values())
         own = {path: text for path, text in files.items() if path not in tests.own_files}
         _, left_out = without_steering(
@@ -423,7 +437,7 @@ class RepositoryTask:
     async def judge_by_script(
         self, changed: Mapping[str, str], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
     ) -> tuple[Reward, float]:
-        """Return the reward of the folder's `test.sh` and the seconds that it took; see `scripts.judge_by_script`."""
+        """Run the folder's `test.sh`. Return its reward, and the seconds that it took."""
         folder = self.folder
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
@@ -443,5 +457,5 @@ class RepositoryTask:
 
 
 def load_repository(folder: Traversable, name: str, *, trusts_script: bool = False) -> RepositoryTask:
-    """Return the task of a folder. Arguments and errors are those of `read_folder`."""
+    """Return the task of a folder. Arguments and errors are those of `folder.read_folder`."""
     return RepositoryTask(folder=read_folder(folder, name, trusts_script=trusts_script))

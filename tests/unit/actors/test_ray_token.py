@@ -63,7 +63,7 @@ def test_a_ray_that_does_not_come_up_is_a_message_with_the_machines_load(monkeyp
     monkeypatch.setattr(ray, "init", too_slow)
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
-    said = r"Ray did not start within its 30 s; the load of this machine is \d+ on \d+ cores"
+    said = r"Ray did not start within 30 s; the load of this machine is \d+ on \d+ cores"
     with pytest.raises(RayappError, match=said), ray_session(Config()):
         pass
 

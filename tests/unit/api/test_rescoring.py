@@ -178,7 +178,7 @@ def asked(text: str) -> tuple[dict[str, str], ...]:
 def test_trajectories_without_a_ground_truth_are_refused_by_a_rule_that_needs_one(recorded: Path) -> None:
     folder = save(recorded.parent / "old", {1: [group(0, ["42"], worth(1), ground_truth=None)]})
 
-    with pytest.raises(InputError, match="hold no ground_truth"):
+    with pytest.raises(InputError, match="have no ground_truth"):
         rayapp.rescore(folder, "verdict")
 
 
@@ -212,7 +212,7 @@ def test_steps_that_are_none_are_refused(recorded: Path, capsys: pytest.CaptureF
     assert run(["rescore", str(recorded), "--steps", "last"]) == 2
     assert "write one step, or a first and a last step" in capsys.readouterr().err
     assert run(["rescore", str(recorded), "--steps", "7-9"]) == 2
-    assert "recorded are: 1, 2" in capsys.readouterr().err
+    assert "recorded steps: 1, 2" in capsys.readouterr().err
 
 
 def test_a_reward_that_failed_is_no_failure_of_a_sandbox() -> None:

@@ -174,7 +174,7 @@ def test_a_task_whose_reference_fails_its_own_test_is_found_before_a_run(model: 
 def test_run_folder_that_is_not_writable_is_found(model: Path) -> None:
     found = problems({"cluster": {"device": "cpu"}, "run": {"output_dir": "/proc"}, "model": {"path": str(model)}})
 
-    assert found["run folder"].detail.startswith("/proc: ")
+    assert found["run folder"].detail.startswith("/proc can't be written: ")
 
 
 def test_doctor_fails_for_a_config_that_cannot_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_the_part_of_bash_that_scripts_use(tmp_path: Path, value: str, before: s
         ("torchrun -m verl.trainer.sft_trainer a=1", "rayapp sft"),
         (command_with("a") + command_with("b"), "2 commands"),
         ("python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer", "Megatron"),
-        ("python3 -m verl.trainer.main_ppo --config-path=conf --config-name=mine", "mine.yaml is not here"),
+        ("python3 -m verl.trainer.main_ppo --config-path=conf --config-name=mine", "mine.yaml does not exist"),
         ("python3 -m verl.trainer.main_ppo a='b", "never closed"),
     ],
 )

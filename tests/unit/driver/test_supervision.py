@@ -64,7 +64,7 @@ class Process:
     async def ping(self, timeout_s: float) -> str:
         incarnation = await self.incarnation(timeout_s)
         if self.state in ("new", "broken"):
-            raise EngineDeadError(f"{self.name} has no engine")
+            raise EngineDeadError(f"{self.name} can't generate")
         return incarnation
 
     async def kill(self) -> None:
@@ -192,7 +192,9 @@ class Weights:
     async def sync(self, version: int, **_: Any) -> tuple[dict[str, float], dict[str, RayappError]]:
         self._process.die()
         await eventually(lambda: not self._supervisor.is_up(self._process.name))
-        return {}, {self._process.name: EngineDeadError(f"{self._process.name} has no engine: it is being started")}
+        return {}, {
+            self._process.name: EngineDeadError(f"{self._process.name} can't generate: its engine is being started")
+        }
 
 
 async def test_a_server_that_dies_before_a_weight_sync_counts_one_restart_and_its_replacement_is_left_alone() -> None:

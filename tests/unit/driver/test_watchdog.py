@@ -107,7 +107,7 @@ async def test_a_step_that_hangs_ends_although_a_step_is_not_interrupted_and_the
     nothing: Any = SimpleNamespace(record=lambda summaries: None, phase=lambda name: None, take_dropped=list)
     cluster = SimpleNamespace(lend_gpus=hang, config=Config())
     parts: dict[str, Any] = {"failures": nothing, "tracker": nothing, "sampling": nothing, "watchdog": dog}
-    run: Any = SimpleNamespace(**parts, cluster=cluster, store=SimpleNamespace(take=groups))
+    run: Any = SimpleNamespace(**parts, cluster=cluster, store=SimpleNamespace(take=groups), profiles=[])
     with pytest.raises(StalledError, match=r"Waiting: driver for the end of step 4 .*driver entered train"):
         await asyncio.wait_for(_take_and_train(run, 4), 10)
 

@@ -37,6 +37,8 @@ CALLS = {
         "AsyncLLM.sleep": "level mode",
         "AsyncLLM.wake_up": "tags",
         "AsyncLLM.check_health": "",
+        "AsyncLLM.start_profile": "",
+        "AsyncLLM.stop_profile": "",
         "AsyncLLM.shutdown": "",
         "AsyncLLM.errored": "",
         "AsyncLLM.init_weight_transfer_engine": "request",
@@ -62,6 +64,10 @@ CALLS = {
     },
     "v1/structured_output/request.py": {"get_structured_output_key": "params"},
     "config/structured_outputs.py": {"StructuredOutputsConfig": "backend"},
+    "config/profiler.py": {
+        "ProfilerConfig": "profiler torch_profiler_dir torch_profiler_with_stack torch_profiler_dump_cuda_time_total "
+        "ignore_frontend max_iterations",
+    },
     "config/vllm.py": {"VllmConfig.use_v2_model_runner": ""},
     "config/model.py": {"ModelConfig": "enable_sleep_mode enable_return_routed_experts"},
     "outputs.py": {"CompletionOutput": "token_ids logprobs finish_reason routed_experts"},

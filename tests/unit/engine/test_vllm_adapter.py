@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from rayapp.config.config import Config
@@ -18,6 +21,15 @@ def lora(rank: int, send: str = "adapter") -> Config:
 @pytest.mark.parametrize(("rank", "buffers"), [(1, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_vllm_gets_the_smallest_buffers_that_hold_the_rank(rank: int, buffers: int) -> None:
     assert adapter_args(lora(rank)) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": buffers}
+
+
+def test_adapters_in_folders_get_a_place_each_and_buffers_for_the_largest(tmp_path: Path) -> None:
+    for name, rank in (("a", 4), ("b", 40)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
+    folders = {name: str(tmp_path / name) for name in "ab"}
+    assert adapter_args(lora(0), folders) == {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+    assert adapter_args(lora(100), folders) == {"enable_lora": True, "max_loras": 3, "max_lora_rank": 128}
 
 
 def test_the_ranks_are_those_that_vllm_takes() -> None:

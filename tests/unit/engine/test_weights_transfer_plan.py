@@ -60,8 +60,8 @@ def test_an_adapter_goes_through_the_object_store() -> None:
     [
         ("nccl", "split", False, "moves weights between GPUs, but this run uses none"),
         ("ipc", "colocated", False, "moves weights between GPUs, but this run uses none"),
-        ("ipc", "split", True, "Use nccl, or placement colocated"),
-        ("nccl", "colocated", True, "Use ipc, or placement split"),
+        ("ipc", "split", True, "Use nccl, or set cluster.placement: colocated"),
+        ("nccl", "colocated", True, "Use ipc, or set cluster.placement: split"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_with_one_that_can(

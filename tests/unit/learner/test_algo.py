@@ -250,7 +250,9 @@ def test_gdpo_normalises_the_terms_it_is_told_to() -> None:
     assert torch.isfinite(total).all()
     # pass_rate is 1, 0, 1, 0: each group alike, so the first of each is equally good
     np.testing.assert_allclose(float(terms[0, 0]), float(terms[2, 0]), rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"names \['speed'\], but all rewards have only \['pass_rate'\]"):
+    with pytest.raises(
+        ConfigError, match=r"names \['speed'\], which some rewards lack; all rewards have only \['pass_rate'\]"
+    ):
         compute_advantages(inputs(), AlgorithmSection(adv_estimator="gdpo", gdpo_reward_terms=("speed",)))
 
 

@@ -30,6 +30,7 @@ from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
+from rayapp.runs.profiles import MOST_MICRO_BATCHES, read_profile, trace_events, write_profile
 from support.learners import sampled, save_llama
 
 GROUP_SIZE = 4
@@ -766,3 +767,30 @@ def test_offloaded_to_the_host_a_step_is_the_same_to_the_last_digit(tiny_model: 
     (plain, plain_weights), (offloaded, offloaded_weights) = results
     assert [m["learner/grad_norm"] for m in plain] == [m["learner/grad_norm"] for m in offloaded]
     assert all((plain_weights[name] == offloaded_weights[name]).all() for name in plain_weights)
+
+
+def test_a_profiled_step_says_where_it_went_and_trains_alike(tiny_model: Path, tmp_path: Path) -> None:
+    groups = [make_group(number) for number in range(10)]
+    changes: dict[str, Any] = {"learner": {"max_tokens_per_microbatch": 32}}
+    after = []
+    for profiled in ([], [2]):
+        with learner_of(tiny_model, changes | {"train": {"num_steps": 4, "profile_steps": profiled}}) as learner:
+            step(learner, 1, groups)
+            assert learner.profile() is None
+            metrics = step(learner, 2, groups)
+            profile = learner.profile()
+            after.append(weights(learner))
+
+    assert all((after[0][name] == after[1][name]).all() for name in after[0])
+    assert profile is not None
+    num_batches = int(metrics["learner/num_microbatches"])
+    assert num_batches > MOST_MICRO_BATCHES
+    assert profile.covers == f"{MOST_MICRO_BATCHES} of {num_batches} micro-batches"
+    found = write_profile(tmp_path, 2, [profile], metrics)
+    (rank,) = found.processes
+    assert {"aten::mm", "aten::addmm"} & {operator.name for operator in rank.operators}
+    assert 0 < rank.busy_s <= rank.recorded_s <= metrics["timing_s/learner/total"]
+    assert found.learner_s["forward_backward"] == metrics["timing_s/learner/forward_backward"]
+    regions = [event["name"] for event in trace_events(profile.trace) if event.get("cat") == "user_annotation"]
+    assert {"forward_backward", "optimizer"} <= set(regions)
+    assert read_profile((tmp_path / "profiles" / "step=000002" / "summary.json").read_bytes()) == found

@@ -127,5 +127,7 @@ def test_a_servers_key_that_is_not_set_is_told_by_the_name_of_its_variable(tiny_
     config = Config.model_validate({"model": {"path": str(tiny_model)}, "distillation": sections})
 
     for ask in (lambda: check_teacher(config), lambda: served_log_probs(items(), config.distillation, 1)):
-        with pytest.raises(ConfigError, match="the teacher needs a key: set NO_SUCH_KEY"):
+        with pytest.raises(
+            ConfigError, match="the teacher has no key: the environment variable NO_SUCH_KEY is not set"
+        ):
             ask()

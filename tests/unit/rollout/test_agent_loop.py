@@ -252,7 +252,7 @@ async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:
         (call("echo", text="endless reward"), "crash", "ValueError"),
         (call("echo", text="huge reward"), "crash", "OverflowError"),
         ('<tool_call>{"name": "echo", "arguments": "x"}</tool_call>', "bad_arguments", "JSON object"),
-        (call("ehco", text="x"), "unknown_tool", "there are: echo, sleep"),
+        (call("ehco", text="x"), "unknown_tool", "the tools are: echo, sleep"),
         (call("echo"), "bad_arguments", "'text' is a required property"),
         (call("echo", text=3), "bad_arguments", "text: 3 is not of type 'string'"),
         (call("echo", text="crash"), "crash", "ZeroDivisionError"),

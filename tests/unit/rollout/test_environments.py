@@ -278,7 +278,7 @@ async def test_a_trl_class_that_dies_costs_signal_and_never_a_zero(
             "rows nowhere.jsonl can't be read",
         ),
         ("{environment: trl, factry: x}", "factry"),
-        ("{environment: openenv, url: 'localhost:8000'}", "begins with http"),
+        ("{environment: openenv, url: 'localhost:8000'}", "must begin with http"),
         ("{environment: openenv, url: 'http://127.0.0.1:9'}", "can't be reached.* Start it, or correct `url`"),
     ],
 )
@@ -367,7 +367,7 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
     async with OpenEnvStub({"action": both}).running() as url:
         for field in ("to", "why"):
             with pytest.raises(
-                ConfigError, match=f"text_field '{field}' .* fields of an action are why, and it needs to"
+                ConfigError, match=f"text_field '{field}' .* fields of an action are why, and the action needs to"
             ):
                 await bench(openenv(url, text_field=field)).group()
     async with OpenEnvStub({"action": SAYING}).running() as url:

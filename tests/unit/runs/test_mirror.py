@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
         latest = RunFolder(config.run_folder, config).checkpoints.latest()
         assert latest is not None
         assert latest.version == 1
-    assert "step=000002 is damaged and passed over" in caplog.text
+    assert "step=000002 is damaged and skipped" in caplog.text
 
 
 def test_a_checkpoint_that_the_disk_damaged_after_it_was_fetched_is_fetched_again_or_the_one_before_it(

@@ -23,6 +23,7 @@ from rayapp.core.types import FloatArray, GroupSummary
 from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.console import (
     LEGEND,
+    SUPERVISED_LEGEND,
     LineConsole,
     LiveConsole,
     NotebookConsole,
@@ -201,6 +202,18 @@ def test_the_evaluation_before_the_first_step_is_shown() -> None:
 
     assert baseline == "step 0/2  eval reward +0.250  eval solved 0.10  left -"
     assert both.endswith("seconds 12.0  eval reward +0.500  eval solved    -  left 0 s")
+
+
+def test_the_labels_of_supervised_steps_are_explained_before_the_first_of_them() -> None:
+    stream = io.StringIO()
+    console = LineConsole(4, stream)
+    for step in (1, 2):
+        console.log(step, {"sft/loss": 2.0, "sft/entropy": 1.0, "timing_s/step": 10.0})
+
+    legend, first, second = stream.getvalue().splitlines()
+    assert legend == SUPERVISED_LEGEND
+    assert "loss 2.000" in first
+    assert "loss 2.000" in second
 
 
 def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:

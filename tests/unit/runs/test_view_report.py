@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayapp.cli.main import run as run_command
 from rayapp.core.errors import InputError
+from rayapp.runs.profiles import Profile, profile_lines, summarize, trace_events, write_profile
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.curves import MEANINGS
 from rayapp.runs.view.report import headlines, settings, write_report
+from rayapp.runs.view.run import ViewedRun
+from rayapp.runs.view.source import open_source
 from support.runs import HOSTILE_TEXTS, hostile_group
 
 
@@ -86,3 +91,58 @@ def test_the_command_says_where_the_report_is(run: Path, tmp_path: Path, capsys:
 
     assert re.match(rf"{tmp_path}/elsewhere/report.html\n2 plots", capsys.readouterr().out)
     assert not (run / "report").exists()
+
+
+def gpu_trace() -> bytes:
+    """Half a second on a GPU, in two streams that overlap for a tenth of a second; times in microseconds."""
+
+    def event(name: str, category: str, track: int, start_s: float, seconds: float) -> dict[str, Any]:
+        times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
+        return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": track} | times
+
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 0},
+        event("aten::linear", "cpu_op", 1, 0.0, 0.2),
+        event("aten::mm", "cpu_op", 1, 0.05, 0.1),
+        event("gemm", "kernel", 7, 0.1, 0.2),
+        event("gemm", "kernel", 7, 0.3, 0.1),
+        event("all_gather<script>", "kernel", 8, 0.35, 0.15),
+    ]
+    text = json.dumps({"schemaVersion": 1, "traceEvents": events, "traceName": "x"}, indent=2)
+    return gzip.compress(text.encode())
+
+
+def test_a_profile_of_a_gpu_counts_kernels_and_the_time_without_any(run: Path) -> None:
+    timings = {"timing_s/step": 2.0, "timing_s/rollout": 0.5, "timing_s/train": 1.5, "timing_s/learner/optimizer": 0.5}
+    profile = Profile(process="learner-0", trace=gpu_trace(), covers="8 of 9 micro-batches", paused_s=0.1)
+    found = write_profile(run, 7, [profile], timings)
+
+    (process,) = found.processes
+    assert [(one.name, one.calls) for one in process.operators] == [("gemm", 2), ("all_gather<script>", 1)]
+    assert [one.share for one in process.operators] == pytest.approx([2 / 3, 1 / 3])
+    assert (process.device, process.recorded_s, process.busy_s) == ("gpu", pytest.approx(0.4), pytest.approx(0.4))
+    assert list(profile_lines(found, "runs/x/profiles")) == [
+        "profile of step 7, 2.0 s: train 75%, optimizer 25%, rollout 25%",
+        "learner-0: gpu busy for 100% of 0.4 s (8 of 9 micro-batches): gemm 67%, all_gather<script> 33%",
+        "traces for chrome://tracing or Perfetto: runs/x/profiles",
+    ]
+    report = Tags(write_report(str(run), None).page.read_text())
+    assert "Where the time of step 7 went: 2.0 s" in report.texts
+    assert "all_gather<script>" in report.texts
+
+
+def test_an_operators_own_time_is_without_the_operators_that_it_calls() -> None:
+    events = [event for event in trace_events(gpu_trace()) if event.get("cat") != "kernel"]
+    trace = gzip.compress(json.dumps({"traceEvents": events}).replace("[{", "[ {", 1).encode())
+    found = summarize(Profile(process="learner-0", trace=trace, covers=""))
+
+    assert {one.name: round(one.seconds, 6) for one in found.operators} == {"aten::linear": 0.1, "aten::mm": 0.1}
+    assert (found.device, found.busy_s) == ("cpu", pytest.approx(0.2))
+
+
+def test_a_damaged_summary_is_left_out(run: Path) -> None:
+    folder = run / "profiles" / "step=000003"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text('{"step": 3}')
+
+    assert ViewedRun(open_source(str(run))).profiles() == []

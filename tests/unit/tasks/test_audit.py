@@ -80,13 +80,13 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tests": ("0", "0", "5")}, "trivial: `return x` is worth 0.67, more than 0.5"),
-        ({"tests": ("0",), "reference": "0"}, "trivial: `return x` is worth 1.00, more than 0.5"),
+        ({"tests": ("0", "0", "5")}, "trivial: `return x` earns 0.67, more than 0.5"),
+        ({"tests": ("0",), "reference": "0"}, "trivial: `return x` earns 1.00, more than 0.5"),
         ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
-        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in its sandbox"),
-        ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: its prompt holds text"),
-        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests, the slowest test 1, 4"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in the agent's sandbox"),
+        ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: the prompt contains text"),
+        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests (slowest: test 1, 4"),
     ],
     ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
 )  # fmt: skip
@@ -126,7 +126,7 @@ async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: Sandbo
     )
     found = await audited(sandboxes, *map(task_subject, (guessed, sound)))
 
-    assert found.said == ["trivial: `the answer 1` is worth 1.00, more than 0.5"]
+    assert found.said == ["trivial: `the answer 1` earns 1.00, more than 0.5"]
     assert [(report.task, report.solution) for report in found.reports] == [("sums[0]", "2/2"), ("sums[6570]", "2/2")]
 
 
@@ -153,8 +153,8 @@ async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_note
     ]
     found = await audited(sandboxes, *tasks, runs=1)
 
-    assert found.said == ["duplicate: its prompt equals that of d0"]
-    assert [report.notes.get("tests") for report in found.reports] == [None, "the same as d0's", "the same as d0's"]
+    assert found.said == ["duplicate: the prompt equals the prompt of d0"]
+    assert [report.notes.get("tests") for report in found.reports] == [None, *["the same tests as in d0"] * 2]
 
 
 async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: SandboxSource, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_private_cases_that_are_torn_are_named() -> None:
         ('{"public_test_cases": "5"}', "can't be read as a problem: TypeError"),
         ('{"test_list": [1]}', "can't be read as a problem: TypeError"),
         ('{"test_list": ["1 +"]}', "its test is not Python"),
-        ('{"test_list": ["assert True"]}', "assert nothing about a function"),
+        ('{"test_list": ["assert True"]}', "no assert in its tests calls a function"),
         (
             '{"entry_point": "f", "prompt": "def g():\\n", "test": "def check(c): pass"}',
             "does not end in the function f",

@@ -179,7 +179,7 @@ def test_the_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_command_refuses_other_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "prepare", "imagenet", "--out", str(tmp_path)]) == 2
-    assert "there are gsm8k, geometry3k" in capsys.readouterr().err
+    assert "Choose one of gsm8k, geometry3k" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -162,8 +162,8 @@ def test_rows_of_a_json_file_are_those_of_the_same_parquet_file(tmp_path: Path, 
     ("text", "said"),
     [
         ('{"a": 1}\n{"a": ', r"rows\.jsonl, line 2 is not JSON"),
-        ("[1]", r"rows\.jsonl: a list of rows was expected, each a mapping with prompt, data_source, reward_model"),
-        ('{"a": 1}\n{"a": "x"}', r"rows\.jsonl: a column needs values of one type in all rows"),
+        ("[1]", r"rows\.jsonl must contain a list of rows, each an object with prompt, data_source, reward_model"),
+        ('{"a": 1}\n{"a": "x"}', r"rows\.jsonl: all values of a column must have the same type"),
         ('{"prompt": "2 + 2?", "answer": 4}', r"no column data_source, reward_model; .*`rayapp data rows`"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_file_of_the_hub_is_fetched_at_its_revision(tmp_path: Path, monkeypatc
     try:
         data = open_now(["hf://datasets/me/mine@v1/data/rows.parquet"], tmp_path, ReadOptions(shuffle=False))
         assert numbers(data, 3) == [0, 1, 2]
-        with pytest.raises(InputError, match=r"mine/gone\.parquet: the hub does not give this file: "):
+        with pytest.raises(InputError, match=r"mine/gone\.parquet can't be downloaded from the hub: "):
             open_now(["hf://datasets/me/mine/gone.parquet"], tmp_path)
         with pytest.raises(InputError, match=r"a file of the hub is hf://datasets/OWNER/NAME/FILE"):
             open_now(["hf://datasets/me/rows.parquet"], tmp_path)

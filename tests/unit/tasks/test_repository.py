@@ -322,7 +322,7 @@ async def test_where_code_can_write_no_files_a_repository_is_refused_and_never_w
 ) -> None:
     task = trusted(folder) if trusts_script else load_repository(folder, "mine")
     provider = LocalProvider(levels=("ll",))
-    with pytest.raises(SandboxConfigError, match=r"write no files in this node's sandboxes \(ll\)"):
+    with pytest.raises(SandboxConfigError, match=r"at level ll code can neither write files"):
         await provider.create(task.verdict_spec, labels={}, ttl_s=60.0, timeout_s=30.0)
     await provider.close()
 
@@ -496,7 +496,7 @@ def test_a_folder_of_task_folders_is_all_of_them(tmp_path: Path) -> None:
 
     for source in (str(tmp_path), f"{tmp_path}?trust_test_scripts=true"):
         assert [task.name for task in load_source(source)] == ["add_to_roman", "fix_median"]
-    with pytest.raises(InputError, match="is not a task and contains none"):
+    with pytest.raises(InputError, match="is not a task and has no task folder in it"):
         load_source(str(tmp_path / "fix_median" / "tests"))
 
 
@@ -525,7 +525,7 @@ async def test_an_audit_tells_a_leak_in_the_repository_itself(
     (told,) = await findings(sandboxes, load_repository(folder, "mine"))
 
     assert told.startswith("oracle: ")
-    assert ".cache/old.txt in its sandbox holds text" in told
+    assert ".cache/old.txt in the agent's sandbox contains text" in told
 
 
 @real
@@ -542,7 +542,7 @@ async def test_an_audit_adds_up_the_tests_of_a_repository_and_moves_the_clock(
 
     found = await findings(sandboxes, load_repository(folder, "mine"))
 
-    assert any(line.startswith("slow: all tests, the slowest test_hidden.py::test_") for line in found), found
+    assert any(line.startswith("slow: all tests (slowest: test_hidden.py::test_") for line in found), found
     assert found[-1].endswith("with the clock a year ahead: test_hidden.py::test_year")
 
 

@@ -61,10 +61,10 @@ export function chip(text, kind = "") {
 // What the page's words mean: tooltips where they stand, and a list in the help.
 export const WORDS = {
   "Group": "the completions of one prompt in one step",
-  "Step": "one update of the policy; the weights before it sampled these groups",
-  "Source": "the part of the run's mix that this prompt belongs to",
-  "Task": "what is asked and how it is scored; of data rows the data source",
-  "Reward": "the number that trains; of a group the mean over its valid completions",
+  "Step": "number of the update of the policy that trained on the group; for evaluations, of the update before",
+  "Source": "the source of tasks (section `sources`) that the prompt belongs to",
+  "Task": "the prompt and its scoring rules; for data rows, the data source",
+  "Reward": "the number that training raises; for a group, the mean over its valid completions",
   "±": "standard deviation of the group's rewards; 0: the group teaches nothing",
   "Passed": "mean share of hidden tests that a completion passes",
   "Solved": "completions that pass every hidden test, or give the right answer",
@@ -76,11 +76,12 @@ export const WORDS = {
   "Ended": "why sampling ended: completed, truncated (no tokens left), max turns, or an error",
   "Failure": "the infrastructure failed: no reward, left out of the loss",
   "Turns": "completions of the policy, with tool results or texts of the environment in between",
-  "Policy version": "steps that made the weights that sampled it; two numbers if the weights changed meanwhile",
+  "Policy version": "number of training steps that made the weights that sampled; two numbers if the weights changed meanwhile",
   "Sampled in": "seconds until the last token, tools included",
   "Scored in": "seconds from the last token to the verdict",
-  "A": "advantage: how much better than its group; above 0 its tokens are made likelier",
+  "A": "advantage: how much better the completion is than its group; above 0, training makes its tokens likelier",
   "in no loss": "left out of the loss: no verdict was possible",
+  "Own time": "time of the operator itself, without the operators that it calls",
 };
 
 const STATUSES = {
@@ -92,7 +93,7 @@ const STATUSES = {
   error: ["bad", "the code raised, or its process ended"], invalid: ["bad", "no verdict was possible; left out of the loss"],
 };
 
-// Names come from runs, too: `constructor` is no word of ours.
+// Names also come from runs: `constructor`, say, is not in the table.
 const own = (table, name) => Object.hasOwn(table, name) ? table[name] : undefined;
 
 // A word of the page with its meaning as a tooltip, where WORDS has one.

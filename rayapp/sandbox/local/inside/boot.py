@@ -1,11 +1,11 @@
 """First code of a zygote: read the settings, warm up, become an unprivileged user, enter the isolation level, serve.
 
-A zygote is a warm interpreter that executions are forked from. `slot.py` starts it as `python -s -P -S -c … FD` with
-next to no environment and one inherited socket. This code sends one packet, {"ready": …} or {"failed": the step that
+A zygote is a warm interpreter from which executions are forked. `slot.py` starts it as `python -s -P -S -c … FD` with a
+minimal environment and one inherited socket. This module sends one packet, {"ready": …} or {"failed": the step that
 this node refuses}, and then runs `zygote.py`.
 """
 
-# Paths in this module are strings for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), so it uses os and not pathlib.
 # ruff: noqa: PTH120
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WARM_MODULES = (
     "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
     "statistics", "string", "time", "traceback", "typing", "types", "linecache",
 )  # fmt: skip
-"""Modules that model-written code imports most: imported once in the zygote, not in each execution."""
+"""Modules that model-written code imports most often. The zygote imports them once, so that executions need not."""
 
 _ENVIRONMENT = {**HASH_SEED, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-"""Environment of candidate code, besides the variables of its spec. Without PATH, bash would search the working folder
-too."""
+"""Environment of candidate code, in addition to the variables of its spec. Without PATH, bash would also search the
+working folder for programs."""
 
 
 def main(descriptor: int) -> None:
@@ -49,7 +49,7 @@ def main(descriptor: int) -> None:
         settings, _ = wire.receive(channel)
         try:
             level, uid = _prepare(settings)
-        except Exception as error:  # boundary: reported to the provider, which decides
+        except Exception as error:  # boundary: reported to the provider, which tries the next level or raises
             wire.send(channel, {"failed": describe(error)})
             return
         ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": uid}
@@ -67,7 +67,7 @@ def _forget_inherited() -> None:
     """Reset the umask and signals inherited from a service manager or shell, so that all zygotes start the same.
 
     With a umask of 077 the code's user could not enter the folders of the sandbox's view, and the node would offer only
-    the weakest level. Blocked and ignored signals would stay blocked and ignored in the code.
+    the weakest level. Signals that are blocked or ignored here would stay so in candidate code.
     """
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -75,7 +75,9 @@ def _forget_inherited() -> None:
 
 
 def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
-    """Enter the isolation level. Return it, and the user id of executions outside its user namespace."""
+    """Enter the isolation level. Return the level, and the user id that executions have outside the level's user
+    namespace.
+    """
     packages, paths = settings["packages"], settings["paths"]
     assert isinstance(packages, list)
     assert isinstance(paths, list)
@@ -83,7 +85,7 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
         importlib.import_module(name)
     sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
     paths = import_packages(packages, paths)
-    # Call it after importing the packages: they have loaded shared libraries, which must be visible to code.
+    # Make the view after importing the packages: they have loaded shared libraries, which candidate code must see.
     here = visible_files.of_this_interpreter(paths)
     images = ImageView(**settings["images"]) if settings["images"] else None  # type: ignore[arg-type]
     level = make_level(str(settings["level"]), here, images)
@@ -92,8 +94,8 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
         privileges.leave_root([here.library, *here.shared, *here.packages, *trees], uid)
     mapped_bytes()
     set_standing_limits()
-    # Freeze the heap: a garbage collection in a child would write to, and so copy, every page of it.
-    # Freeze before enter(): it may fork, and later writes copy pages.
+    # Freeze the heap: a garbage collection in a child would write to every page of the heap, and so copy it. Freeze
+    # before enter(): it may fork, and later writes copy pages.
     gc.collect()
     gc.freeze()
     uid = os.getuid()
@@ -104,7 +106,7 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
 
 
 def _move_library(old: str, new: str) -> None:
-    """Change the import path, so that later imports find the standard library at its new place."""
+    """Replace the folder `old` by `new` in the import path, so that later imports find the moved standard library."""
     sys.path[:] = [entry.replace(old, new) for entry in sys.path]
     for module in list(sys.modules.values()):
         if isinstance(path := getattr(module, "__path__", None), list):
@@ -118,10 +120,11 @@ def import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Import the packages from the folders that hold them.
 
     Returns:
-        `paths` and the files of packages imported as dependencies: only these files are visible inside. A package with
-        other files fails when it reads or imports one of them.
+        The files that candidate code may see: `paths`, and those of packages imported as dependencies. A package that
+            reads or imports any other file at run time fails.
     """
-    # Import with one thread: a zygote with more can't enter a user namespace, and its forks would lack the others.
+    # Keep numerical libraries at one thread: with more threads a zygote can't enter a user namespace, and a fork has
+    # only one of them.
     os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     folders, before = {os.path.dirname(path) for path in paths}, _top_modules()
     sys.path += sorted(folders)

@@ -1,11 +1,12 @@
-"""The process that candidate code runs in, from the fork to the exit. Runs in children of the template only.
+"""The process in which candidate code runs, from the fork to the exit. This module runs only in children of the
+template.
 
     fork -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
-A child is forked and confined before its job is known, so that the job finds it waiting. It sends "ready" on the
-control socket and closes the socket before candidate code begins. A child that ends before "ready" is a failure of the
-sandbox; a later end is due to the code. It sends "done", with the exit status, on a separate pipe, so that the answer
-need not wait for the process to exit.
+A child is forked and confined before its job is known, so that a job need not wait for a fork. The child sends "ready"
+on the control socket, closes the socket, and then begins candidate code. If the child ends before "ready", the sandbox
+has failed; a later end is due to the code. The child sends "done", with the exit status, on a separate pipe, so that
+the answer need not wait for the process to exit.
 
 `run_file_request` reads and writes a sandbox's files from inside, confined like the candidate, so that symbolic links
 can't lead outside.
@@ -32,20 +33,21 @@ from rayapp.sandbox.local.levels.limits import Bounds, lower
 from rayapp.sandbox.local.wire import memory_file, read_memory_file
 from rayapp.sandbox.verdict import harness
 
-# This runs in each child, where the first use of a function copies pages of memory, hence os and not pathlib.
+# This code runs in each child, where the first use of a function copies pages of memory, so it uses os and not pathlib.
 # ruff: noqa: PTH103, PTH120, PTH123
 
 
 FILE_KINDS = ("write", "read")
 GUEST = "guest"
-"""Kind of a job for the Python of an image."""
+"""Kind of the jobs that run in the Python of an image."""
 
 
 def run_file_request(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
-    """Read or write one file, and send one frame: done, or the error. A file that is read goes to standard output.
+    """Read or write one file, and send one frame: done, or the error. The contents of a file that is read go to
+    standard output.
 
     Args:
-        given: bytes to write, or maximum number of bytes to read.
+        given: bytes to write to the file, or the maximum number of bytes to read from it.
     """
     try:
         if isinstance(given, bytes):
@@ -68,7 +70,7 @@ def _write(path: str, data: bytes) -> None:
 
 
 def _read(path: str, max_bytes: int) -> None:
-    # Open without blocking: the candidate may have put a pipe there.
+    # Open without blocking: candidate code may have put a named pipe there.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while max_bytes > 0 and (data := os.read(descriptor, min(max_bytes, 1 << 16))):
@@ -87,18 +89,19 @@ _STREAM_FDS = DESCRIPTORS[:2]
 """Standard output and error. Only these stay open in commands that the candidate executes."""
 _RESULT_FD, _DONE_FD, _CONTROL_FD = DESCRIPTORS[2:]
 _JOB_FD = _CONTROL_FD + 1
-"""First free descriptor number in a child, which the job's memory file gets; standard input gets the next."""
+"""First free descriptor number in a child. The job's memory file gets it; standard input gets the next number."""
 _TWO_FDS = 2 * 4
-"""Size of two descriptors in a control message, in bytes."""
+"""Size of two descriptors in a socket's control message, in bytes."""
 _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
 _MAX_ORDER_BYTES = 400
-"""Size of the buffer for each read: small, so that few pages of the heap change."""
+"""Size of the buffer for each read. A small buffer changes few pages of the heap."""
 
 Job = tuple[str, Mapping[str, str], tuple[object, ...], str]
-"""Kind, environment, the arguments of the kind (see `_run`), and the working folder; empty if the level chooses it."""
+"""A job: kind, environment, arguments for the kind (see `_run`), and working folder (empty: the level chooses it)."""
 Order = tuple[Bounds, bool, bytes]
-"""The zygote's order with a job: resource limits, whether it begins a session, the token to send with the status."""
+"""The zygote's order for a job: resource limits, True if the job begins a session, the token to send with the
+status."""
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
 _REHEARSALS = 10
 _CODE = """
@@ -115,7 +118,7 @@ _PIECES: tuple[Job, ...] = (
     ("script", {}, (_CODE,), ""),
 )
 _seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
-"""Seeds the generator that the functions of the module `random` share, without the checks in `random.seed`."""
+"""Function that seeds the generator of the module `random`, without the checks in `random.seed`."""
 
 
 def run(level: Level, place: Place, control: _socket.socket) -> NoReturn:
@@ -134,18 +137,17 @@ def _confine(level: Level, place: Place, control: _socket.socket) -> None:
         level.confine(place)
         os.closerange(_JOB_FD, _MAX_FD)
         _seed()
-    except BaseException as error:  # boundary: see `_give_up`
+    except BaseException as error:  # boundary: `_give_up` reports the error as a failure of the sandbox
         _give_up(control, error)
 
 
 def rehearse(control: _socket.socket) -> None:
-    """Run sample jobs as a child would, once in the template itself, so that each child writes to fewer pages.
+    """Run sample jobs in the template itself, as a child would, so that each child writes to fewer pages of memory.
 
-    CPython prepares itself as it runs code: it specializes bytecode, fills caches, and allocates objects on first use.
-    This preparation writes to memory. Children share the pages that the template has written before it forks; each
-    page that a child writes later is copied for that child. After some repetitions (`_REHEARSALS`) nothing more
-    changes. Meanwhile standard output and error go to /dev/null. Afterwards the modules that the sample jobs imported,
-    and their import caches, are dropped.
+    When CPython runs code for the first times, it writes to memory: it specializes bytecode, fills caches and allocates
+    objects. Children share the pages that the template wrote before the fork; a page that a child writes is copied for
+    that child. After some repetitions (`_REHEARSALS`) nothing more changes. Meanwhile standard output and error go to
+    /dev/null. Afterwards the modules that the sample jobs imported, and their import caches, are dropped.
     """
     modules, path = dict(sys.modules), list(sys.path)
     with Path(os.devnull).open("w") as nowhere:
@@ -166,14 +168,14 @@ def rehearse(control: _socket.socket) -> None:
 
 
 def _obey(control: _socket.socket) -> int:
-    """Run one job, from its arrival until "done" is sent. Returns the exit status."""
+    """Run one job, from its arrival until "done" is sent. Return the exit status."""
     try:
         for stream in _STREAM_FDS:
             os.set_inheritable(stream, True)
         job, (bounds, is_session, token) = _next_job(control)
         lower(bounds)
         _set_environment(job)
-    except BaseException as error:  # boundary: see `_give_up`
+    except BaseException as error:  # boundary: `_give_up` reports the error as a failure of the sandbox
         _give_up(control, error)
     if is_session:
         _serve(job, control, token)
@@ -193,13 +195,13 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """Report an error that occurred before candidate code began, and end. It is a failure of the sandbox."""
+    """End this process, and report an error from before candidate code began as a failure of the sandbox."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
 
 def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
-    """Serve a session: run one script after the other with the same global names, until killed."""
+    """Serve a session: run one script after the other with the same global variables, until this process is killed."""
     if job[0] == GUEST:
         control.send(READY)
         os.set_inheritable(_DONE_FD, True)
@@ -217,10 +219,10 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
 
 
 def _next_job(control: _socket.socket) -> tuple[Job, Order]:
-    """Wait for a job. The packet holds the order, the first memory file the job, the second one standard input."""
+    """Wait for a job. A packet brings the order and two memory files: the job, and the standard input."""
     packet, ancillary, _, _ = control.recvmsg(_MAX_ORDER_BYTES, _SPACE)
     if not ancillary:
-        os._exit(0)  # the zygote has closed its end: there will be no job
+        os._exit(0)  # the zygote has closed its end, so no job will come
     data = ancillary[0][2]
     job_fd = int.from_bytes(data[:4], sys.byteorder)
     job = marshal.loads(read_memory_file(job_fd))
@@ -232,7 +234,7 @@ def _next_job(control: _socket.socket) -> tuple[Job, Order]:
 
 
 def _set_input(stdin: int) -> None:
-    """Make this memory file the standard input, which is /dev/null otherwise."""
+    """Make this memory file the standard input, which was /dev/null until now."""
     os.lseek(stdin, 0, os.SEEK_SET)
     os.dup2(stdin, 0)
     os.close(stdin)
@@ -258,7 +260,7 @@ def send(payload: bytes) -> None:
 
 
 def _run(job: Job) -> int:
-    """Run the job by its kind. Returns the exit status."""
+    """Run the job by its kind. Return the exit status."""
     kind, _, given, _ = job
     if kind == "calls":
         code, function, inputs = given
@@ -274,7 +276,7 @@ def _run(job: Job) -> int:
 
 
 def _become_guest(job: Job, token: bytes) -> NoReturn:
-    """Execute the image's own Python, which reads the job from the memory file; see `guest.py`."""
+    """Execute the image's own Python, whose program (`guest.py`) reads the job from the memory file."""
     for descriptor in (_RESULT_FD, _JOB_FD):
         os.set_inheritable(descriptor, True)
     argv = [str(job[2][0]), "-s", "-c", str(job[2][1]), token.hex()]
@@ -300,5 +302,5 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BaseException:  # boundary: the candidate may have replaced or closed it
+        except BaseException:  # boundary: the candidate may have replaced or closed the stream
             continue

@@ -1,10 +1,11 @@
-"""Watches one execution from the fork to its end: time, output caps, memory and processes of the whole tree.
+"""Watches one execution from the fork to its end: the time, output, memory and processes of its whole process tree.
 
-An execution exceeds its time limit when its process tree has used that much processor time, or when that much
-wall-clock time has passed, not counting waits for a processor. (Plain wall-clock time would depend on the machine's
-other programs.)
+An execution exceeds its time limit of N seconds when its process tree has used N seconds of processor time, or when N
+seconds of wall-clock time have passed, not counting time in which it waited for a processor. Plain wall-clock time
+would depend on the machine's other programs.
 
-Runs in the zygote. The kernel moves output from the execution's pipes into the answer's memory file (splice).
+This module runs in the zygote. The kernel moves output from the execution's pipes into the answer's memory file
+(splice).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
 _LISTEN_AFTER_S = 0.005
 _LOOK_EVERY_S = 0.05
-"""Seconds between checks of the tree's memory. In between, code can write 100 MiB past its limit; checks cost time."""
+"""Seconds between checks of the process tree's memory. Between two checks code can exceed its limit by about 100 MiB;
+more checks would cost more time."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class Stream:
     size: int = 0
 
     def drain(self, target: int) -> bool:
-        """Move the available bytes to the file `target`. Returns True if more was written than allowed.
+        """Move the available bytes to the file `target`. Return True if the code wrote more than allowed.
 
         Raises:
             EOFError: every write end is closed.
@@ -64,7 +66,7 @@ class Done:
     """Pipe on which a child reports that it is done: a token, then the exit status.
 
     Candidate code holds the other end. Bytes without the token are ignored. Code that finds the token in its own memory
-    can only end its execution early.
+    gains nothing: it can only end its execution early.
     """
 
     source: int
@@ -72,7 +74,7 @@ class Done:
     _heard: bytes = b""
 
     def hear(self) -> int | None:
-        """Return the exit status if it was reported, else None.
+        """Return the exit status that the child reported; None if there is no report yet.
 
         Raises:
             EOFError: the pipe is closed, because the child has executed another program or is dead.
@@ -94,19 +96,20 @@ class Done:
 
 @dataclass(slots=True, kw_only=True)
 class Execution:
-    """One process tree that runs one job."""
+    """The process tree that runs one job."""
 
     pid: int
-    """Process id of its first process; 0 once that process is reaped."""
+    """Process id of the tree's first process; 0 after that process is reaped."""
     end: Callable[[int], int]
-    """Kills and reaps the process with this id, and returns its exit status."""
+    """Function that kills and reaps the process with an id, and returns its exit status."""
     control: _socket.socket
     """Socket on which the first process reports that it is ready."""
     done: Done
-    """Pipe on which the first process reports that it is done; the process exits while the answer is being sent."""
+    """Pipe on which the first process reports that the job is done. The process itself exits while the answer is
+    sent."""
     streams: list[Stream]
     target: int
-    """The answer's memory file."""
+    """Descriptor of the answer's memory file."""
     limits: Limits
     use: Use
     look: Callable[[], None]
@@ -116,7 +119,7 @@ class Execution:
     timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0
-    """Status reported with "done", else the exit status of the process; -N if signal N ended the process."""
+    """Status that the process reported with "done"; without a report, its exit status, or -N if signal N ended it."""
     is_ready: bool = False
     is_done: bool = False
     problem: str = ""
@@ -132,7 +135,7 @@ class Execution:
         return self.is_done and self.pid != 0
 
     def watch(self, channel: socket.socket) -> None:
-        """Watch the job until it ends or is stopped. Afterwards its processes are dead, unless it reported "done"."""
+        """Watch the job until it ends or is stopped. If it did not report "done", its processes are then dead."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
         self._look_at, self._ends_at = time.monotonic() + _LOOK_EVERY_S, self.started + self.timeout_s
@@ -162,7 +165,7 @@ class Execution:
             self.is_done = False
 
     def _wait(self, poll: select.poll, pidfd: int, channel: socket.socket) -> bool:
-        """Handle the events of one poll. Returns False when the execution is over."""
+        """Wait for events and handle them. Return False when the execution is over."""
         left_s = max(0.0, self._ends_at - time.monotonic())
         events = poll.poll(min(left_s, _LOOK_EVERY_S if self._is_listening else _LISTEN_AFTER_S) * 1000)
         if not events and not self._is_listening:
@@ -176,14 +179,14 @@ class Execution:
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        # First check whether the execution has ended: the zygote itself may have waited past the deadline to run.
+        # First check whether the execution has ended: the zygote may have waited for a processor past the deadline.
         return pidfd not in ready and not self.is_done and not self._has_to_end()
 
     def _begin_to_listen(self, poll: select.poll) -> None:
         """Watch the output pipes from now on.
 
-        This is not done from the start: most executions end earlier, with all their output still in the pipes, and
-        waking up for each line would take the processor from them.
+        They are not watched from the start, because most executions end earlier, with all their output still in the
+        pipes. Waking up for each line of output would take processor time from the execution.
         """
         self._is_listening = True
         for source in self._open:
@@ -211,7 +214,8 @@ class Execution:
 
     def _hear_ready(self) -> None:
         """Read the report that the child sent before candidate code began. The child then closed its end of the socket,
-        so candidate code can't send another."""
+        so candidate code can't send a report.
+        """
         with contextlib.suppress(OSError):
             said = self.control.recv(MAX_CONTROL_BYTES)
             self.is_ready = said == READY
@@ -243,7 +247,7 @@ class Execution:
             os.close(descriptor)
 
     def _drain_all(self) -> None:
-        """Read the rest of the pipes at the end."""
+        """Move the output that is left in the pipes when the execution has ended."""
         for stream in self._open.values():
             try:
                 if stream.drain(self.target) and self.stopped is None:
@@ -264,13 +268,14 @@ _NUM_STREAMS = 3
 class Ends:
     """Pipes for stdout, stderr, results and "done", and a control socket.
 
-    They are made in advance, while another child runs, so that the next fork does not wait for them."""
+    They are made while another child runs, so that the next fork need not wait for them.
+    """
 
     def __init__(self) -> None:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
         self.control, self._theirs = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         *self.sources, done = (read for read, _ in pipes)
-        os.set_blocking(done, False)  # splice reads the other pipes, and does not block
+        os.set_blocking(done, False)  # splice reads from the other pipes, and does not block
         self.control.setblocking(False)
         self.done = Done(done, os.urandom(16))
         self.given = (*(write for _, write in pipes), self._theirs.fileno())
@@ -299,7 +304,7 @@ class Child:
     pid: int = 0
     """Process id; 0 while the child is being forked, and after it is reaped."""
     max_processes: int = 0
-    """Maximum processes and threads; set for a session only."""
+    """Maximum number of processes and threads; set only for a session."""
 
     def forget_what_it_said(self) -> None:
         """Discard data that arrived between two jobs of a session, because only candidate code can have written it."""

@@ -1,9 +1,9 @@
-"""Runs code in the Python of a sandbox's image: the program that a child of the zygote executes (execve).
+"""The program that a child of the zygote executes (execve) in the Python of a sandbox's image. It runs the job's code.
 
-    child (our Python) --execve--> python3 of the image: job in a memory file -> harness -> frames on a pipe
+    child (this Python) --execve--> python3 of the image: job in a memory file -> harness -> frames on a pipe
 
-Self-contained: standard library only, Python 3.9 or newer. `arguments` makes the command line, and the job that the
-program reads: the harness's source, this file's, and the code. File descriptors have the numbers in
+The program uses only the standard library, of Python 3.9 or newer. `arguments` makes the command line, and the job that
+the program reads: the sources of the harness and of this file, and the code. File descriptors have the numbers in
 `child.DESCRIPTORS`.
 """
 
@@ -27,17 +27,17 @@ exec(compile(job[2][2], "<guest>", "exec"), names)
 exec(compile(job[2][3], "<harness>", "exec"), harness)
 names["main"](job, harness)
 """
-"""Program on the command line, which reads and runs the job."""
+"""Program on the command line, which reads the job and runs it."""
 
 
 def arguments(python: str, harness: str, kind: str, given: tuple[object, ...]) -> tuple[object, ...]:
-    """Return the arguments of a job of kind `guest` (`child.GUEST`)."""
+    """Return the arguments of a job whose kind is `child.GUEST`."""
     with open(__file__) as own:  # noqa: PTH123
         return python, _BEGIN, own.read(), harness, kind, given
 
 
 def main(job: Any, harness: Any) -> None:
-    """Run the job, and in a session all later jobs; never returns."""
+    """Run the job, and in a session all later jobs. This function never returns."""
     kind, given = job[2][4:6]
     status = 1
     try:
@@ -93,5 +93,5 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BaseException:  # boundary: the candidate may have replaced or closed it
+        except BaseException:  # boundary: the candidate may have replaced or closed the stream
             continue

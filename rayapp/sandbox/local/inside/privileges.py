@@ -1,10 +1,11 @@
-"""Leaves root: a zygote started by root first becomes an unprivileged user of its own. Runs at boot.
+"""Leaves root: a zygote that root starts first becomes an unprivileged user of its own.
 
 In a user namespace made by root, root still has the rights of the machine's root on every file that root owns, such as
-`/proc/sys`, and RLIMIT_NPROC does not apply. So no candidate code ever runs with user id 0 outside its user namespace.
+`/proc/sys`, and RLIMIT_NPROC does not apply. So candidate code never runs with an id that is 0 outside its user
+namespace.
 """
 
-# Paths in this module are strings for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), so it uses os and not pathlib.
 # ruff: noqa: PTH112, PTH116
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
 """User ids to choose from, above those used by distributions, containers and subuid ranges."""
 _LOW_UIDS = range(20_000, 60_000)
 _IMAGES_UIDS = 1_999_999_999, 60_001
-"""User id of all images' files if root unpacks them (the second one if the first does not exist in this user
-namespace); other sandboxes never get these ids."""
+"""User ids for the files of images that root unpacks. The second one is used where this user namespace does not have
+the first. Sandboxes without an image never get these ids."""
 
 
 def images_uid() -> int:
-    """Return the user id that owns the files of images, and that sandboxes on them have."""
+    """Return the user id that owns the files of images. Sandboxes on images run under this id."""
     if os.geteuid() != 0:
         return os.getuid()
     return _IMAGES_UIDS[0] if _maps(range(_IMAGES_UIDS[0], _IMAGES_UIDS[0] + 1)) else _IMAGES_UIDS[1]
 
 
 def choose_uid() -> int:
-    """Return an unprivileged user id for one zygote, very likely different from every other zygote's.
+    """Return a random unprivileged user id for one zygote.
 
-    Zygotes of other processes on this node must not have the same id, and there is no registry of ids. So the id is
-    random, from a wide range if this user namespace maps one.
+    No two zygotes on this node may have the same id, also if other processes started them, and there is no registry of
+    ids. The range is therefore wide, if this user namespace maps a wide one.
     """
     return random.SystemRandom().choice(_HIGH_UIDS if _maps(_HIGH_UIDS) else _LOW_UIDS)
 
@@ -51,7 +52,8 @@ def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
     Args:
         uid: id of the unprivileged user; None chooses one.
     Raises:
-        OSError: a path is in a directory that only root may enter, and this node forbids mounting it elsewhere.
+        OSError: a path is in a directory that only root may enter, and this node forbids the mounts that would make it
+            readable.
     """
     with contextlib.suppress(OSError):
         # When memory runs out, the kernel should kill a sandbox, not the trainer.
@@ -63,7 +65,7 @@ def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    # After the change of user, root owns /proc/self, but the user namespace's maps must be written there.
+    # After the change of user, root would own /proc/self. This process must own it to write the user namespace's maps.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
@@ -74,8 +76,9 @@ def _blocking_parent(path: str) -> str | None:
 
 
 def _expose(paths: Sequence[str]) -> None:
-    """Make these paths readable: in a private mount namespace, mount an empty folder over the one that only root may
-    enter, and the paths inside it."""
+    """Make these paths readable. In a private mount namespace, an empty folder is mounted over the directory that only
+    root may enter, and the paths are mounted inside that folder.
+    """
     if not paths:
         return
     try:
@@ -94,7 +97,7 @@ def _expose(paths: Sequence[str]) -> None:
 
 
 def make_mount_point(path: str, *, is_dir: bool) -> None:
-    """Make an empty file or directory at this path, to mount something on."""
+    """Make an empty file or directory at this path, as a mount point."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if is_dir:
         Path(path).mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""The process that executions are forked from. It does nothing else, so that its memory changes little between forks.
+"""The process from which executions are forked. It does nothing else, so that its memory changes little between forks.
 
     zygote --request, descriptors--> template --fork--> child
            <-process id or status---          --kill, wait-->
 
 After each fork the kernel copies every page that either process writes to; this copying is the main cost of an
-execution. So the zygote, which communicates and watches, is a separate process. The template never sees a job, a token
-or an output. `Template` is the zygote's handle.
+execution. So communicating and watching are left to another process, the zygote. The template never sees a job, a token
+or an output. The class `Template` is the zygote's handle of the process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
 from rayapp.sandbox.verdict.harness import describe
 
 _MAX_REQUEST_BYTES = 64
-"""Size of the buffer for each read: small, so that few pages of the heap change."""
+"""Size of the buffer for each read. A small buffer changes few pages of the heap."""
 _MAX_REPLY_BYTES = 4096
 _NUMBERS = struct.pack(f"={len(DESCRIPTORS)}i", *DESCRIPTORS)
 _SPACE = socket.CMSG_SPACE(len(_NUMBERS))
-# Plain integers: using an enumeration would touch pages of its objects in each child.
+# These are plain integers: members of an enumeration are objects, and each child would copy their pages.
 _CLOSE_ON_EXEC, _SIGKILL = int(socket.MSG_CMSG_CLOEXEC), int(signal.SIGKILL)
 
 # Requests and replies, in a form that the template reads and writes with the least work.
@@ -42,22 +42,23 @@ _PLACE = struct.Struct("=??i")
 _NUMBER = struct.Struct("=i")
 _ENDED = struct.Struct("=i?")
 _PROBLEM_BYTES = 8
-"""Minimum length of a reported problem: longer than any other reply, so that the two can be told apart."""
+"""Minimum length of a reported problem. Every other reply is shorter, so the length tells them apart."""
 
 
 class Template:
-    """The zygote's handle of the template, which answers requests in order. Methods raise OSError if the template has
-    failed."""
+    """The zygote's handle of the template process, which answers requests in order. Its methods raise OSError if the
+    template has failed.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._asked: deque[Child] = deque()
         self.seen_as = str(self._number())
-        """The template's process id in the /proc that `Usage` reads."""
+        """Process id of the template in the /proc that `Usage` reads, as text."""
 
     @classmethod
     def start(cls, level: Level, outside: socket.socket) -> Template:
-        """Fork the template. It ends when this process does.
+        """Fork the template process. The template ends when this process ends.
 
         Args:
             outside: the provider's channel, which the template closes. Only the zygote may hold it open, so that the
@@ -84,14 +85,13 @@ class Template:
             self._asked.popleft()
 
     def end(self, pid: int = 0, *, session: int = 0) -> tuple[int, bool]:
-        """Kill and reap the child `pid`, and sweep (`Level.sweep`).
+        """Kill and reap the child `pid`, and remove what its execution left (`Level.sweep`).
 
         Args:
             session: process id of a child that serves a session and must not be ended; 0 if there is none.
-
         Returns:
-            The child's exit status, as from `os.waitstatus_to_exitcode`, or 0 without a pid; and whether children that
-            were forked earlier can still get a job, because their working folder is unchanged.
+            The child's exit status as `os.waitstatus_to_exitcode` gives it (0 without a pid), and True if children that
+                were forked earlier can still be used because their working folder is unchanged.
         """
         self.settle()
         self._ask(_END.pack(pid, session))
@@ -99,7 +99,7 @@ class Template:
         return status, is_as_new
 
     def reset(self) -> None:
-        """Remove the folder of a released sandbox."""
+        """Remove the folder of the sandbox that was released."""
         self.settle()
         self._ask(_RESET)
         self._number()
@@ -121,7 +121,7 @@ class Template:
 def _live(level: Level, channel: socket.socket) -> NoReturn:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     adopt_orphans()
-    # The control socket of every child has the same number, so one object serves all.
+    # The control sockets of all children have the same number, so one object serves all children.
     os.dup2(channel.fileno(), DESCRIPTORS[-1])
     control = socket.socket(fileno=DESCRIPTORS[-1])
     try:
@@ -131,14 +131,16 @@ def _live(level: Level, channel: socket.socket) -> NoReturn:
         gc.freeze()
         channel.send(_NUMBER.pack(int(level.usage.id_of_this_process() or 0)))
         _serve(level, channel, control)
-    except Exception as error:  # boundary: reported to the zygote, which ends too
+    except Exception as error:  # boundary: reported to the zygote, which then ends, too
         channel.send(describe(error).encode("utf-8", "replace")[:_MAX_REPLY_BYTES].ljust(_PROBLEM_BYTES))
     finally:
         os._exit(1)
 
 
 def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None:
-    """Answer requests until the zygote closes its end. Few and short calls change few pages; see the module."""
+    """Answer requests until the zygote closes its end. The code makes few and short calls, because they change few
+    pages.
+    """
     receive, send, run = channel.recvmsg, channel.send, child.run
     place_of = functools.cache(_place_of)
     while True:

@@ -1,12 +1,13 @@
-"""The warm interpreter: gets a confined child forked for each execution, watches it, and answers with its output.
+"""The warm interpreter. It has a confined child forked for each execution, watches the child, and answers with its
+output.
 
     provider --packet, memfd(job)--> zygote --job--> child: candidate code
              <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
                                                   `-> template: forks the child for the next job
 
-Started by `slot.py` as `python -s -P -S` with next to no environment. The next job most likely resembles the last one,
-so its child is forked and confined in advance. If children can't reach each other, two wait, because making a child
-takes longer than a short job. A job starts only after all processes of the last one are dead.
+`slot.py` starts it as `python -s -P -S` with a minimal environment. The next job most likely resembles the last one, so
+a child for it is forked and confined in advance. If children can't reach each other, two are kept waiting, because
+making a child takes longer than a short job. A job starts only when all processes of the job before it are dead.
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ from rayapp.sandbox.local.levels.level import Level, Place
 from rayapp.sandbox.local.levels.limits import Limits, Use
 
 MAX_RESULT_BYTES = 8 << 20
-"""Maximum bytes of all frames of one execution."""
+"""Maximum number of bytes of all frames of one execution."""
 _SESSION_CPU_S = 600
-"""Processor time of all runs of a session together, in seconds; each run has its own deadline."""
+"""Maximum processor time of all runs of a session together, in seconds. Each run also has its own deadline."""
 _OWN_PROCESSES = 2
 """Number of processes that are not candidate code: the zygote and its template."""
 _USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
-"""Working folder for which the first child is forked in advance; if the first job needs another one, that fork is
-wasted.
-"""
+"""Working folder for which the first child is forked in advance. If the first job needs another folder, that child is
+not used."""
 
 
 class Zygote:
-    """Serves one provider over one channel until the channel closes."""
+    """The zygote's loop: serves one provider over one channel until the channel closes."""
 
     def __init__(self, channel: socket.socket, level: Level, *, is_for_images: bool = False) -> None:
         self._channel = channel
@@ -66,7 +66,7 @@ class Zygote:
                     wire.send(self._channel, header)
                 elif descriptors:
                     self._execute(header, descriptors)
-                # any other message is a cancellation that arrived after its execution had ended
+                # any other message is a cancellation that came after the end of its execution
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -104,7 +104,7 @@ class Zygote:
             limits = replace(limits, cpu_s=_SESSION_CPU_S)
         bounds = self._level.bounds(limits, running=self._num_running())
         order = bounds, is_session, ran.ends.done.token
-        with contextlib.suppress(OSError):  # the child died while confining itself; its error report is in the socket
+        with contextlib.suppress(OSError):  # the child died while confining itself; the socket holds its error report
             socket.send_fds(ran.ends.control, [marshal.dumps(order)], descriptors)  # type: ignore[arg-type]
 
     def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
@@ -120,8 +120,9 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """End the processes that the execution left. This comes after the answer, so that the caller does not wait, and
-        before the next job."""
+        """End the processes that the execution left: after the answer, so that the caller need not wait, and before the
+        next job.
+        """
         ran.pid = execution.pid
         if ran is not self._session:
             _, is_as_new = self._end(ran.pid)
@@ -180,16 +181,18 @@ class Zygote:
         )
 
     def _num_running(self) -> int:
-        """Return the number of processes that count against this user's limit but don't belong to the execution."""
+        """Return the number of processes that count against this user's limit of processes but don't belong to the
+        execution.
+        """
         return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
     def _others(self, running: Child) -> set[int]:
-        """Return the process ids of all children but this one."""
+        """Return the process ids of all children except `running`."""
         self._template.settle()
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
 
     def _end(self, pid: int) -> tuple[int, bool]:
-        """End a child with `Template.end`. If another child serves a session, it goes on."""
+        """End a child with `Template.end`, but keep another child that serves a session."""
         return self._template.end(pid, session=self._session.pid if self._session else 0)
 
     def _end_spares(self) -> None:

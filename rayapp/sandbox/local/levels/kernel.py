@@ -1,7 +1,7 @@
-"""Linux calls that Python's os module lacks, through ctypes. Used by the isolation levels, inside the zygote only.
+"""Linux system calls that Python's os module lacks, through ctypes. Isolation levels use them, only inside the zygote.
 
-Each function raises OSError with the call's name, so that a report can name the step that this node refuses. Constants
-that differ between x86-64 and arm64 are in `seccomp.py`.
+Each function raises an OSError with the call's name, so that a report can name the step that this node refuses.
+Constants that differ between x86-64 and arm64 are in `seccomp.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_SECUREBITS = 38, 47, 28
 PR_SET_CHILD_SUBREAPER, PR_SET_MM = 36, 35
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 SECCOMP_MODE_FILTER = 2
-# NOROOT, NO_SETUID_FIXUP, KEEP_CAPS off, NO_CAP_AMBIENT_RAISE, each with its lock.
+# Bits NOROOT, NO_SETUID_FIXUP and NO_CAP_AMBIENT_RAISE, each with its lock, and the lock of KEEP_CAPS, which stays off.
 SECURE_ALL_LOCKED = 0b11101111
 _CAP_SETPCAP = 8
 _FIRST_FREE = 8
@@ -55,22 +55,22 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 def fork() -> int:
     """Fork without Python's fork handlers, which take as long as the fork itself.
 
-    The handlers renew locks of threads, but this process has only one thread; they seed `random`, which the child does
-    itself.
+    The handlers renew the locks of threads, but this process has only one thread. They also seed `random`; the child
+    does that itself.
     """
     pid: int = _plain_fork()
     return pid if pid >= 0 else _check(pid, "fork")
 
 
 Step = tuple[Callable[..., int], tuple[object, ...], str]
-"""A prepared call: function, arguments, and the name for messages."""
+"""A prepared system call: function, arguments, and the name for messages."""
 
 
 def take(steps: Iterable[Step]) -> None:
-    """Make these calls in order, with few functions and objects: in a child, each use of one may copy a page.
+    """Make these calls in order. The code uses few functions and objects, because in a child each use may copy a page.
 
     Raises:
-        OSError: a call was refused; later calls were not made.
+        OSError: a call was refused; the calls after it were not made.
     """
     for call, arguments, name in steps:
         if call(*arguments) < 0:
@@ -118,7 +118,7 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def syncfs(descriptor: int) -> None:
-    """Write everything on the file system of this open file to disk."""
+    """Write all data of the file system that holds this open file to disk."""
     _check(_libc.syncfs(descriptor), "syncfs")
 
 
@@ -129,7 +129,8 @@ def prctl(option: int, *args: int | object) -> None:
 
 
 def reserve_descriptors(channel: int) -> int:
-    """Occupy the descriptor numbers that each child needs, so that the zygote never opens a file with such a number.
+    """Occupy the descriptor numbers that each child needs, so that the zygote never opens a file with one of these
+    numbers.
 
     Returns:
         The channel's new number.
@@ -157,7 +158,8 @@ def effective_capabilities() -> int:
 def limit_bounding_set() -> None:
     """Drop all capabilities from the bounding set, so that no program executed later can gain one.
 
-    A process without CAP_SETPCAP can't do this, and has no capability to pass on."""
+    A process without CAP_SETPCAP can't do this; it has no capability to pass on either.
+    """
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)
@@ -173,4 +175,5 @@ _nothing = (ctypes.c_uint32 * 6)()
 
 
 CLEAR_CAPABILITIES: Step = (_libc.capset, (_header, _nothing), "capset")
-"""Step that gives up every capability of this process. The ambient set is empty after `limit_bounding_set`."""
+"""Step that gives up every capability of this process. It need not clear the ambient set, which `limit_bounding_set`
+has emptied."""

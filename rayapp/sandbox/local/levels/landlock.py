@@ -1,13 +1,14 @@
-"""Landlock: a process limits the files that it may open, and can never widen the limit again. Zygote only.
+"""Landlock: a process limits the files that it may open, and can never widen the limit again. Used only in the zygote.
 
-The kernel's Landlock version (ABI) decides what a ruleset can forbid: from 1 files, 2 moving between directories,
-3 truncating, 4 TCP, 5 ioctl on devices, 6 signals and abstract sockets out of the sandbox. Rulesets forbid everything
-that the kernel's version supports; seccomp covers features that an older kernel lacks.
+The kernel's Landlock version (ABI) decides what a ruleset can forbid: access to files from version 1 on, moving files
+between directories from 2, truncating from 3, TCP from 4, ioctl on devices from 5, signals and abstract sockets that
+leave the sandbox from 6. A ruleset forbids everything that the kernel's version can forbid; seccomp forbids what an
+older version can't.
 
 The module also has the level `ll`: Landlock and seccomp alone, for pods whose seccomp profile forbids user namespaces.
 Without a pid namespace, code may start threads but no processes, and may signal only itself. Without mounts, it can
-write no files: `write_file` puts files into a folder that code may only read. Network, other processes' limits, shared
-memory and keys are forbidden, like at the other levels.
+write no files: `write_file` puts files into a folder that code may only read. As at all levels, the network, other
+processes' limits, shared memory and keys are forbidden.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def read_write() -> int:
 
 
 def create_ruleset() -> int:
-    """Make a ruleset that forbids everything, and return its descriptor; `allow` makes exceptions.
+    """Make a ruleset that forbids everything, and return its descriptor. `allow` adds exceptions to it.
 
     Raises:
         OSError: this kernel has no Landlock.
@@ -98,7 +99,7 @@ def allow_descriptor(ruleset: int, descriptor: int, rights: int) -> None:
 
 
 def allow_port(ruleset: int, port: int) -> None:
-    """Allow TCP connections to this port, whatever the address.
+    """Allow TCP connections to this port of any address.
 
     Raises:
         OSError: this kernel's Landlock has no rules for TCP.
@@ -121,14 +122,15 @@ def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
 
 
 def restriction(ruleset: int) -> kernel.Step:
-    """Prepare the step that applies a ruleset to the process that takes the step, and to its forks. Requires
-    no_new_privs."""
+    """Prepare the call that applies a ruleset to the calling process and its forks. The process must have no_new_privs
+    set.
+    """
     number = seccomp.number("landlock_restrict_self")
     return kernel.syscall_step(number, ctypes.c_int(ruleset), ctypes.c_uint32(0), name="landlock_restrict_self")
 
 
 class Landlocked:
-    """Isolation level `ll`: Landlock and seccomp alone; see `level.Level`."""
+    """Isolation level `ll`: Landlock and seccomp alone. `level.Level` describes the methods."""
 
     name = "ll"
     num_spares = 1
@@ -139,9 +141,9 @@ class Landlocked:
         self._view = view
         self._home = ""
         self._rulesets: dict[tuple[bool, bool], int] = {}
-        """(home, writable) of a `Place` -> descriptor of its ruleset."""
+        """Fields (home, writable) of a `Place` -> descriptor of the ruleset for such places."""
         self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
-        """(home, writable) of a `Place` -> calls with which a child confines itself."""
+        """Fields (home, writable) of a `Place` -> calls with which a child in such a place confines itself."""
 
     def enter(self) -> None:
         if abi() < 1:
@@ -174,8 +176,8 @@ class Landlocked:
         kernel.take(self._steps[place.home, place.home and place.writable])
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
-        # Don't use RLIMIT_NPROC: it counts all processes of the user, which may be many if the sandbox has no user of
-        # its own. Instead, seccomp refuses new processes and `Usage` counts threads.
+        # RLIMIT_NPROC is not used: it counts all processes of the user, which may be many if the sandbox has no user of
+        # its own. Seccomp refuses new processes, and `Usage` counts threads.
         return resource_bounds(limits, num_running=None)
 
     def reset(self) -> None:

@@ -7,7 +7,7 @@
 `namespaces.py` and `landlock.py` have the levels that isolate. This module runs only in a zygote and its template.
 """
 
-# Each child runs this code, and pathlib would be slower there, hence os and not pathlib.
+# Each child runs this code, where pathlib would be slower, so it uses os and not pathlib.
 # ruff: noqa: PTH102, PTH106
 from __future__ import annotations
 
@@ -25,66 +25,73 @@ from rayapp.sandbox.local.levels.limits import Bounds, Limits, Usage, resource_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Working folder of an execution, and whether the execution may write there."""
+    """Place in which an execution runs: its working folder, the right to write there, and the root of its file
+    system.
+    """
 
     home: bool
-    """True for the sandbox's own folder (its home), which lasts until `Level.reset`; False for a fresh folder, if the
-    level has one."""
+    """True for the sandbox's own folder (its home), which lasts until `Level.reset`. False for a fresh folder, at
+    levels that have one."""
     writable: bool
-    """True if rayapp's code runs, not the candidate's: rayapp's code may write to the home at every level."""
+    """True if rayapp's own code runs, not the candidate's. It may write to the home at every level."""
     disk_mib: int
     image: str = ""
-    """Name of the image's tree that is the root of the file system; empty for a view of this machine's system."""
+    """Name of the image tree that is the root of the file system; empty for a view of this machine's system."""
 
 
 class Level(Protocol):
-    """One way to isolate candidate code."""
+    """Interface of isolation levels: one way to isolate candidate code."""
 
     name: str
     num_spares: int
-    """Number of children that wait for a job: two if an execution can't reach a waiting child, else one."""
+    """Number of children that are forked in advance: two if an execution can't reach a waiting child, else one."""
     listener: socket.socket | None
-    """Socket that accepts connections made by executions, set by `enter` if the level has a loopback; else None."""
+    """Socket that accepts the connections of executions. `enter` sets it if the level has a loopback; else it is
+    None."""
     usage: Usage
-    """Measures the executions' use of resources, set by `enter`. The zygote sets the process whose children it
+    """Measures the resources that executions use. `enter` makes it; the zygote then sets the process whose children it
     measures."""
 
     def enter(self) -> None:
-        """Enter the level, once, when the zygote starts.
+        """Enter the level. The zygote calls this once, at its start.
 
         Raises:
-            OSError: this node refuses a step; the error's strerror names the step.
+            OSError: this node refuses a step, which the error's strerror names.
         """
 
     def fork(self) -> int:
-        """Fork like os.fork; the child is the root of everything that the execution starts."""
+        """Fork like os.fork. The child becomes the root of the execution's process tree."""
 
     def prepare(self, place: Place) -> None:
-        """Make the working folder, before each fork."""
+        """Make the working folder. Called before each fork."""
 
     def confine(self, place: Place) -> None:
-        """Give up every right that candidate code must not have. Runs in the child, before it gets its job."""
+        """Give up every right that candidate code must not have. Called in the child, before it gets its job."""
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
-        """Return resource limits for the child, computed in the zygote.
+        """Return the child's resource limits. Called in the zygote.
 
         Args:
-            running: processes of this level's user that count against its limit but are not the candidate's.
+            running: number of processes that count against the user's limit of processes but are not the candidate's.
         """
 
     def reset(self) -> None:
-        """Remove the folder of a released sandbox."""
+        """Remove the folder of the sandbox that was released."""
 
     def sweep(self, session: int) -> bool:
-        """End every process that an execution left, except the session with this process id, if it isn't 0.
+        """End every process that an execution left.
 
+        Args:
+            session: process id of a child that serves a session and must not be ended; 0 if there is none.
         Returns:
-            True if children that were forked earlier may get a job, because their working folder is unchanged.
+            True if children that were forked earlier can still be used, because their working folder is unchanged.
         """
 
 
 class Unisolated:
-    """Level without isolation, with resource limits only. Used only if the user sets `allow_unisolated: true`."""
+    """Level without isolation: it has only resource limits. It is used only if the config has `allow_unisolated:
+    true`.
+    """
 
     name = "unisolated"
     num_spares = 1
@@ -118,11 +125,11 @@ class Unisolated:
 
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
-        return True  # this level has no private working folder to renew
+        return True  # this level has no private working folder that could have changed
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent dies, so that `kill_descendants` finds them."""
+    """Make this process the parent of descendants whose parent dies, so that `kill_descendants` finds them."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -139,8 +146,9 @@ def kill_descendants(kept: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of all children. Uses only cheap calls: each page that this process writes to has to be
-    copied again after every fork."""
+    """Return the process ids of all children. Only calls that write to few pages are used: each page that this process
+    writes to is copied again after every fork.
+    """
     descriptor = os.open("/proc/thread-self/children", os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = b""
@@ -152,19 +160,21 @@ def _children() -> list[int]:
 
 
 def make_folder(prefix: str) -> str:
-    """Make a folder that only this user may enter. It does not use `tempfile`, which loads libraries into each fork."""
+    """Make a folder that only this user may enter. The module `tempfile` is not used, because it would load libraries
+    into each fork.
+    """
     path = f"/tmp/{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
     return path
 
 
 def remove_folder(path: str) -> OSError | None:
-    """Remove a folder with all its content, whatever candidate code put there.
+    """Remove a folder and everything that candidate code put there.
 
-    Nested folders are moved side by side before they are emptied, so that no path gets long and nothing recurses.
+    Nested folders are first moved to the top, so that no path is too long and no recursion too deep.
 
     Returns:
-        None, or the last error if part of the folder is left.
+        None if the folder is gone; if a part is left, the last error.
     """
     aside, number, problem = f"{path}.gone", 0, None
     with contextlib.suppress(OSError):

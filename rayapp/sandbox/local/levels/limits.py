@@ -1,8 +1,8 @@
-"""Limits of one execution, the rlimits that enforce them per process, and measurement of its whole process tree.
+"""Limits of one execution: rlimits for each process, and measurements of the whole process tree.
 
-The zygote reads the tree's memory, processes and processor time from /proc, because an rlimit applies to each process
-separately: sixteen processes may use sixteen times the memory and processor time. A cgroup would count them together,
-but a pod can't write to its cgroup.
+The zygote reads the tree's memory, processes and processor time from /proc. An rlimit would not be enough, because it
+applies to each process separately: sixteen processes could use sixteen times the memory and processor time. A cgroup
+would count the processes together, but a pod can't write to its cgroup.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from pathlib import Path
 
 MIB = 1 << 20
 MAX_OPEN_FILES = 128
-"""Maximum open files of one execution. The zygote's own limit stays higher: a process can't send descriptors while more
-of its user's descriptors than its limit are in flight (unix(7), ETOOMANYREFS)."""
+"""Maximum number of open files of each process of an execution. The zygote keeps a higher limit. Otherwise candidate
+code with this many descriptors in flight could keep it from sending any (unix(7), ETOOMANYREFS)."""
 MAX_SOCKETS = 256
-"""Maximum sockets of one execution, over its whole tree. Each holds up to 208 KiB of the kernel's memory (Linux's
-default of `wmem_default`), which no other limit counts."""
+"""Maximum number of sockets of an execution's whole process tree. A socket holds up to 208 KiB of kernel memory
+(Linux's default of `wmem_default`), which no other limit counts."""
 _NO_CORE = 1
-"""Limit of core dumps, in bytes, that switches them off. With 0 the kernel would still start the helper program in
-core_pattern, as root and outside the sandbox; with 1 it does not (fs/coredump.c)."""
+"""Maximum size of core dumps, in bytes. 1 switches them off (fs/coredump.c). With 0 the kernel would still start the
+program in core_pattern, as root and outside the sandbox."""
 _MAX_SIGNALS = 128
 
 
 _MAX_WAIT_FACTOR, _MAX_WAIT_S = 9.0, 30.0
 
 Bounds = tuple[tuple[int, int], ...]
-"""Pairs of RLIMIT_… and its value."""
+"""Pairs of an RLIMIT_… constant and its value."""
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return the maximum wall-clock seconds of code with this time limit, waits for a processor included."""
+    """Return the wall-clock seconds after which code with this time limit is stopped in any case, even if it waited for
+    a processor.
+    """
     return timeout_s + min(_MAX_WAIT_FACTOR * timeout_s, _MAX_WAIT_S)
 
 
@@ -50,8 +52,8 @@ class Limits:
     max_processes: int
     """Maximum number of processes and threads together."""
     is_of_image: bool = False
-    """True for programs of an image. Then `memory_mib` limits their private data: many programs (Go, Java, Node)
-    reserve far more addresses than they use."""
+    """True for programs of an image. `memory_mib` then limits private data and not the address space, because many
+    programs (Go, Java, Node) reserve far more addresses than they use."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -64,7 +66,7 @@ class Limits:
 
 
 def set_standing_limits() -> None:
-    """Set the limits that are the same for every execution. They are set on the zygote, and its forks inherit them."""
+    """Set the limits that are the same for every execution. They are set in the zygote, and its forks inherit them."""
     standing = (
         (resource.RLIMIT_CORE, _NO_CORE),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -75,11 +77,10 @@ def set_standing_limits() -> None:
 
 
 def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
-    """Return the rlimits of an execution, never above this process's own.
+    """Return the rlimits of an execution. None is higher than this process's own limit.
     Args:
-        num_running: number of this user's processes that already run and count against the limit of processes; None
-        omits
-            that limit.
+        num_running: number of this user's running processes, which count against the limit of processes; None leaves
+            this limit out.
     """
     bounds = [
         (resource.RLIMIT_CPU, limits.cpu_s),
@@ -96,7 +97,7 @@ def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
 
 
 def lower(bounds: Bounds) -> None:
-    """Lower the soft and hard limits of this process and its children, so that nothing can raise them again."""
+    """Lower the soft and hard limits of this process and its children, which then can't raise them again."""
     for what, value in bounds:
         resource.setrlimit(what, (value, value))
 
@@ -109,7 +110,9 @@ def _at_most_ours(what: int, value: int) -> int:
 
 @cache
 def mapped_bytes() -> int:
-    """Return the bytes of this process's address space. Called at boot: every execution starts with this size."""
+    """Return the bytes of this process's address space. Called at boot, because every execution starts with an address
+    space of this size.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
 
@@ -117,8 +120,8 @@ def mapped_bytes() -> int:
 _PAGE = resource.getpagesize()
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_FIELDS, _ALL_CPU_FIELDS, _THREADS_FIELD, _RESIDENT_FIELD = slice(11, 13), slice(11, 15), 17, 21
-"""Indices into the fields of /proc/PID/stat, counted from the state, see proc(5): own ticks of processor time; own
-ticks and those of reaped children; number of threads; resident pages."""
+"""Indices into the fields of /proc/PID/stat, where 0 is the state (see proc(5)): ticks of processor time; these and the
+ticks of reaped children; number of threads; resident pages."""
 
 
 @dataclass(slots=True)
@@ -129,27 +132,27 @@ class Use:
     num_threads: int = 0
     """Number of threads of all processes together."""
     cpu_s: float = 0.0
-    """Seconds of processor time of all processes together, including ended ones."""
+    """Processor time of all processes together, in seconds, including processes that have ended."""
     num_sockets: int = 0
-    """Number of sockets in its network namespace, except TCP sockets."""
+    """Number of sockets in the execution's network namespace, without TCP sockets."""
     waited_s: float = 0.0
-    """Seconds that its runnable threads have waited for a processor. Between two checks only the longest wait of a
-    thread counts, because threads may wait at the same time."""
+    """Seconds for which runnable threads have waited for a processor. Between two checks only the thread with the
+    longest wait counts, because threads wait at the same time."""
     _cpu: dict[str, int] = field(default_factory=dict)
     """Ticks of processor time by process id."""
     _ticks_before: int = 0
     _waited: dict[str, int] = field(default_factory=dict)
-    """Nanoseconds that each thread has waited, as of the last check."""
+    """Nanoseconds for which each thread had waited at the last check."""
 
     def take(self, stats: dict[str, list[str]], waited: dict[str, int], warm_pages: int) -> None:
         """Add a sample of all living processes.
 
         Args:
             stats: fields of /proc/PID/stat, by process id.
-            waited: nanoseconds that each thread has waited for a processor.
+            waited: nanoseconds for which each thread has waited for a processor.
             warm_pages: resident pages of the warm interpreter.
         """
-        # Subtract the warm interpreter's pages, which each of its forks shares with it.
+        # Subtract the pages of the warm interpreter, because all of its forks share them.
         pages = sum(max(0, int(stat[_RESIDENT_FIELD]) - warm_pages) for stat in stats.values())
         self.memory_bytes = pages * _PAGE
         self.num_threads = sum(int(stat[_THREADS_FIELD]) for stat in stats.values())
@@ -160,8 +163,8 @@ class Use:
 
     def _ticks(self, stats: dict[str, list[str]]) -> int:
         self._cpu |= {pid: sum(map(int, stat[_CPU_FIELDS])) for pid, stat in stats.items()}
-        # Take the larger of two sums: the kernel's lacks children that were never reaped, the sum of the samples lacks
-        # children that were never sampled.
+        # Take the larger of two sums. The kernel's sum lacks children that were never reaped; the sum of the samples
+        # lacks children that were never sampled.
         of_kernel = sum(sum(map(int, stat[_ALL_CPU_FIELDS])) for stat in stats.values())
         return max(of_kernel, sum(self._cpu.values()))
 
@@ -172,17 +175,17 @@ class Use:
 
 @dataclass(slots=True)
 class Usage:
-    """Samples a process's descendants through a /proc that was opened while it was still visible."""
+    """Samples the descendants of a process through a /proc that was opened before the zygote hid it."""
 
     proc: int
-    """Descriptor of a /proc; -1 if there is none, and then nothing is measured."""
+    """Descriptor of a /proc; -1 if there is none, so that nothing can be measured."""
     own_pid: str = ""
-    """Process id of the process whose children are measured, as in `proc`, which may be of an outer pid namespace."""
+    """Id of the process whose children are measured, as `proc` shows it: `proc` may be of an outer pid namespace."""
     _depth: int = 0
     """Number of pid namespaces between `proc` and the process whose children are measured."""
     _warm_pages: int = 0
     counts_sockets: bool = False
-    """True in a separate network namespace, which holds no other program's sockets."""
+    """True if the network namespace holds only sockets of executions, so that they can be counted."""
 
     @classmethod
     def of_this_process(cls) -> Usage:
@@ -195,21 +198,21 @@ class Usage:
         return usage
 
     def look_at_children_of(self, pid: str) -> None:
-        """Set the process whose children are measured: the process that executions are forked from."""
+        """Set the process whose children are measured: the process from which executions are forked."""
         self.own_pid = pid
         if self.proc >= 0:
             self._warm_pages = int(self._stat(pid)[_RESIDENT_FIELD])
             self._depth = len(self._ids(pid)) - 1
 
     def id_of_this_process(self) -> str:
-        """Return this process's id in `proc`; empty if there is no /proc."""
+        """Return this process's id as `proc` shows it; empty if there is no /proc."""
         return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
 
     def look(self, use: Use, apart: Collection[int]) -> None:
         """Sample all running processes of the execution.
 
         Args:
-            apart: process ids of children that do not belong to the execution, as the measured process sees them.
+            apart: ids of children that do not belong to the execution, in the pid namespace of their parent.
         """
         if self.proc >= 0:
             use.take(*self._seen(apart), self._warm_pages)
@@ -237,18 +240,19 @@ class Usage:
         return self._read(f"{pid}/task/{pid}/children").split()
 
     def _known_as(self, pid: str) -> int:
-        """Return the id that the measured parent process sees for this process; 0 if the process has just ended."""
+        """Return a process's id in the pid namespace of its parent; 0 if the process has just ended."""
         ids = self._ids(pid)
         return int(ids[self._depth]) if ids else 0
 
     def _ids(self, pid: str) -> list[str]:
-        """Return the process's id in each pid namespace: first the namespace of `proc`, last its own."""
+        """Return a process's ids: first in the pid namespace of `proc`, then in each nested one, last in its own."""
         _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
         return after.partition("\n")[0].split()
 
     def _stat(self, pid: str) -> list[str]:
         """Return the fields of /proc/PID/stat from the state on; empty if the process has just ended. The field before
-        the state is a name that the process chooses, so parsing starts after it."""
+        the state is skipped, because it is a name that the process itself chooses.
+        """
         return self._read(f"{pid}/stat").rpartition(")")[2].split()
 
     def _threads(self, pid: str, num_threads: int) -> list[str]:
@@ -267,8 +271,9 @@ class Usage:
             os.close(folder)
 
     def _waited_ns(self, thread: str) -> int:
-        """Return the nanoseconds that a thread has waited for a processor; 0 if the kernel does not count them
-        (CONFIG_SCHED_INFO)."""
+        """Return the nanoseconds for which a thread has waited for a processor; 0 if the kernel does not count them
+        (CONFIG_SCHED_INFO).
+        """
         fields = self._read(f"{thread}/schedstat").split()
         return int(fields[1]) if len(fields) > 1 else 0
 
@@ -286,6 +291,8 @@ class Usage:
 
 
 def num_sockets(sockstat: str) -> int:
-    """Return the number of sockets, except TCP's, from /proc/net/sockstat; 0 without such a file."""
+    """Return the number of sockets, without TCP sockets, that /proc/net/sockstat gives; 0 if that file could not be
+    read.
+    """
     words = sockstat.split()
     return int(words[2]) - int(words[words.index("TCP:") + 2]) if "TCP:" in words else 0

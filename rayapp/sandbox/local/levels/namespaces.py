@@ -1,18 +1,18 @@
 """The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
 
-With a loopback (`loopback.py`) they are called `ns+proc+lo` and `ns+lo`. Only the levels with `proc` show a /proc. A
-zygote for sandboxes on images has the folder of all images mounted at a hidden path, and each execution enters one
-image (`overlay.py`).
+With a loopback (`loopback.py`) the levels are called `ns+proc+lo` and `ns+lo`. Only levels with `proc` in their name
+show a /proc. A zygote for sandboxes on images mounts the folder of all images at a hidden path, and each execution
+enters one image (`overlay.py`).
 
     started by rayapp, unprivileged uid
       └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
                                   └─ fork per execution: pid 1 of another pid namespace, private mounts, no capabilities
 
 When an execution's first process is killed, the kernel kills every process in its pid namespace, daemons included.
-Killing the zygote ends the whole tree. Runs in the zygote only.
+Killing the zygote ends the whole tree. This module runs only in the zygote and its forks.
 """
 
-# Paths in this module are strings for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), so it uses os and not pathlib.
 # ruff: noqa: PTH102, PTH103, PTH106, PTH112, PTH114, PTH115, PTH211
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ _ALL = (
 NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"
-"""Folder with numbered mounts of paths below the machine's /tmp, from which they are mounted again in each new /tmp."""
+"""Folder that holds mounts of needed paths below the machine's /tmp, by number. Each new /tmp gets these mounts
+again."""
 _HIDDEN = "/.hidden"
 _IMAGE_MOUNTS = {True: "/.image-home", False: "/.image-calls"}
-"""Mount points of images, by `Place.home`."""
+"""Mount points of images: for the sandbox's own files (`Place.home`), and for function calls."""
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
@@ -58,7 +59,7 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
 
 class Namespaces:
-    """Isolation levels with namespaces; see `level.Level`."""
+    """The isolation levels with namespaces; `level.Level` describes their methods."""
 
     num_spares = 2
 
@@ -73,15 +74,17 @@ class Namespaces:
         self._with_proc = with_proc
         self._images = images
         self._mounts: dict[bool, ImageMount] = {}
-        """Mounted images, by `Place.home`: one with the sandbox's files, one for function calls."""
+        """Mounted images: with key True the one that holds the sandbox's files, with key False the one for function
+        calls."""
         self._mount: ImageMount | None = None
-        """Mounted image for which the last child was forked; None if it has no image."""
+        """Mounted image for which the last child was forked; None for a child without an image."""
         self._disk_mib = 0
-        """Size of /tmp; 0 while there is no /tmp."""
+        """Size of /tmp in MiB; 0 while there is no /tmp."""
         self._tmp_is_new = False
         self._tmp_is_home = False
         self._untouched = b""
-        """Metadata of an unused /tmp (statx), to notice a change."""
+        """Metadata (statx) of /tmp before an execution. A difference afterwards shows that the execution changed
+        /tmp."""
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
         self._steps: list[kernel.Step] = []
@@ -92,7 +95,8 @@ class Namespaces:
 
     def enter(self) -> None:
         uid, gid = os.getuid(), os.getgid()
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns /proc/self, and the maps can't be written
+        # otherwise root would own /proc/self, and the user namespace's maps could not be written
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         kernel.unshare(_ALL)
         Path("/proc/self/setgroups").write_text("deny")
         inner = (self._images.uid, self._images.gid) if self._images else (uid, gid)
@@ -130,7 +134,7 @@ class Namespaces:
         self._tmp_is_home |= place.home
 
     def confine(self, place: Place) -> None:
-        # Get a separate process group: a signal to the code's own group would otherwise also reach the zygote.
+        # Make a new process group. Otherwise a signal that code sends to its own group would also reach the zygote.
         os.setsid()
         if self._mount:
             self._mount.enter(with_proc=self._with_proc)
@@ -152,8 +156,11 @@ class Namespaces:
         return resource_bounds(limits, num_running=running)
 
     def _mounts_of_its_own(self, place: Place) -> str:
-        """Prepare the mounts of one execution. Scripts and commands get a /proc if the level has one; function calls
-        don't see the sandbox's home, because scripts and commands work there."""
+        """Return the mount that an execution needs of its own: a /proc, an empty /tmp, or none (empty text).
+
+        Scripts and commands, which work in the sandbox's home, get a /proc if the level has one. Function calls get an
+        empty /tmp if /tmp is the sandbox's home, so that they don't see its files.
+        """
         if place.home:
             return "proc" if self._with_proc else ""
         return "tmp" if self._tmp_is_home else ""
@@ -164,9 +171,10 @@ class Namespaces:
             mount.forget()
 
     def sweep(self, session: int) -> bool:
-        """End the execution; see `Level.sweep`. Its pid namespace died with its first process, so only /tmp is checked.
+        """Return True if the working folder is unchanged. All processes have ended with their pid namespace.
 
-        /tmp has to be checked now, while no child uses it: later children are forked while the next execution runs."""
+        /tmp is checked now, while no child uses it, because later children are forked while the next execution runs.
+        """
         if self._mount:
             return self._mount is self._mounts[True] or self._mount.is_untouched()
         if not self._tmp_is_home:
@@ -174,11 +182,13 @@ class Namespaces:
         return self._tmp_is_home or self._tmp_is_new
 
     def _renew_tmp(self, disk_mib: int) -> None:
-        """Mount an empty /tmp for the next execution. Called only if the last one changed /tmp: most code does not."""
+        """Mount an empty /tmp for the next execution. Called only if the last execution changed /tmp; most code does
+        not.
+        """
         if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
-        # NOATIME: otherwise reading would count as a change.
+        # With atime, reading a file would count as a change.
         self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
@@ -197,7 +207,7 @@ class Namespaces:
         for number, path in enumerate(self._below_tmp):
             kept = f"{_BELOW_TMP}/{number}"
             make_mount_point(path, is_dir=os.path.isdir(kept))
-            kernel.mount(kept, path, "", kernel.MS_BIND | kernel.MS_REC)  # read-only, like its source
+            kernel.mount(kept, path, "", kernel.MS_BIND | kernel.MS_REC)  # read-only, like the mount in `kept`
 
     def _build_root(self) -> None:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -250,7 +260,9 @@ class Namespaces:
 
 
 def _become_init() -> None:
-    """Continue in a forked process, the first one of the new pid namespace; the old process only waits for its end."""
+    """Fork, and continue in the child, which is pid 1 of the new pid namespace. The parent only waits for the child's
+    end.
+    """
     pid = os.fork()
     if pid == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -261,7 +273,7 @@ def _become_init() -> None:
 
 
 def _look_at_tmp() -> bytes:
-    """Return metadata of /tmp that change whenever its content changes."""
+    """Return metadata of /tmp that differ whenever its content has changed."""
     kernel.take(_LOOK)
     return _seen.raw
 
@@ -271,8 +283,8 @@ def _tmpfs_options(disk_mib: int) -> str:
 
 
 def _keep_proc(root: str) -> None:
-    """Keep a complete /proc mounted, to be hidden from code. Otherwise the kernel would not let children mount a fresh
-    /proc.
+    """Mount a complete /proc that `_hide` then hides from code. Without it the kernel would not let children mount a
+    /proc of their own.
 
     Raises:
         OSError: this machine's own /proc is partly masked, as in most pods.
@@ -283,7 +295,7 @@ def _keep_proc(root: str) -> None:
 
 
 def _hide(root: str) -> None:
-    """Cover the folder of the mounts that no path may lead to."""
+    """Cover the folder of the hidden mounts, so that no path leads to them."""
     os.makedirs(root + _HIDDEN, exist_ok=True)
     kernel.mount("tmpfs", root + _HIDDEN, "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
 
@@ -314,7 +326,9 @@ def _bind_read_only(source: str, target: str) -> None:
 
 
 def _installed_packages(root: str, library: str) -> list[str]:
-    """Return the folders of installed packages in the shown library: they may hold rayapp's own code."""
+    """Return the folders of installed packages inside the library that code sees. They are hidden, as they may hold
+    rayapp's own code.
+    """
     parents = (
         Path(root + library),
         *Path(f"{root}/usr/lib").glob("python3*"),

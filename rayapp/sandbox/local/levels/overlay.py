@@ -1,12 +1,14 @@
-"""An image as the root of executions: an overlay of its tree, read-only, and a tmpfs that holds all that code writes.
+"""An image as the root folder of executions: an overlay of the image's read-only tree and a tmpfs for all that code
+writes.
 
-    FOLDER/           tmpfs: the writable part, with the sandbox's disk as its size
+    FOLDER/        tmpfs: the writable part, with the size of the sandbox's disk
     FOLDER/root    the overlay; /dev and /dev/shm are mounted in it, and each execution mounts its own /proc
+
 A sandbox has two such mounts: one holds its files; the other is for function calls, which must not see these files.
-Used by `namespaces.py` in the template and its children.
+`namespaces.py` uses this module in the template and its children.
 """
 
-# Paths in this module are strings for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), so it uses os and not pathlib.
 # ruff: noqa: PTH102
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ class ImageMount:
         """
         Args:
             folder: empty folder to mount on.
-            trees: descriptor of the folder with all trees.
+            trees: descriptor of the folder that holds the trees of all images.
         """
         self._folder = folder
         self._root = f"{folder}/root"
         self._trees = trees
         self._has_loopback = has_loopback
         self._mounted = ("", 0)
-        """Name of the mounted tree, and the size of its writable part in MiB."""
+        """Name of the mounted tree, and the size of the writable part in MiB."""
         self._is_stale = True
         self._untouched = b""
         self._ruleset = -1
@@ -50,11 +52,11 @@ class ImageMount:
         """Calls with which a child confines itself after `enter`."""
 
     def forget(self) -> None:
-        """Make `prepare` mount the image again, even if nothing was written."""
+        """Make the next `prepare` mount the image again, even if nothing was written."""
         self._is_stale = True
 
     def prepare(self, place: Place) -> None:
-        """Mount the image of this place, unless it is mounted already and unchanged."""
+        """Mount the image of this place, unless it is already mounted and nothing was written to it."""
         if self._is_stale or self._mounted != (place.image, place.disk_mib):
             self._renew(place)
 
@@ -64,10 +66,10 @@ class ImageMount:
         return not self._is_stale
 
     def enter(self, *, with_proc: bool) -> None:
-        """Make the image the root folder of this child process; mount a new /proc in it if the level has one."""
+        """Make the image the root folder of this child process; with `with_proc`, mount a new /proc in it."""
         if with_proc:
             kernel.unshare(kernel.CLONE_NEWNS)
-            # Read-only: Landlock lets code write to all of the image.
+            # Mount /proc read-only, because Landlock lets code write to all of the image.
             kernel.mount("proc", f"{self._root}/proc", "proc", _PROC_FLAGS, "subset=pid")
         os.chroot(self._root)
         os.chdir("/")
@@ -102,6 +104,6 @@ class ImageMount:
         kernel.mount(f"{self._folder}/shm", f"{self._root}/dev/shm", "", kernel.MS_BIND)
 
     def _facts(self) -> bytes:
-        """Return metadata of the writable part that change whenever its content changes."""
+        """Return metadata of the writable part that differ whenever its content has changed."""
         kernel.take(self._look)
         return b"".join(seen.raw for seen in self._seen)

@@ -1,7 +1,7 @@
-"""System calls that candidate code may not make, and the reasons. Pure data, read by the isolation levels.
+"""Seccomp rules: the system calls that candidate code may not make, and the reasons. The isolation levels use them.
 
 Known calls that this module doesn't name are allowed: an allowlist would break honest code with the next libc. System
-calls newer than the table in `seccomp.py` are refused, so that a new kernel adds no way out.
+calls newer than the table in `seccomp.py` are refused, so that a new kernel adds no way out of the sandbox.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _AF_INET, _IPPROTO_TCP, _SOL_SOCKET = 2, 6, 1
 _BUFFER_SIZES = (7, 8, 32, 33)
-"""Socket options SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE and SO_RCVBUFFORCE: a socket's buffer is kernel memory, which no
-limit counts."""
+"""Socket options SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE and SO_RCVBUFFORCE. Code may not set them, because a socket's
+buffer is kernel memory that no limit counts."""
 _OPTIONS = {_SOL_SOCKET: (2, 3, 4, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
-"""Allowed socket options, those that HTTP clients set. For sockets: reuse, type, errors, keepalive, linger, peer,
-timeouts. For TCP: no delay, times of keepalive, quick acknowledgements. Options for protocols on top of TCP and for
-memory shared with the kernel are left out."""
+"""Socket options that code may set: those that HTTP clients use. For sockets: reuse, type, errors, keepalive, linger,
+peer, timeouts. For TCP: no delay, times of keepalive, quick acknowledgements. Options for protocols on top of TCP and
+for memory shared with the kernel are left out."""
 _READABLE_OPTIONS = {**_OPTIONS, _SOL_SOCKET: (*_OPTIONS[_SOL_SOCKET], *_BUFFER_SIZES[:2])}
 _SIOC, _SIOC_MASK = 0x8900, 0xFF00
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
@@ -59,7 +59,8 @@ _PRCTL_NEVER = (
     kernel.PR_SET_MM,
     _PR_SCHED_CORE,
 )
-"""Refused options of prctl: outliving or adopting processes; core dumps; memory layout; core scheduling."""
+"""Refused options of prctl. They concern outliving and adopting processes, core dumps, memory layout, and core
+scheduling."""
 
 _NEVER = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -75,9 +76,9 @@ _NEVER = (
     "lsm_set_self_attr", "statmount", "listmount", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
     "io_pgetevents", "flock",
 )  # fmt: skip
-"""Refused calls: other processes' memory; the network; files by handle; kernel subsystems with many past holes; keys;
-shared memory, which no limit of the candidate counts; contexts of which the machine has a fixed number; locks on files
-that the caller can't write; calls that only an administrator needs."""
+"""Refused calls. They concern other processes' memory; the network; files opened by handle; kernel subsystems with many
+past security holes; keys; shared memory, which no limit of the candidate counts; contexts (io_setup, inotify) of which
+the machine has a fixed number; locks on files that the caller can't write; and administration."""
 
 _NO_EFFECT = ("sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64")
 """Calls that return success at once. Code can write only to files in memory, for which these calls have no effect. On
@@ -91,56 +92,58 @@ _ZYGOTE_ONLY = (
 )  # fmt: skip
 """Calls that the zygote makes to start an execution, and that candidate code may not make. No limit of the candidate
 counts the memory of memory files (memfd_create). The scheduler shares processor time among sessions (setsid): code with
-fourteen sessions would get fourteen shares. Messages (sendmsg) can hold descriptors, which the kernel counts by user
-until they arrive: with more than RLIMIT_NOFILE of them in flight, the zygote could send none. `send` and `sendto` stay
-allowed."""
+fourteen sessions would get fourteen shares. Messages (sendmsg) can hold descriptors, which the kernel counts for the
+user until they arrive: with more than RLIMIT_NOFILE descriptors in flight, the zygote could send none. `send` and
+`sendto` stay allowed."""
 
 _OWNERS_ONLY = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
     "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
     "fremovexattr", "removexattrat", "file_setattr", "truncate",
 )  # fmt: skip
-"""Refused calls that only a file's owner may make; in a pod the owner is the user of the whole run. Landlock has no
-rule for mode, owner, times and attributes, and none for truncation below ABI 3 (Linux 6.2)."""
+"""Refused calls that only a file's owner may make. They are refused because in a pod the owner is the user of the whole
+run, and Landlock has no rule for mode, owner, times and attributes, nor, below ABI 3 (Linux 6.2), for truncation."""
 
 
 def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes:
     """Build the seccomp filter of the zygote, which every execution inherits.
 
     Args:
-        machine: architecture; None for this machine's. Tests name others.
+        machine: architecture, e.g. aarch64; None for this machine's.
         has_loopback: allow TCP sockets to connect; Landlock and the network namespace limit the address.
     """
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
-    # Allow pairs of streams (1) and sequenced packets (5), equal under the mask. A datagram pair could send to any
-    # socket by name.
+    # Allow pairs of stream sockets (type 1) and of sequenced packets (5), which are equal under the mask. A socket of a
+    # datagram pair could send to any socket by name.
     rules["sendto"] = null_pointer(4)
     rules["setsockopt"] = where(1, _SOL_SOCKET, not_with(2, *_BUFFER_SIZES))
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
     # Refuse signal-driven I/O: it can send any signal to any process of this uid, past every rule about kill. Also
-    # refuse watching, leasing and locking other users' files, and larger pipe buffers, which are limited per user.
-    # Locks by F_SETLK stay allowed, for SQLite: on files that can't be written they block no reader.
+    # refuse watching, leasing and locking other users' files, and larger pipe buffers, whose sum the kernel limits for
+    # each user. F_SETLK stays allowed for SQLite: on files that code can't write, such locks block no reader.
     rules["fcntl"] = not_with(
         1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
     )
     if has_loopback:
         rules |= _client_of_tcp(rules["ioctl"])
     rules |= {name: no_effect() for name in _NO_EFFECT}
-    # Each timer takes one of the user's queued signals, whose number is limited; programs fall back to alarm.
+    # Refuse timers: each takes one of the user's queued signals, whose number is limited. Programs fall back to
+    # alarm().
     rules["timer_create"] = refuse(errno.ENOSYS)
     for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
-        # Allow process id 0, the caller: candidate code must not change the zygote's limits and priority.
+        # Allow only process id 0, the caller: candidate code must not change the zygote's limits and priority.
         rules[name] = only_with(0, 0)
     rules["setpriority"] = both((0, 0), (1, 0))
-    # The flags of clone3 are in memory, which a filter can't read; libc falls back to clone.
+    # Refuse clone3, whose flags are in memory, which a filter can't read. libc falls back to clone.
     rules["clone3"] = refuse(errno.ENOSYS)
     return program(rules, unknown=refuse(errno.ENOSYS), machine=machine)
 
 
 def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
-    """Return rules that allow TCP clients, but no listening, no MPTCP (Landlock's TCP rules don't cover it) and no
-    queries of network interfaces."""
+    """Return rules for TCP clients. They forbid listening, MPTCP (which Landlock's TCP rules don't cover) and queries
+    of network interfaces.
+    """
     any_bit = 0xFFFFFFFF
     return {
         "socket": every((0, any_bit, (_AF_INET,)), (1, 0xF, (_SOCK_STREAM,)), (2, any_bit, (0, _IPPROTO_TCP))),
@@ -152,16 +155,16 @@ def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
 
 
 _OWNERS = ("chown", "lchown", "fchown", "fchownat")
-"""Calls that change a file's owner. In an image all files belong to one user, and installers that run as root expect
-these calls to succeed."""
+"""Calls that change a file's owner. In an image these calls do nothing and succeed: all files belong to one user, and
+installers expect to be root."""
 
 
 def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: str | None = None) -> bytes:
-    """Build the filter of one execution, which is added to that of the zygote.
+    """Build the seccomp filter of one execution, which is added to the zygote's filter.
 
     Args:
-        own_pid: process id of the execution if it has no pid namespace; it may then signal only itself, and start
-            threads but no processes. None if it has one.
+        own_pid: process id of an execution without a pid namespace. It may then signal only itself, and start threads
+            but no processes. None for an execution with a pid namespace.
         is_of_image: True if the root of the file system is an image.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
@@ -170,7 +173,7 @@ def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: s
     if is_of_image:
         rules |= {name: no_effect() for name in _OWNERS}
     if own_pid is None:
-        # Let a process die that sends itself SIGKILL: the kernel ignores this signal to pid 1 of a namespace.
+        # Kill a process that sends SIGKILL to itself: in pid 1 of a namespace the kernel would ignore the signal.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
         rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
     else:
@@ -179,10 +182,13 @@ def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: s
 
 
 class ClosingAlone:
-    """Filter of `closing`, built once; each child fills in its process id. Building a filter costs more than a fork."""
+    """Filter of `closing` for executions without a pid namespace. It is built once, because building costs more than a
+    fork; each child writes its process id into it.
+    """
 
     _ANY_PID = 0x7FFFFFF1
-    """Placeholder for the process id: above the kernel's largest, and different from all constants of a filter."""
+    """Placeholder for the process id. It is above the kernel's largest process id, and no filter has it as another
+    constant."""
 
     def __init__(self) -> None:
         self.filter = bytearray(closing(own_pid=self._ANY_PID))
@@ -197,13 +203,13 @@ class ClosingAlone:
 
 def _alone(own_pid: int) -> dict[str, Block]:
     no_more = refuse(errno.EAGAIN)
-    # Below Landlock ABI 3, no right to write is needed to open a file for reading and truncate it.
+    # Below Landlock ABI 3 a file can be truncated by opening it for reading, without the right to write.
     truncating = os.O_ACCMODE | os.O_TRUNC, os.O_TRUNC
     return {
         **{name: refuse() for name in _OWNERS_ONLY},
         "open": not_masked(1, *truncating),
         "openat": not_masked(2, *truncating),
-        "openat2": refuse(errno.ENOSYS),  # its flags are in memory, which a filter can't read
+        "openat2": refuse(errno.ENOSYS),  # the flags of openat2 are in memory, which a filter can't read
         "kill": only_with(0, own_pid),
         "tgkill": only_with(0, own_pid),
         "rt_sigqueueinfo": only_with(0, own_pid),

@@ -1,12 +1,12 @@
-"""Builds seccomp filters, as classic BPF, and installs them. Used by the isolation levels, inside the zygote only.
+"""Builds seccomp filters, as classic BPF, and installs them. Isolation levels use this module, only inside the zygote.
 
-`rules.py` lists the calls that the filters refuse. A filter is a binary search over system call numbers: with a linear
-list, each installation would take three times as long, because the kernel then runs the filter for every number to find
-the calls that are always allowed.
+`rules.py` lists the calls that the filters refuse. A filter is a binary search over system call numbers. At
+installation the kernel runs the filter for every number, to find the calls that are always allowed: with a linear list
+this would take three times as long.
 
 The system call numbers of x86-64 and arm64 come from the kernel's tables `arch/x86/entry/syscalls/syscall_64.tbl` and
-`include/uapi/asm-generic/unistd.h`. From 424 on a call has the same number on both. An architecture's table omits calls
-that the architecture lacks (fork on arm64).
+`include/uapi/asm-generic/unistd.h`. From 424 on a call has the same number on both architectures. A table omits calls
+that its architecture lacks (fork on arm64).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rayapp.core.errors import IsolationUnavailableError
 from rayapp.sandbox.local.levels import kernel
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Values of `seccomp_data.arch`, by name of the machine."""
+"""Name of the machine's architecture -> value of `seccomp_data.arch`."""
 
 HIGHEST = 470
-"""Highest call number in the tables below (Linux 6.18); calls with higher numbers are refused."""
+"""Highest system call number in this module's tables (Linux 6.18). Calls with higher numbers are refused."""
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
@@ -124,9 +124,9 @@ _FARTHEST = 255
 INSTRUCTION = struct.Struct("<HBBI")
 """Binary layout of an `Instruction`, as the kernel reads it."""
 Instruction = tuple[int, int, int, int]
-"""Operation code, instructions to skip if true, instructions to skip if false, constant."""
+"""A BPF instruction: operation code, instructions to skip if true, instructions to skip if false, constant."""
 Block = tuple[Instruction, ...]
-"""Instructions that end in a return on every path."""
+"""Instructions of which every path ends in a return."""
 
 PERMIT: Block = ((_RETURN, 0, 0, _ALLOW),)
 
@@ -145,12 +145,12 @@ def _argument(index: int, *, high: bool = False) -> Instruction:
 
 
 def only_with(index: int, value: int) -> Block:
-    """Allow the call if this argument (32 bits, such as a process id) is the value."""
+    """Allow the call only if this argument (32 bits, such as a process id) has the value."""
     return (_argument(index), (_JUMP_EQUAL, 0, 1, value), *PERMIT, *refuse())
 
 
 def not_with(index: int, *values: int) -> Block:
-    """Refuse the call if this argument (32 bits) is one of the values."""
+    """Refuse the call if this argument (32 bits) has one of the values."""
     last = len(values) - 1
     tests = [(_JUMP_EQUAL, last - at, 1 if at == last else 0, value) for at, value in enumerate(values)]
     return (_argument(index), *tests, *refuse(), *PERMIT)
@@ -161,13 +161,14 @@ def without_bits(index: int, bits: int) -> Block:
 
 
 def not_masked(index: int, mask: int, value: int) -> Block:
-    """Refuse the call if this argument (32 bits), after the mask is applied, is the value."""
+    """Refuse the call if this argument (32 bits) has the value after the mask is applied."""
     return (_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, 0, 1, value), *refuse(), *PERMIT)
 
 
 def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
-    """Allow the call if at least one of `bits` and none of `forbidden` is set. If none of `bits` is set, the call fails
-    with the error `number`."""
+    """Allow the call if the argument has at least one of `bits` and none of `forbidden`. If it has none of `bits`, the
+    call fails with the error `number`.
+    """
     return (
         _argument(index),
         (_JUMP_ANY_BIT, 0, 1, forbidden),
@@ -179,7 +180,9 @@ def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
 
 
 def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF) -> Block:
-    """Allow the call if two arguments have these values: (index, value). The mask is applied to the second one."""
+    """Allow the call if two arguments, each given as (index, value), have these values. The mask is applied to the
+    second.
+    """
     return (
         _argument(first[0]),
         (_JUMP_EQUAL, 0, 4, first[1]),
@@ -192,14 +195,16 @@ def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF
 
 
 def every(*tests: tuple[int, int, tuple[int, ...]]) -> Block:
-    """Allow the call if every test holds. A test (index, mask, values) holds if the argument (32 bits) with the mask
-    applied is one of the values."""
+    """Allow the call if every test holds. A test (index, mask, values) holds if the argument (32 bits) has one of the
+    values after the mask is applied.
+    """
     return (*(step for test in tests for step in _one_of(*test)), *PERMIT)
 
 
 def pairs(first: int, second: int, allowed: Mapping[int, tuple[int, ...]]) -> Block:
-    """Allow the call if the argument `first` is a key of `allowed` and the argument `second` one of the key's
-    values."""
+    """Allow the call if the argument `first` is a key of `allowed` and the argument `second` is one of the key's
+    values.
+    """
     found: list[Instruction] = []
     for value, seconds in allowed.items():
         rest = (*_one_of(second, 0xFFFFFFFF, seconds), *PERMIT)
@@ -208,19 +213,18 @@ def pairs(first: int, second: int, allowed: Mapping[int, tuple[int, ...]]) -> Bl
 
 
 def where(index: int, value: int, block: Block) -> Block:
-    """Apply the block if this argument (32 bits) is the value; otherwise permit the call."""
+    """Apply the block if this argument (32 bits) has the value; otherwise allow the call."""
     return (_argument(index), (_JUMP_EQUAL, 0, len(block), value), *block, *PERMIT)
 
 
 def refused_or(first: Block, otherwise: Block) -> Block:
-    """Apply the second block to the calls that the first one permits."""
+    """Refuse the calls that the first block refuses, and apply the second block to all others."""
     assert first[-1:] == PERMIT
     return (*first[:-1], *otherwise)
 
 
 def _one_of(index: int, mask: int, values: Sequence[int]) -> Block:
-    """Go on after this block if the argument, with the mask applied, is one of the values; otherwise refuse the
-    call."""
+    """Refuse the call if the argument, after the mask, is none of the values; otherwise continue after this block."""
     tests = [(_JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return (_argument(index), (_AND, 0, 0, mask), *tests, *refuse())
 
@@ -238,7 +242,7 @@ def null_pointer(index: int) -> Block:
 
 
 def dies_with(first: tuple[int, int], second: tuple[int, int]) -> Block:
-    """Kill the caller if two arguments have these values, (index, value); otherwise allow the call."""
+    """Kill the caller if two arguments, each given as (index, value), have these values; otherwise allow the call."""
     return (
         _argument(first[0]),
         (_JUMP_EQUAL, 0, 3, first[1]),
@@ -250,10 +254,9 @@ def dies_with(first: tuple[int, int], second: tuple[int, int]) -> Block:
 
 
 def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str | None = None) -> bytes:
-    """Build a filter from rules by name of the call.
-
-    Known calls without a rule are allowed; `unknown` applies to numbers above HIGHEST. Rules for calls that this
-    architecture lacks are left out. A call of another architecture kills the process.
+    """Build a filter from a mapping of system call names to rules. Known calls without a rule are allowed; `unknown` is
+    the rule for numbers above HIGHEST. Rules for calls that this architecture lacks are left out. A call with the
+    numbers of another architecture kills the process.
     """
     machine = machine or this_machine()
     numbers = NUMBERS[machine]
@@ -263,7 +266,7 @@ def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str
         (_JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_AT),
-        # The x32 calls of x86-64 have the same effect under other numbers.
+        # Refuse the x32 calls of x86-64: they have the same effects under other numbers.
         (_JUMP_NOT_BELOW, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, _KILL),
     ]
@@ -271,7 +274,9 @@ def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str
 
 
 def _segments(by_number: Mapping[int, Block], unknown: Block) -> list[tuple[int, Block]]:
-    """Return pairs (first number, block) in order; a block applies to all numbers before the next pair's."""
+    """Return pairs (first call number, block) in order. A block applies to all numbers before the next pair's
+    number.
+    """
     found = [(0, by_number.get(0, PERMIT))]
     for number in range(1, HIGHEST + 1):
         block = by_number.get(number, PERMIT)
@@ -300,10 +305,11 @@ class _Program(ctypes.Structure):
 
 
 def installation(code: bytearray) -> kernel.Step:
-    """Prepare the step that installs a filter for the process that takes the step, and its forks. Needs no_new_privs.
+    """Prepare the call that installs a filter for the calling process and its forks. The process must have no_new_privs
+    set.
 
     Args:
-        code: the filter; it may change until the step is taken, but not in length.
+        code: the filter. Until the call is made, its bytes may change, but not its length.
     """
     shared = (ctypes.c_char * len(code)).from_buffer(code)
     filtering = _Program(len(code) // INSTRUCTION.size, ctypes.addressof(shared))
@@ -313,7 +319,7 @@ def installation(code: bytearray) -> kernel.Step:
 
 
 def install(code: bytes) -> None:
-    """Install a filter for this process and its forks, now.
+    """Install a filter for this process and its forks.
 
     Raises:
         OSError: the kernel has no seccomp filters.

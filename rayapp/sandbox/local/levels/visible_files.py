@@ -4,9 +4,9 @@
     <library>           Python's standard library, without site-packages (which may hold this project's own tasks)
     <packages>          the extra packages of a spec, one folder each, read-only
     /dev                null, zero, full, random, urandom
-    /tmp                private, in memory, with a quota; the only place to write. If Python or a package lies below
-                        the machine's /tmp, it is shown there too, read-only
-    /app, /tests…       links to folders in /tmp that code may make: Harbor's scripts use these paths
+    /tmp                private, in memory, with a quota; the only writable folder. If Python or a package is below
+                        the machine's /tmp, it is also shown there, read-only
+    /app, /tests…       links to folders in /tmp that code may make; scripts of Harbor tasks use these paths
 
 Nothing of the machine's /home, /root, /etc, /var, /run, /proc or /sys is shown.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 HARBOR = ".harbor"
-"""Name of the folder, inside a sandbox's own folder, that the links /app, /tests, /solution and /logs point into."""
+"""Name of the folder, inside a sandbox's own folder, into which the links /app, /tests, /solution and /logs point."""
 LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
 LIBRARY_IN_IMAGES = "/dev/.python"
 """Path of the zygote's own standard library in sandboxes on images, because an image may have no Python."""
@@ -31,9 +31,10 @@ _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     library: str
-    """Python's standard library, e.g. /usr/local/lib/python3.11."""
+    """Folder of Python's standard library, e.g. /usr/local/lib/python3.11."""
     shared: tuple[str, ...]
-    """Files that the interpreter links to, outside the library and the system's folders, e.g. libpython3.11.so."""
+    """Shared libraries of the interpreter that are outside its library and the system's folders, e.g.
+    libpython3.11.so."""
     packages: tuple[str, ...]
     """Folders and files of extra packages."""
 
@@ -47,12 +48,12 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
-    """Images that a zygote's sandboxes can have as their root."""
+    """The images that sandboxes of one zygote can have as their root folder."""
 
     trees: str
-    """Folder of the images' trees."""
+    """Folder that holds the trees of the images."""
     uid: int
-    """The images' user, as the sandbox sees it: the owner of all files."""
+    """User id, inside the sandbox, of the owner of all files of an image."""
     gid: int
 
 
@@ -69,7 +70,7 @@ def of_this_interpreter(packages: Sequence[str]) -> View:
 
 
 def spare_mount_point(used: tuple[str, ...]) -> str:
-    """Return an existing folder that something can be mounted on without hiding needed files.
+    """Return an existing folder that can be a mount point, because no needed file is in it.
 
     Raises:
         OSError: there is no such folder.

@@ -330,6 +330,24 @@ async def test_a_key_has_a_limit_of_calls_at_once(serve: Any) -> None:
         assert (await first).choices[0].message.content == (await second).choices[0].message.content == "yes"
 
 
+async def test_adapters_are_models_of_their_own_and_another_name_is_refused(serve: Any) -> None:
+    async with serve(adapters=["early", "late"]) as (url, engine):
+        listed = [model.id for model in (await client(url).models.list()).data]
+        one = await client(url).models.retrieve("late")
+        names = ("early", "late", "policy", "outputs/mine/final")
+        replies = [await client(url).chat.completions.create(model=name, messages=HI) for name in names]
+        other = anthropic.AsyncAnthropic(base_url=url, api_key="secret", max_retries=0)
+        with pytest.raises(anthropic.NotFoundError, match="the models are 'outputs/mine/final', 'early', 'late'"):
+            await other.messages.create(model="claude", max_tokens=9, messages=HI)
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+            await client(url).completions.create(model="gpt", prompt="hi")
+
+    assert listed == ["outputs/mine/final", "early", "late"]
+    assert one.id == "late"
+    assert [reply.model for reply in replies] == [*names]
+    assert [sampling.adapter for _, _, sampling in engine.requests] == ["early", "late", "", ""]
+
+
 async def test_a_schema_that_the_engine_can_not_follow_is_refused_in_its_words(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,20 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from rayapp.config.agent import EndpointSection
 from rayapp.config.other_models import JudgeSection
+from rayapp.core.errors import ConfigError
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.forms import too_large
+from rayapp.rollout.gateway.forwarding import Forwarder
+from rayapp.rollout.gateway.listening import bound
+from rayapp.rollout.gateway.open_server import open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -434,6 +441,119 @@ async def test_a_call_that_an_sdk_sends_again_after_its_time_out_gets_the_answer
         assert [turn.text for turn in served.session.tree.turns] == ["yes"]
         assert not waits.given_up.is_set()
         assert served.session.trajectory().agent_counts["repeated"] == 1
+
+
+@pytest.fixture
+def other_model(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Another model behind the same APIs, and the client of a session for it."""
+
+    @asynccontextmanager
+    async def opened(**section: Any) -> AsyncIterator[tuple[Forwarder, ScriptedEngine]]:
+        monkeypatch.setenv("HELPERS_KEY", "the-helpers-key")
+        engine = ScriptedEngine(
+            lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
+            chat_tokenizer.decode,
+            lambda name, ids: "a title",
+            end_id=chat_tokenizer.eos_token_id,
+            token_s=0.001,
+        )
+        engine.record = True
+        formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
+        shared: Any = {"model": "helper", "sampling": SamplingParams(max_tokens=900), "sockets": bound("127.0.0.1", 0)}
+        async with open_to_all(formats, engine, keys=["the-helpers-key"], adapters=["other"], **shared) as url:
+            given = {"base_url": f"{url}/v1", "model": "helper", "api_key_env": "HELPERS_KEY", **section}
+            forwarder = Forwarder(EndpointSection(**given))
+            try:
+                yield forwarder, engine
+            finally:
+                await forwarder.close()
+
+    return opened
+
+
+async def test_another_model_answers_calls_under_its_name_in_every_api_and_they_are_not_recorded(
+    serve: Any, other_model: Any
+) -> None:
+    async with (
+        serve("the answer", max_turns=2) as served,
+        served.openai() as client,
+        served.anthropic() as other,
+        other_model() as (forwarder, engine),
+    ):
+        served.session.forwarder = forwarder
+        title = await client.chat.completions.create(model="small", messages=HI)
+        stream = await client.chat.completions.create(model="small", messages=HI, stream=True)
+        streamed = [piece.choices[0].delta.content or "" async for piece in stream if piece.choices]
+        response = await client.responses.create(model="small", input="hi")
+        message = await other.messages.create(model="small", max_tokens=40, messages=HI)
+        size = await other.messages.count_tokens(model="small", messages=HI)
+        answer = await client.chat.completions.create(model="policy", messages=HI)
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.chat.completions.create(model="small", messages=HI, temperature=-1)
+        with pytest.raises(openai.BadRequestError, match="turns under other models' names"):
+            for _ in range(3):
+                await client.chat.completions.create(model="small", messages=HI)
+        played = served.session.trajectory()
+
+    assert title.choices[0].message.content == response.output_text == message.content[0].text == "a title"
+    assert ("".join(streamed), len([each for each in streamed if each]) > 1) == ("a title", True)
+    assert size.input_tokens > 0
+    assert title.model == "helper"  # the model's own name at the endpoint
+    assert answer.choices[0].message.content == "the answer"
+    assert [turn.text for turn in played.turns] == ["the answer"]
+    assert played.agent_counts == {"side_calls": 9, "endpoint_errors": 1}
+    assert all(sampling.adapter == "" for _, _, sampling in engine.requests)
+
+
+async def test_an_endpoint_that_fails_is_an_error_of_the_call_and_keeps_its_key(
+    serve: Any, other_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def echoing(request: web.Request) -> web.Response:
+        if "v3" in request.path:
+            return web.Response(status=302, headers={"Location": "http://elsewhere/"})
+        headers = {"Retry-After": "7", "Set-Cookie": "secret"}
+        return web.json_response({"error": {"message": request.headers["Authorization"]}}, status=429, headers=headers)
+
+    app = web.Application()
+    app.router.add_post("/{any:.*}", echoing)
+    async with serve() as served, served.openai() as client, TestServer(app) as stub, other_model() as (forwarder, _):
+        url = str(stub.make_url("/v1"))
+        served.session.forwarder = Forwarder(forwarder._section.model_copy(update={"base_url": url}))
+        with pytest.raises(openai.RateLimitError) as busy:
+            await client.chat.completions.create(model="small", messages=HI)
+        await served.session.forwarder.close()
+        for base_url, problem in (
+            (url.replace("v1", "v3"), "answered with status 302"),
+            ("http://127.0.0.1:9/v1", "gave no answer"),
+            ("run://helper", "served only in a training run"),
+        ):
+            served.session.forwarder = Forwarder(forwarder._section.model_copy(update={"base_url": base_url}))
+            with pytest.raises(openai.InternalServerError, match=problem):
+                await client.chat.completions.create(model="small", messages=HI)
+            await served.session.forwarder.close()
+
+    assert "Bearer [key]" in busy.value.message
+    assert busy.value.response.headers["retry-after"] == "7"
+    assert "set-cookie" not in busy.value.response.headers
+    assert served.session.trajectory().agent_counts["endpoint_errors"] == 4
+    monkeypatch.delenv("HELPERS_KEY")
+    with pytest.raises(
+        ConfigError, match=r"agent.external.endpoint has no key: the environment variable HELPERS_KEY is not set"
+    ):
+        Forwarder(forwarder._section)
+
+
+async def test_the_end_of_the_session_ends_calls_that_wait_for_another_model(serve: Any, other_model: Any) -> None:
+    async with serve() as served, served.openai() as client, other_model() as (forwarder, engine):
+        served.session.forwarder, engine.generate = forwarder, (waits := Waits(engine)).generate
+        call = asyncio.create_task(client.chat.completions.create(model="small", messages=HI))
+        await waits.asked.wait()
+        served.session.end()
+        await asyncio.wait_for(waits.given_up.wait(), 30)
+        with pytest.raises(openai.APIConnectionError):
+            await call
+        with pytest.raises(openai.APIStatusError, match="this session is over"):
+            await client.chat.completions.create(model="small", messages=HI)
 
 
 async def test_a_wish_for_a_form_is_dropped_and_counted_where_the_run_says_so(serve: Any) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.gateway import server
+from rayapp.rollout.gateway import listening
 from rayapp.rollout.gateway.conversation import Ask, Said
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
@@ -149,7 +149,7 @@ async def test_the_first_piece_comes_while_the_rest_is_sampled_and_a_client_that
 
 
 async def test_a_client_that_does_not_read_its_stream_is_cut_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(listening, "SEND_TIMEOUT_S", 0.3)
     async with serve("word " * 3000, token_s=0.0) as (url, session):
         host, port = url.split("/")[2].split(":")
         body = b'{"stream": true, "messages": [{"role": "user", "content": "hi"}]}'

@@ -235,7 +235,7 @@ def broken_layer(folder: Path) -> None:
         (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "unpacked its digest is"),
         (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is not JSON"),
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
-        (lambda _: None, "oci:{folder}:other", "is not in its layout"),
+        (lambda _: None, "oci:{folder}:other", "is not in the index of its folder"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
         (lambda _: None, "build:unknown", "rayapp images build"),
     ],

@@ -81,14 +81,19 @@ def test_an_image_that_a_task_names_is_the_providers_template_where_it_says_so(m
     assert [each.get("image") for each in asked] == [None, "org/y:2", None, None]
 
 
-def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None:
-    def why(*providers: dict[str, object], template: str = "org/x:1") -> str:
-        return why_no_sandbox(SandboxConfig.model_validate({"providers": providers}), template)
+def why(*providers: dict[str, object], template: str = "org/x:1") -> str:
+    return why_no_sandbox(SandboxConfig.model_validate({"providers": providers}), template)
 
-    assert why({"type": "local"}).startswith("the local provider can use only images")
+
+@pytest.mark.usefixtures("namespaces")
+def test_the_local_provider_takes_an_image_or_a_name_for_one() -> None:
     assert why({"type": "local"}, template="image:org/x:1") == ""
-    assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
     assert why({"type": "local", "images": {"org/x:1": "image:oci:/x"}}) == ""
+
+
+def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None:
+    assert why({"type": "local"}).startswith("the local provider can use only images")
+    assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
     assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
     told = "provider e2b can't use images, only its own templates: build one, and name it in images: {org/x:1: …}"
