@@ -15,14 +15,13 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.machine import ROOT, memory_below
@@ -34,7 +33,7 @@ from rayapp.sandbox.images.store import open_store
 from rayapp.sandbox.local.provider import LocalProvider
 
 sys.path.insert(0, str(ROOT / "tests"))
-from support.images import entry, layer, machine_layer, write_oci
+from support.images import entry, layer, machine_layer, real_registry, write_oci
 
 _TRUE = ("/bin/true",)
 _MIB = 1 << 20
@@ -126,40 +125,12 @@ def disk_mib(folder: Path) -> int:
     return int(subprocess.run(["du", "-sm", folder], check=True, capture_output=True, text=True).stdout.split()[0])
 
 
-@contextmanager
-def registry(work: Path) -> Iterator[str]:
-    """Run Debian's docker-registry on loopback. Yield its host."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        host = f"127.0.0.1:{free.getsockname()[1]}"
-    settings = {
-        "version": 0.1,
-        "log": {"level": "error"},
-        "storage": {"filesystem": {"rootdirectory": str(work / "registry")}},
-        "http": {"addr": host},
-    }
-    (work / "registry.yml").write_text(json.dumps(settings))
-    process = subprocess.Popen(
-        ["docker-registry", "serve", work / "registry.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(tuple(host.split(":")), 1).close()  # type: ignore[arg-type]
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield host
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def pulls(folder: Path, work: Path, rounds: int) -> dict[str, list[float]]:
     """Return the seconds that rayapp takes to pull and unpack the image into an empty cache, and that skopeo takes to
     copy it.
     """
     found: dict[str, list[float]] = {"pull": [], "skopeo": []}
-    with registry(work) as host:
+    with real_registry(work) as host:
         plain = ["--dest-tls-verify=false", f"oci:{folder}:{_TAG}", f"docker://{host}/big:1"]
         subprocess.run(["skopeo", "copy", *plain], check=True, capture_output=True)
         for number in range(rounds):
