@@ -170,16 +170,16 @@ def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: s
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
-    # Allow seteuid() and setegid(), which GNU make calls with its own user and group before it starts a program
-    # (POSIX_SPAWN_RESETIDS). Without capabilities the kernel permits no other user.
-    unchanged = (0xFFFFFFFF, (0xFFFFFFFF,))
-    rules |= dict.fromkeys(("setresuid", "setresgid"), every((0, *unchanged), (2, *unchanged)))
     if is_of_image:
         rules |= {name: no_effect() for name in _OWNERS}
     if own_pid is None:
         # Kill a process that sends SIGKILL to itself: in pid 1 of a namespace the kernel would ignore the signal.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
         rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
+        # Allow seteuid() and setegid(), which GNU make calls with its own user and group before it starts a program
+        # (POSIX_SPAWN_RESETIDS). Without capabilities the kernel permits no other user.
+        unchanged = (0xFFFFFFFF, (0xFFFFFFFF,))
+        rules |= dict.fromkeys(("setresuid", "setresgid"), every((0, *unchanged), (2, *unchanged)))
     else:
         rules |= _alone(own_pid)
     return program(rules, machine=machine)
