@@ -2,7 +2,8 @@
 
     start   a sandbox that runs /bin/true and ends: on an image, without one, by `runc run`, by `podman run`
     share   sandboxes of one large image on this node: memory and disk
-    pull    the large image from Debian's docker-registry on loopback: into the cache, unpacked, and by `skopeo copy`
+    pull    the large image from Debian's docker-registry on loopback: into the cache, unpacked; by `skopeo copy`, which
+            doesn't unpack; and by `skopeo copy` and `umoci unpack`
 
 The benchmark runs as root and needs runc, umoci, skopeo and docker-registry. Rounds alternate, so that ratios hold on a
 busy machine.
@@ -88,7 +89,8 @@ async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> d
         "bare": lambda _: start_ms(provider, ""),
         "runc": lambda number: command_ms(["runc", "run", "-b", str(bundle), f"rayapp-{os.getpid()}-{number}"]),
     }
-    podman = ["podman", "--root", str(work / "podman"), "run", "--rm", "--network=none", "--cgroups=disabled"]
+    runtime = ["--runtime", "crun"] if shutil.which("crun") else []  # Debian's runc can't start without cgroups
+    podman = ["podman", *runtime, "--root", str(work / "podman"), "run", "--rm", "--network=none", "--cgroups=disabled"]
     try:
         await command_ms([*podman, f"oci:{folder}:{_TAG}", *_TRUE])
         ways["podman"] = lambda _: command_ms([*podman, f"oci:{folder}:{_TAG}", *_TRUE])
@@ -126,23 +128,27 @@ def disk_mib(folder: Path) -> int:
 
 
 def pulls(folder: Path, work: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds that rayapp takes to pull and unpack the image into an empty cache, and that skopeo takes to
-    copy it.
+    """Return the seconds that rayapp takes to pull and unpack the image into an empty cache, that skopeo takes to copy
+    it, and that `skopeo copy` and `umoci unpack` take together.
     """
-    found: dict[str, list[float]] = {"pull": [], "skopeo": []}
+    found: dict[str, list[float]] = {"pull": [], "skopeo": [], "skopeo_and_umoci": []}
     with real_registry(work) as host:
         plain = ["--dest-tls-verify=false", f"oci:{folder}:{_TAG}", f"docker://{host}/big:1"]
         subprocess.run(["skopeo", "copy", *plain], check=True, capture_output=True)
+        copy = ["skopeo", "copy", "--src-tls-verify=false", f"docker://{host}/big:1", f"oci:{work}/copied:1"]
         for number in range(rounds):
             began = time.perf_counter()
             pull(open_store(str(work / f"pulled{number}"), 100), parse(f"{host}/big:1")).release()
             found["pull"].append(time.perf_counter() - began)
             shutil.rmtree(work / f"pulled{number}")
             began = time.perf_counter()
-            copy = ["skopeo", "copy", "--src-tls-verify=false", f"docker://{host}/big:1", f"oci:{work}/copied:1"]
             subprocess.run(copy, check=True, capture_output=True)
             found["skopeo"].append(time.perf_counter() - began)
+            unpack = ["umoci", "unpack", "--image", f"{work}/copied:1", str(work / "unpacked")]
+            subprocess.run(unpack, check=True, capture_output=True)
+            found["skopeo_and_umoci"].append(time.perf_counter() - began)
             shutil.rmtree(work / "copied")
+            shutil.rmtree(work / "unpacked")
     return found
 
 
@@ -167,7 +173,7 @@ def main() -> None:
         pulled = pulls(folder, work, settings.pulls)
     median = {name: statistics.median(each) for name, each in {**times, **pulled}.items()}
     ratios = {f"start_of_{name}_by_image": median[name] / median["image"] for name in times if name != "image"}
-    ratios["skopeo_by_pull"] = median["skopeo"] / median["pull"]
+    ratios |= {f"{name}_by_pull": median[name] / median["pull"] for name in ("skopeo", "skopeo_and_umoci")}
     starts_ms = {name: median[name] for name in times}
     print_report(settings, ratios, starts_ms=starts_ms, pulls_s={name: median[name] for name in pulled}, shared=sharing)
 

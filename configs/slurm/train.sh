@@ -6,9 +6,9 @@
 # `rayapp submit CONFIG --slurm` checks the config first and then runs the same. The script starts a Ray over all nodes of
 # the job, trains on it, and ends it. Options of sbatch win over the #SBATCH lines below.
 #
-# When the job is preempted or its time ends, Slurm sends USR1 so many seconds before: the run finishes its step and saves,
-# and the job goes back into the queue and later continues from its checkpoint. Preemption sends USR1 only if the cluster
-# has PreemptParameters=send_user_signal and a GraceTime; without them the work since the last checkpoint is lost.
+# Slurm sends USR1 when the job is preempted, and 600 s before its time limit: the run finishes its step and saves, and the
+# job goes back into the queue and later continues from its checkpoint. Preemption sends USR1 only if the cluster sets
+# preempt_send_user_signal and a GraceTime (docs/operate.md); else the work since the last checkpoint is lost.
 #
 # Variables:
 #   RAYAPP_PYTHON          Python with rayapp on every node (default: python)

@@ -491,6 +491,20 @@ async def test_commands_run_with_their_exit_status(sandbox: LocalSandbox) -> Non
     assert "no-such-program" in missing.stderr
 
 
+async def test_a_program_may_be_started_as_the_user_that_it_is_as_gnu_make_does(provider: LocalProvider) -> None:
+    sandbox = await new(provider)
+    if sandbox.isolation == "ll":
+        pytest.skip("at level ll code starts no programs")
+    start = "os.posix_spawn('/bin/echo', ['echo', 'hi'], {}, resetids=True)"
+    others = "[os.setresuid(*ids) for ids in [(0, 0, 0), (-1, os.getuid() + 1, -1)]]"
+
+    ran = await sandbox.run_code(f"import os\nos.waitpid({start}, 0)", timeout_s=30)
+    refused = await sandbox.run_code(f"import os\n{others}", timeout_s=30)
+
+    assert ran.stdout == "hi\n", ran
+    assert "PermissionError" in str(refused.error) + refused.stderr
+
+
 async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     sandbox = await new(provider, SandboxSpec(env=(("WHO", "me"),)))
