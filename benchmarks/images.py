@@ -89,8 +89,7 @@ async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> d
         "bare": lambda _: start_ms(provider, ""),
         "runc": lambda number: command_ms(["runc", "run", "-b", str(bundle), f"rayapp-{os.getpid()}-{number}"]),
     }
-    runtime = ["--runtime", "crun"] if shutil.which("crun") else []  # Debian's runc can't start without cgroups
-    podman = ["podman", *runtime, "--root", str(work / "podman"), "run", "--rm", "--network=none", "--cgroups=disabled"]
+    podman = ["podman", "--root", str(work / "podman"), "run", "--rm", "--network=none", "--cgroups=disabled"]
     try:
         await command_ms([*podman, f"oci:{folder}:{_TAG}", *_TRUE])
         ways["podman"] = lambda _: command_ms([*podman, f"oci:{folder}:{_TAG}", *_TRUE])

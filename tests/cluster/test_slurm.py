@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rayapp.cli.jobs import ENDED_BATCH
 from support.slurm import DEADLINE_S, Slurm, SlurmMissingError, running_slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -91,8 +92,12 @@ def test_a_preempted_run_over_two_nodes_saves_and_goes_on_from_its_checkpoint(
     def told() -> str:
         return f"{slurm.job(job)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
 
+    def has_step(step: int) -> bool:
+        assert slurm.job(job)["JobState"] not in ENDED_BATCH, told()
+        return max(steps_of(run), default=0) >= step
+
     assert submit(slurm, file).returncode == 2, "a second run of this name is refused"
-    until(lambda: len(steps_of(run)) >= 2, told)
+    until(lambda: has_step(2), told)
     assert len({line.split()[-1] for line in nodes_in(log)}) == 2, told()
     assert not list(run.glob("checkpoints/step=*")), "the only checkpoint is the one that preemption makes"
 
@@ -101,7 +106,7 @@ def test_a_preempted_run_over_two_nodes_saves_and_goes_on_from_its_checkpoint(
     until(lambda: slurm.job(urgent.stdout.strip())["JobState"] == "COMPLETED", told)
     saved = max(int(path.name[5:]) for path in run.glob("checkpoints/step=*"))
     assert saved >= 2
-    until(lambda: max(steps_of(run)) > saved + 1, told)
+    until(lambda: has_step(saved + 2), told)
     assert slurm.job(job)["Restarts"] == "1"
 
     assert slurm.run("scancel", "--batch", "--signal=TERM", job).returncode == 0

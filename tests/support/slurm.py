@@ -39,6 +39,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
+MinJobAge=7200
 SlurmdTimeout=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -206,3 +206,21 @@ def test_a_model_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(ConfigError, match="a model server needs a key"):
         KeyGuard(app)
+
+
+@pytest.mark.long  # imports vLLM
+async def test_vllm_puts_the_guard_before_all_of_its_own_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import FastAPI
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    command = vllm_serve(ModelServerSection(name="m", path="m"), "m", "127.0.0.1", 1)
+    app = FastAPI()
+    app.add_api_route("/tokenize", lambda: "open", methods=["POST"])
+    init_entrypoints_middleware(make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:]), app, ("generate",))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
+        answers = [await client.post("/tokenize", headers=headers) for headers in ({}, {"Authorization": "Bearer k"})]
+
+    assert [answer.status_code for answer in answers] == [401, 200]
