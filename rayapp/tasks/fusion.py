@@ -212,17 +212,18 @@ async def _run(
     sandbox: Sandbox, asked: RunCode, language: Language | None, memory_mib: int
 ) -> tuple[ExecResult | None, ExecResult | None]:
     """Compile and run. Returns both results; None for a step that was not taken."""
+    timeout_s, stdin = asked.run_timeout, asked.stdin or ""
+    if language is None:
+        ran = await sandbox.run_code(asked.code, timeout_s=timeout_s, stdin=stdin, max_output_bytes=_MAX_OUTPUT_BYTES)
+        return None, ran
     compiled = None
-    run = partial(sandbox.run_code, asked.code)
-    if language is not None:
-        await write_program(language, asked.code, sandbox)
-        compiling = partial(compile_program, language, asked.code, sandbox, timeout_s=asked.compile_timeout)
-        if language.is_compiled and not (compiled := await compiling()).ok:
-            return compiled, None
-        argv = language.run_command(language.main_class(asked.code), memory_mib, is_test=language.is_compiled)
-        run = partial(sandbox.run_command, argv)
-    ran = await run(timeout_s=asked.run_timeout, stdin=asked.stdin or "", max_output_bytes=_MAX_OUTPUT_BYTES)
-    if ran.exit_code == _NOT_FOUND and language is not None and not language.is_compiled:
+    await write_program(language, asked.code, sandbox)
+    compiling = partial(compile_program, language, asked.code, sandbox, timeout_s=asked.compile_timeout)
+    if language.is_compiled and not (compiled := await compiling()).ok:
+        return compiled, None
+    argv = language.run_command(language.main_class(asked.code), memory_mib, is_test=language.is_compiled)
+    ran = await sandbox.run_command(argv, timeout_s=timeout_s, stdin=stdin, max_output_bytes=_MAX_OUTPUT_BYTES)
+    if ran.exit_code == _NOT_FOUND and not language.is_compiled:
         await compiling()  # says so if the interpreter is missing
     return compiled, ran
 
