@@ -189,7 +189,7 @@ _STEPS = 10
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Context manager that yields a progress function: call it with (split, rows done, rows in all)."""
+    """Yield a function that shows progress: call it with (split, rows done, rows in all)."""
     if not sys.stderr.isatty():
         yield _print_tenths
         return

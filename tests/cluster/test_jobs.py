@@ -90,7 +90,7 @@ def test_wrong_token_and_a_wrong_port_are_named(head: Any, tmp_path: Path) -> No
         assert re.match(r"error: http://\S+ refuses the token \(.+\)\. Set RAY_AUTH_MODE=token and", refused.stderr)
         attached = head.run(sys.executable, "-c", ATTACH, head.gcs, RAY_AUTH_TOKEN="wrong")
         assert attached.stdout.startswith(f"no Ray answers at '{head.gcs}' "), attached.stdout + attached.stderr
-        assert "it may refuse the token. Set RAY_AUTH_MODE=token and" in attached.stdout
+        assert "Ray may refuse the token. Set RAY_AUTH_MODE=token and" in attached.stdout
         assert "InvalidAuthToken" in attached.stderr
     nowhere = head.run(sys.executable, "-m", "rayapp", *command, "--address", "http://127.0.0.1:1")
     assert nowhere.returncode == 2

@@ -1,6 +1,7 @@
-"""Runs the script of docs/migrate-from-trl.md with TRL's GRPOConfig, and prints the run that it would train.
+"""Runs scripts of docs/migrate-from-trl.md with TRL's GRPOConfig, and prints the run that each would train.
 
-Called by tests/unit/api/test_trl.py with the file of TRL's lines and the file of rayapp's. Neither trainer starts.
+Called by tests/unit/api/test_trl.py with a file of TRL's lines and a file of rayapp's for each script. No trainer
+starts.
 """
 
 import sys
@@ -15,8 +16,9 @@ import rayapp
 class Trainer:
     """Takes what GRPOTrainer takes."""
 
-    def __init__(self, *, args, model, reward_funcs, train_dataset, eval_dataset, peft_config):
+    def __init__(self, *, args, model, reward_funcs, train_dataset, **parts):
         assert isinstance(args, Config)
+        assert parts.keys() <= {"eval_dataset", "peft_config", "environment_factory"}
 
     def train(self):
         pass
@@ -26,10 +28,12 @@ Config = trl.GRPOConfig
 trl.GRPOConfig = partial(Config, bf16=False)  # TRL refuses its own default, bfloat16, on a machine without a GPU
 trl.GRPOTrainer = Trainer
 rayapp.train = lambda run: print(run.config.model_dump_json())
-before, after = map(Path, sys.argv[1:])
-names = {}
-exec(before.read_text(), names)
-sys.stdout = sys.stderr  # its print shows the table of fields
-exec(after.read_text().replace("rayapp.train(run)", ""), names)
-sys.stdout = sys.__stdout__
-rayapp.train(names["run"])
+sys.path.insert(0, "")
+texts = [Path(file).read_text() for file in sys.argv[1:]]
+for before, after in zip(texts[::2], texts[1::2], strict=True):
+    names = {}
+    exec(before, names)
+    sys.stdout = sys.stderr  # its print shows the table of fields
+    exec(after.replace("rayapp.train(run)", ""), names)
+    sys.stdout = sys.__stdout__
+    rayapp.train(names["run"])

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -251,6 +251,8 @@ class Conversations:
 
     def __init__(self) -> None:
         self._roots: dict[Key, _TreePlace] = {}
+        self._num_messages: dict[Key, int] = {}
+        """Number of messages of the longest recorded prompt, for each set of tools."""
 
     def find(self, tools: Key, messages: Sequence[Said]) -> Found:
         """Return the recorded part that these messages continue from.
@@ -283,7 +285,9 @@ class Conversations:
         place = self._roots[tools]
         for number, said in enumerate(messages):
             if (following := place.children.get(said.key)) is None:
-                return _drift(place, said, is_first=number == 0)
+                drift = _drift(place, said, is_first=number == 0)
+                is_shorter = len(messages) < self._num_messages[tools]
+                return replace(drift, reason="history_compacted") if drift.is_edit and is_shorter else drift
             place = following
         return Drift("history_cut")
 
@@ -294,6 +298,7 @@ class Conversations:
         replaces it.
         """
         place = self._roots.setdefault(tools, _TreePlace())
+        self._num_messages[tools] = max(len(messages), self._num_messages.get(tools, 0))
         for said in messages:
             place = place.children.setdefault(said.key, _TreePlace())
         if place.prompt_end is None:
@@ -312,6 +317,11 @@ class Drift:
     recorded: str = ""
     sent: str = ""
 
+    @property
+    def is_edit(self) -> bool:
+        """True if the agent replaced messages after the first."""
+        return self.reason in ("history_rewritten", "reply_never_sampled")
+
     def __str__(self) -> str:
         shown = f": {self.sent!r} was sent, {self.recorded!r} is recorded" if self.recorded or self.sent else ""
         return self.reason.replace("_", " ") + shown
@@ -319,6 +329,7 @@ class Drift:
 
 _REASONS = {"system": "system_prompt_changed", "tool": "result_changed", "user": "history_rewritten"}
 _SHOWN_CHARS = 40
+_DIGITS = re.compile(r"\d+")
 
 
 def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
@@ -334,7 +345,10 @@ def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
         reason = "arguments_rewritten"
     else:
         reason = "reply_rewritten"
-    start = max(0, _num_equal(recorded := _flat(closest), sent := _flat(said.key)) - _SHOWN_CHARS // 4)
+    recorded, sent = _flat(closest), _flat(said.key)
+    if said.role in ("system", "user") and _DIGITS.sub("0", recorded) == _DIGITS.sub("0", sent):
+        reason = "clock_in_prompt"
+    start = max(0, _num_equal(recorded, sent) - _SHOWN_CHARS // 4)
     return Drift(reason, recorded[start : start + _SHOWN_CHARS], sent[start : start + _SHOWN_CHARS])
 
 

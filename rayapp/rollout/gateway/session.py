@@ -487,6 +487,7 @@ class Session:
         if drift is None:
             return
         self.counts["forks"] += 1
+        self.counts["forked"] = 1
         self.counts[f"forks/{drift.reason}"] += 1
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 

@@ -131,7 +131,7 @@ def checkpoint_step(key: str) -> int | None:
 
 
 def is_of_step_after(key: str, step: int) -> bool:
-    """Return True if a key is a trajectory file, or in a checkpoint or profile, of a later step."""
+    """Return True if a key belongs to a later step: it is a trajectory file, or lies in a checkpoint or profile."""
     profile = re.match(rf"{PROFILES}/step=(\d+)/", key)
     steps = (trajectory_step(key), checkpoint_step(key), int(profile[1]) if profile else None)
     return any(found is not None and found > step for found in steps)

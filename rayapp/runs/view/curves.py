@@ -129,6 +129,10 @@ MEANINGS = {
     "Failures": "Share of trajectories that a failed sandbox, engine or tool left without a reward.",
     "Staleness": "Optimizer steps between the weights that sampled and those trained; 0 in a synchronous run.",
     "Kept over weight syncs": "Share of trajectories that outlived a weight sync, and of tokens sampled before it.",
+    "Agents' calls": "External agents: trajectories that forked, repeated calls, calls under other models' names, and "
+    "calls that asked for a form.",
+    "Why trajectories forked": "External agents' calls that continue no recorded conversation, by reason. The page of "
+    "a trajectory shows the first text that differs.",
     "Entropy": "Entropy of the policy's next token. Near 0 the policy writes the same text again and again.",
     "KL": "Distance of the policy from the weights that sampled, from the reference, and from the teacher.",
     "Clip share": "Share of tokens whose ratio the policy loss clips.",
@@ -154,6 +158,7 @@ def _share(section: str, title: str, *keys: str) -> Panel:
 
 
 _PHASES = ("step", "generate", "score", "train", "weight_sync", "eval", "checkpoint", "other")
+_AGENTS_COUNTS = ("forked", "repeated", "side_calls", "endpoint_errors", "structured_dropped", "structured_guided")
 PANELS = (
     _panel("Reward", "Reward", "reward/mean", "reward/min", "reward/max"),
     _share("Reward", "Tests passed", "reward/pass_rate/mean", "reward/solved/mean"),
@@ -171,6 +176,8 @@ PANELS = (
     _share("Rollout", "Failures", "rollout/invalid", "rollout/failed_ratio_10_steps", "failure/*"),
     _panel("Rollout", "Staleness", "staleness/mean", "staleness/max", unit="optimizer steps", floor=0.0),
     _share("Rollout", "Kept over weight syncs", "kept/tokens", "kept/trajectories"),
+    _panel("Rollout", "Agents' calls", *(f"agent/{name}" for name in _AGENTS_COUNTS), floor=0.0, absent_is_zero=True),
+    _panel("Rollout", "Why trajectories forked", "agent/forks/*", unit="calls", floor=0.0, absent_is_zero=True),
     _panel("Learner", "Entropy", "learner/entropy", "sft/entropy", unit="nats", floor=0.0),
     _panel("Learner", "KL", "learner/ppo_kl", "learner/kl_to_reference", "distillation/*kl", "rollout_corr/kl"),
     _panel("Learner", "Clip share", "learner/pg_clipfrac", "learner/pg_clipfrac_lower", floor=0.0),

@@ -220,6 +220,8 @@ _GROUP_COLUMNS = ("index", "prefill", "completion", "reward_detail", *SCALARS)
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS = "forks"
 """Column with the forks: positions of tokens that don't follow the token before them."""
+AGENT_OUTPUT = "agent_output"
+"""Column with the end of an external agent's output, and notes on the calls that forked the trajectory."""
 RECORDED_TURNS = "turns"
 """Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
@@ -246,7 +248,7 @@ def read_trajectory(
     Raises:
         InputError: there is no such trajectory, or its file can't be read.
     """
-    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS)
+    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, AGENT_OUTPUT)
     rows = _read(source, step, group_id, [("index", "=", index)], (*_GROUP_COLUMNS, *more))
     if not rows:
         raise InputError(f"step {step} has no trajectory {index} in group {group_id}")
@@ -258,6 +260,8 @@ def read_trajectory(
     for turn in turns:
         turn["calls"] = calls_at.get(turn["first_token"], [])
     return _cut_row(row) | {
+        AGENT_OUTPUT: cut(row[AGENT_OUTPUT] or ""),
+        "num_forks": len(tokens[FORKS]),
         "num_tokens": len(tokens["token_ids"]),
         "has_learner_log_probs": tokens[LEARNER_LOG_PROBS] is not None,
         "is_tokenized": tokenizer is not None,

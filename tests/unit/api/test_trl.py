@@ -172,31 +172,36 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_path: Path) -> None:
+def test_the_scripts_of_the_page_run_before_and_after_with_trls_own_class(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "migrate-from-trl.md").read_text()
-    before, after, rewards = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    by_hand, _, split = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    (tmp_path / "before.py").write_text(before)
-    (tmp_path / "after.py").write_text(after)
-    for name in ("math.jsonl", "held_out.jsonl"):
+    before, after, rewards, wordle, play, played = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    by_hand, environment, with_environment, split = blocks
+    files = {"before.py": before, "after.py": after, "wordle.py": wordle, "play.py": play, "played.py": played}
+    for name, script in files.items():
+        (tmp_path / name).write_text(script)
+    for name in ("math.jsonl", "held_out.jsonl", "words.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 4))
 
-    argv = [sys.executable, str(ROOT / "tests" / "data" / "run_trl_page.py"), "before.py", "after.py"]
+    scripts = ["before.py", "after.py", "play.py", "played.py"]
+    argv = [sys.executable, str(ROOT / "tests" / "data" / "run_trl_page.py"), *scripts]
     away = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(argv, cwd=tmp_path, env=away, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
 
-    config = Config.model_validate_json(done.stdout)
+    config, plays = map(Config.model_validate_json, done.stdout.splitlines())
     assert (config.rollout.group_size, config.train.groups_per_step, config.train.num_minibatches) == (8, 8, 1)
     assert (config.train.num_steps, config.eval.every_steps, config.checkpoint.every_steps) == (16, 25, 50)
     assert (config.learner.lora.rank, config.learner.lora.alpha, config.run.seed) == (32, 64, 7)
     assert (tmp_path / config.tasks[0]).is_file()
     assert (tmp_path / config.eval.tasks[0]).is_file()
-    of_the_page = _leaves(by_hand)
-    own = {"run.name", "tasks", "eval.tasks", "reward.custom", "train.num_steps"}  # names, and epochs of 1,000 rows
-    assert {key: _value(config, key) for key in of_the_page.keys() - own} == {
-        key: value for key, value in of_the_page.items() if key not in own
-    }
+    own = {"run.name", "tasks", "eval.tasks", "reward.custom"}  # names
+    for found, of_the_page, others in ((config, by_hand, {"train.num_steps"}), (plays, with_environment, set())):
+        leaves = {key: value for key, value in _leaves(of_the_page).items() if key not in own | others}
+        assert {key: _value(found, key) for key in leaves} == leaves
+    (tmp_path / "wordle.yaml").write_text(yaml.safe_dump(environment))
+    by_file, by_script = (load_tasks([str(tmp_path / file)]) for file in ("wordle.yaml", plays.tasks[0]))
+    assert len(by_file) == len(by_script) == len(ROWS) * 4
     assert "learning_rate = 2e-05: learner.optimizer.lr" in done.stderr
     names: dict[str, Any] = {}
     exec(rewards, names)

@@ -444,7 +444,7 @@ def test_a_gpu_can_be_given_by_its_figures() -> None:
         "memory_gib=1e999,tflops=-1",
         "tpu",
     ):
-        with pytest.raises(InputError, match="give the figures"):
+        with pytest.raises(InputError, match="describe another GPU"):
             gpu_called(wrong)
 
 

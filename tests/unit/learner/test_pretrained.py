@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_model_or_without_all_of_it_is_refused_with_the_
     with pytest.raises(InputError, match=rf"lacks 1 of the model's tensors, such as {name}"):
         read(llama)
     (llama / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no model\.safetensors, no pytorch_model\.bin"):
+    with pytest.raises(InputError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
         read(llama)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
-from rayapp.core.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.core.types import CallRecord, Fork, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.curves import MEANINGS, PANELS, Metrics, Panel, curve, keys_of_panel
 from rayapp.runs.view.details import (
@@ -366,6 +366,20 @@ def test_tool_calls_stand_with_the_turn_that_made_them(tmp_path: Path, tokenizer
 
     assert [(one["kind"], len(one["calls"])) for one in turns] == [("prompt", 0), ("sampled", 1)]
     assert (turns[1]["calls"][0]["name"], turns[1]["calls"][0]["failure"]) == ("run", "crash")
+
+
+def test_a_trajectory_that_forked_is_shown_with_the_reason_and_the_run_with_the_number_for_each(tmp_path: Path) -> None:
+    note = "rayapp: turn 2 does not continue the conversation: clock in prompt"
+    forked = replace(trajectory(1.0), forks=(Fork(start=3, after=-1),), agent_output=f"played\n{note}")
+    (tmp_path / "trajectories").mkdir()
+    write_trajectories(tmp_path / "trajectories" / "step=000001.parquet", 1, [group(0, forked)])
+
+    one = read_trajectory(open_source(str(tmp_path)), 1, 0, 0, None)
+    assert (one["num_forks"], one["agent_output"].splitlines()[1]) == (1, note)
+    known = ["agent/forked", "agent/forks", "agent/forks/clock_in_prompt", "agent/forks/retry", "agent/side_calls"]
+    shown = {panel.title: keys_of_panel(panel, known) for panel in PANELS}
+    assert shown["Why trajectories forked"] == ["agent/forks/clock_in_prompt", "agent/forks/retry"]
+    assert shown["Agents' calls"] == ["agent/forked", "agent/side_calls"]
 
 
 def test_a_huge_text_is_cut_and_says_by_how_much() -> None:

@@ -16,7 +16,7 @@ export async function groupsPage({run, runs, query}) {
   const title = h("div", {class: "title"}, h("h1", {}, "Groups"),
     h("span", {class: "quiet", "data-count": found.total}, `${number(found.total)} of ${number(facets.groups)} groups, ${number(facets.trajectories)} trajectories in all`));
   announce(`${found.total} groups`);
-  if (found.searched < found.files) title.append(h("span", {class: "quiet"}, `text looked for in ${number(found.searched)} of ${number(found.files)} steps, newest first; `, h("a", {href: location.hash, on: {click: () => dispatchEvent(new HashChangeEvent("hashchange"))}}, "look on")));
+  if (found.searched < found.files) title.append(h("span", {class: "quiet"}, `text searched in ${number(found.searched)} of ${number(found.files)} steps, newest first; `, h("a", {href: location.hash, on: {click: () => dispatchEvent(new HashChangeEvent("hashchange"))}}, "look on")));
   return h("div", {}, title, filters(facets, query), found.rows.length ? [table(found.rows, facets, query), pager(found.total, query)] : empty(query, runs[run].index.num_pending));
 }
 
@@ -94,6 +94,6 @@ function pager(total, query) {
 
 function empty(query, numPending) {
   if (numPending) return h("div", {class: "empty"}, `None so far; ${number(numPending)} more steps are being read.`);
-  if (FILTERS.some((name) => query[name])) return h("div", {class: "empty"}, "No group is like that. ", h("a", {href: link("groups", {run: query.run})}, "Clear filters"));
+  if (FILTERS.some((name) => query[name])) return h("div", {class: "empty"}, "No group matches the filters. ", h("a", {href: link("groups", {run: query.run})}, "Clear filters"));
   return h("div", {class: "empty"}, "This run has no trajectories: either no step is done yet, or tracking.trajectories is false.");
 }

@@ -14,7 +14,14 @@ export async function trajectoryPage({run, query}) {
   return h("div", {}, heading(one, query), summary(one),
     one.reward_detail ? h("p", {class: "note"}, visible(one.reward_detail)) : null,
     one.is_tokenized ? bar(one, scales, colour, query) : noTokenizer(),
-    h("ol", {class: "turns"}, one.turns.map((turn) => turnBlock(turn, one, colour))));
+    h("ol", {class: "turns"}, one.turns.map((turn) => turnBlock(turn, one, colour))), outputBlock(one));
+}
+
+// What an external agent's program wrote, with the reasons why its calls forked the trajectory.
+function outputBlock(one) {
+  if (!one.agent_output) return null;
+  return h("details", {class: "turn read card", "data-kind": "output", open: one.num_forks ? true : null},
+    h("summary", {}, h("span", {class: "kind"}, "Agent's output")), h("pre", {}, visible(one.agent_output)));
 }
 
 function heading(one, query) {
@@ -30,7 +37,7 @@ function summary(one) {
     ["Reward", rewardBadge(one.reward, one.valid)], ["Verdict", statusChip(one.reward_status)], ["Ended", statusChip(one.status)],
     one.failure_kind ? ["Failure", chip(one.failure_kind, "bad")] : null,
     [one.advantage_label, one.advantage === null ? "in no loss" : number(one.advantage, 3)],
-    ["Tokens", `${number(one.num_tokens)}, ${number(one.num_prompt_tokens)} of them prompt`], ["Turns", number(one.num_turns)], ["Policy version", version],
+    ["Tokens", `${number(one.num_tokens)}, ${number(one.num_prompt_tokens)} of them prompt`], ["Turns", number(one.num_turns)], one.num_forks ? ["Forks", number(one.num_forks)] : null, ["Policy version", version],
     ["Sampled in", seconds(one.time_generate_s)], ["Scored in", seconds(one.time_score_s)],
     ...Object.entries(one.reward_terms).map(([name, value]) => [name, number(value)]),
   ]);

@@ -420,12 +420,14 @@ async def test_with_one_call_at_a_time_the_reply_has_the_first_call_alone(bench:
 @pytest.mark.parametrize(
     ("history", "reason", "shown"),
     [
-        ([Said(role="system", text="It is 10:01.")], "system_prompt_changed", "10:01"),
+        ([Said(role="system", text="It is 12:01.")], "clock_in_prompt", "2:01"),
+        ([Said(role="system", text="You are a poet.")], "system_prompt_changed", "poet"),
         ([user("hello")], "other_conversation", "hello"),
         ([SYSTEM, user("hi")], "retry", ""),
         ([SYSTEM, user("hi"), Said(role="assistant", text="My lookup")], "reply_rewritten", "My lookup"),
         ([SYSTEM, user("hi"), "other arguments"], "arguments_rewritten", "b"),
         ([SYSTEM, user("summary"), Said(role="assistant", text="ok")], "history_rewritten", "summary"),
+        ([SYSTEM, user("a summary")], "history_compacted", "a summary"),
     ],
 )
 async def test_a_call_that_forks_the_trajectory_is_counted_with_its_reason_and_the_first_difference(
@@ -443,6 +445,7 @@ async def test_a_call_that_forks_the_trajectory_is_counted_with_its_reason_and_t
 
     played = b.session.trajectory(output="the program's output")
     assert played.agent_counts[f"forks/{reason}"] == played.agent_counts["forks"] == 1
+    assert played.agent_counts["forked"] == 1
     lines = played.agent_output.splitlines()
     assert lines[0] == "the program's output"
     assert reason.replace("_", " ") in lines[1]
