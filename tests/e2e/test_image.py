@@ -22,7 +22,7 @@ BASE, IMAGE = "localhost/python:base", "localhost/rayapp:test"
 NEEDED_BYTES = 15 << 30
 MOST_BYTES = 5 << 30
 """Of the image for a CPU; it had 4.4 GB when it was first built (docs/operate.md)."""
-PYTHON = "python3,python3-venv,ca-certificates"
+PYTHON = "python3,python3-dev,python3-venv,ca-certificates"  # headers as in the python image: torch compiles with them
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
