@@ -29,6 +29,7 @@ def test_the_project_that_init_writes_trains_as_it_is(tmp_path: Path) -> None:
     """As a user does it: init, then make, with two of its twenty steps."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["RAY_ADDRESS"] = "local"  # not a Ray of other tests that still runs
 
     def run(*command: str, folder: Path) -> str:
         done = subprocess.run(
