@@ -65,6 +65,7 @@ munged --foreground --force --socket="$1/munge.socket" --key-file="$1/munge.key"
     --seed-file="$1/munge.seed" --log-file="$1/munge.log" &
 export SLURM_CONF="$1/slurm.conf"
 slurmctld -D &
+mkdir -p /tmp/ray
 for n in 1 2; do
     ip netns add node$n
     ip link add v$n type veth peer name eth0 netns node$n
@@ -74,7 +75,8 @@ for n in 1 2; do
     ip -n node$n addr add 10.77.0.1$n/24 dev eth0
     ip -n node$n route add default via 10.77.0.1
     ip netns exec node$n unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc bash -c \
-        'hostname "$1"; mount -t tmpfs -o size=1g shm /dev/shm; slurmd -D & wait' bash node$n &
+        'hostname "$1"; mount -t tmpfs -o size=1g own /dev/shm; mount -t tmpfs own /tmp/ray; slurmd -D & wait' \
+        bash node$n &
 done
 wait
 """
