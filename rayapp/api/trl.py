@@ -385,9 +385,12 @@ def _gpus(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={"cluster.device": "cpu", "learner.num_learners": int(values[NUM_GPUS])})
     total, tp = int(values[NUM_GPUS]), int(values["vllm_tensor_parallel_size"])
     is_split = bool(values["use_vllm"]) and value == "server"
-    if value not in ("server", "colocate") or (not is_split and total % tp):
+    if value not in ("server", "colocate"):
+        raise ConfigError(f"{key} = {value!r} can't be imported: it must be server or colocate")
+    if not is_split and total % tp:
         raise ConfigError(
-            f"{key} = {value!r} with num_gpus = {total} and vllm_tensor_parallel_size = {tp} can't be split"
+            f"num_gpus = {total} can't be divided into servers of vllm_tensor_parallel_size = {tp} GPUs each. "
+            "Make num_gpus a multiple of it."
         )
     settings = {
         "cluster.device": "gpu",

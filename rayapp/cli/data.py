@@ -85,7 +85,7 @@ def _prepare(job: Preparation) -> None:
         with progress_bar() as progress:
             reports = asyncio.run(run(job, progress))
     except StorageExistsError as error:
-        raise InputError(f"--out: {error} The option for the latter is --overwrite.") from error
+        raise InputError(f"--out: {error} To overwrite it, add --overwrite.") from error
     for report in reports:
         typer.echo(
             f"{report.split}.parquet: {report.num_written} rows written, {len(report.bad)} rows could not be mapped"

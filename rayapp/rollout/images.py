@@ -101,8 +101,8 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
         if not earlier:
             raise
         raise ImageError(
-            f"{earlier}, which {name} was when this run started, can't be fetched any more: {error}. Push it "
-            f"again, or delete its line in {record}: the run then goes on with the image that {name} is now"
+            f"image {earlier} can't be fetched any more: {error}. When this run started, {name} was the name of this "
+            f"image. Push it again, or delete its line in {record}: the run then uses the image that {name} names now"
         ) from error
 
 

@@ -188,7 +188,7 @@ def _number(name: str, value: object) -> float | None:
     try:
         return storable(number)
     except ValueError:
-        raise ValueError(f"a {name} that is not a finite number of 32 bits") from None
+        raise ValueError(f"a {name} that is not finite as a 32-bit float") from None
 
 
 def readable_error(error: BaseException) -> str:

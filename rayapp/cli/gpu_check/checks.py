@@ -147,7 +147,7 @@ TASK = Letters(name="letters")
 
 
 def model_of(context: CheckContext) -> str:
-    """Return the user's model, or make one with random weights in the check's folder."""
+    """Return the path of the user's model, or make a model with random weights in the check's folder."""
     return context.model or str(random_model(context.folder / "model", LARGE if context.on_gpu else SMALL))
 
 

@@ -83,10 +83,11 @@ def _renamed(model: Any, name: str) -> str:
 
 
 def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tuple[Any, list[int]] | None:
-    """Return the layer that holds a matrix or bias, and the indices of the parts that form it among the layer's merged
-    parts (all indices if the checkpoint merges the parts like vLLM).
+    """Return the layer that holds a matrix or bias, and the indices of its parts in the layer.
 
-    Return None if vLLM reorders rows as it loads, as for the interleaved heads of q, k and v of GPT-NeoX.
+    vLLM merges matrices into one layer: for `q_proj` the result is (layer `qkv_proj`, [0]). All indices are returned if
+    the checkpoint merges the matrices in the same way, or the layer has one part. None is returned if no layer holds
+    the matrix, or if vLLM reorders its rows when it loads them (interleaved heads of q, k and v in GPT-NeoX).
     """
     own = name.rpartition(".")[0].rpartition(".")[2]
     parent, _, kind = owner.rpartition(".")

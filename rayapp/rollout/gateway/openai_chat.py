@@ -165,6 +165,8 @@ def _made(call: Mapping[str, Any], where: str) -> ToolCall:
 
 def _tool(given: Mapping[str, Any], index: int) -> ToolSchema:
     function = given.get("function")
+    if given.get("type") == "function" and not isinstance(function, dict):
+        raise refuse(f"tools[{index}]: function must be an object with a name and parameters")
     if given.get("type") != "function" or not isinstance(function, dict):
         raise refuse(f"tools[{index}]: only tools of type function are supported, not {given.get('type')!r:.40}")
     return tool(function, f"tools[{index}].function")

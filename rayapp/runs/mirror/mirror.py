@@ -469,8 +469,8 @@ async def _check_last_writer(storage: Storage, folder: Path) -> None:
     ledger = Ledger.load(folder)
     if ledger is None or ledger.generation != await last_generation(storage):
         raise RunFolderError(
-            f"{storage.uri} was written by another process after {folder}: sending {folder} would replace newer files. "
-            "Nothing was changed on either side."
+            f"{folder} is out of date: another process has written to {storage.uri} since the last upload from this "
+            "folder, and uploading it would replace newer files. Nothing was changed on either side."
         )
 
 

@@ -210,7 +210,7 @@ def _where(chosen: GroupFilter, among: Sequence[str] | None) -> tuple[str, dict[
 
 def _value(name: str, text: str) -> Any:
     if name in _CHOICES and text not in _CHOICES[name]:
-        raise InputError(f"{name} is {' or '.join(_CHOICES[name])}, not {text!r}")
+        raise InputError(f"{name} must be {' or '.join(_CHOICES[name])}, not {text!r}")
     if name.startswith("step_"):
         return _number(name, text)
     if name in ("reward_min", "reward_max"):

@@ -105,7 +105,7 @@ class _Stream:
 
     def seek(self, position: int) -> None:
         if position < self._position:
-            raise ValueError(f"it leads back from byte {self._position} to {position}")
+            raise ValueError(f"its entries lead back from byte {self._position} to byte {position}")
         for _ in self.parts(position - self._position):
             pass
 

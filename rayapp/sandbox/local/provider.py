@@ -85,8 +85,10 @@ class _Living:
 
 
 def why_no_images(refused: Mapping[str, str]) -> str:
-    """Return the reason why this node can't run sandboxes on images. `refused` has the isolation levels that it
-    refused.
+    """Return the reason why this node can't run sandboxes on images.
+
+    Args:
+        refused: the isolation levels that this node can't offer, each with the reason.
     """
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (

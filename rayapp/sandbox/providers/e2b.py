@@ -65,7 +65,7 @@ class _Counted:
     def take(self, text: str) -> None:
         self.room -= len(text)
         if self.room < 0:
-            raise SandboxProtocolError("a command's output is larger than the largest report")
+            raise SandboxProtocolError("a command printed more than the limit of its output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,10 @@ class _Relay:
         connections.
         """
         if sum(writer.transport.get_write_buffer_size() for writer in self._writers.values()) > _MOST_UNREAD_BYTES:
-            raise SandboxProtocolError(f"the relay in the sandbox sent {_MOST_UNREAD_BYTES} bytes that were not read")
+            raise SandboxProtocolError(
+                f"the relay in the sandbox sends faster than rayapp reads: more than {_MOST_UNREAD_BYTES} bytes, the "
+                "limit, are waiting to be read"
+            )
 
     def _listens(self, told: dict[str, object]) -> None:
         if not self.ready.done():
@@ -131,7 +134,7 @@ class _Relay:
     async def _open(self, number: int) -> None:
         self._seen.add(number)
         if len(self._writers) >= MOST_CONNECTIONS:
-            raise SandboxProtocolError("the relay in the sandbox holds more connections than it may")
+            raise SandboxProtocolError(f"the relay in the sandbox opened more than {MOST_CONNECTIONS} connections")
         own, other = socket.socketpair()
         other.setblocking(False)
         reader, self._writers[number] = await asyncio.open_connection(sock=own)

@@ -164,7 +164,8 @@ def _load_local(path: Path, file_split: str, cache: Path) -> Mapping[str, Any]:
     files = {name: file for name in SPLITS for file in sorted(path.glob(f"{name}*")) if file.suffix in _LOADERS}
     if not files:
         raise InputError(
-            f"source {path}: no train or test file ({', '.join(_LOADERS)}) is in it, and it is not from save_to_disk"
+            f"source {path} has no train or test file ({', '.join(_LOADERS)}), and was not written by "
+            "save_to_disk of the package datasets"
         )
     return {name: _load_file(file, cache) for name, file in files.items()}
 

@@ -373,7 +373,8 @@ def pytest_files() -> dict[str, bytes]:
             place = Path(importlib.import_module(name).__file__ or "").parent
         except ImportError:
             raise InputError(
-                "tests that pytest runs need it on this machine, for sandboxes without an image: pip install pytest"
+                "pytest is not installed on this machine, and tests in sandboxes without an image need it: "
+                "pip install pytest"
             ) from None
         for path in place.rglob("*.py"):
             if path.parent.name not in ("lexers", "styles") or path.stem in ("__init__", "_mapping", "python", "diff"):

@@ -180,7 +180,7 @@ async def judge_by_script(
         return replace(_reward(0.0, told), status=ran.stopped_for.value), ran.duration_s
     if ran.exit_code < 0:
         return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}"), ran.duration_s
-    # Read only the file that the script's text names: the judged code may have written the other file.
+    # Read reward.json only if a file of tests/ mentions it: otherwise the judged code may have written it.
     names_json = any(b"reward.json" in data for data in script.files.values())
     for path in rewards if names_json else rewards[1:]:
         try:

@@ -289,7 +289,9 @@ def _image(fields: Mapping[str, Any], options: SweOptions) -> str:
     try:
         made = options.image.format_map(known)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise InputError(f"image={options.image}: {error} is none of {', '.join(known)}") from None
+        raise InputError(
+            f"image={options.image}: the name can't be formed ({error}). It may use the fields {', '.join(known)}"
+        ) from None
     bare = made.removeprefix(PREFIX)
     # Names in a registry are in lower case. Keep the case of folders and archives.
     return f"{PREFIX}{bare if bare.startswith(('oci:', 'archive:', 'build:')) else bare.lower()}"
