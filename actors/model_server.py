@@ -23,6 +23,7 @@ from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
+from rayapp.core.http import KEY_VARIABLE, KeyGuard
 from rayapp.core.logs import label_logs
 from rayapp.core.programs import supervised
 from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
@@ -44,6 +45,7 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "served-model-name": section.name,
         "tensor-parallel-size": section.tensor_parallel_size,
         "gpu-memory-utilization": section.gpu_memory_utilization,
+        "middleware": f"{KeyGuard.__module__}.{KeyGuard.__name__}",
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
     # Don't call `vllm serve`, which runs the same module: it needs a package named `vllm`, and vLLM's CPU build has
     # another name.
@@ -60,12 +62,13 @@ class ModelServer(Restartable):
     Args:
         config: config of the run.
         section: this server's section of `model_servers` in the config.
+        key: key that clients must send, with every request but GET /health.
         command: makes the command line; tests replace `vllm_serve`.
     """
 
-    def __init__(self, config: Config, section: ModelServerSection, command: Command = vllm_serve) -> None:
+    def __init__(self, config: Config, section: ModelServerSection, key: str, command: Command = vllm_serve) -> None:
         label_logs(config.run.name)
-        self._config, self._section, self._command = config, section, command
+        self._config, self._section, self._key, self._command = config, section, key, command
         self._process: subprocess.Popen[bytes] | None = None
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         self._url = ""
@@ -96,7 +99,7 @@ class ModelServer(Restartable):
         await self.close()
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         command = self._command(self._section, local.model.path, host, port)
-        self._process = await asyncio.to_thread(_kept, command)
+        self._process = await asyncio.to_thread(_kept, command, self._key)
         self._url = f"http://{host}:{port}"
         started = time.monotonic()
         while not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
@@ -138,11 +141,15 @@ class ModelServer(Restartable):
             )
 
 
-def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _kept(command: Sequence[str], key: str) -> subprocess.Popen[bytes]:
     """Start a command under a supervisor. It ends the command when its standard input closes, so at the latest when
     this process ends.
+
+    Args:
+        key: goes into the environment, because all users of the machine can read a command line.
     """
-    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True)
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | {KEY_VARIABLE: key}
+    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True, env=environment)
 
 
 def _answers(url: str, timeout_s: float) -> bool:

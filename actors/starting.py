@@ -242,13 +242,13 @@ def spawn_servers(
 
 
 def spawn_model_servers(
-    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection]
+    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection], key: str
 ) -> dict[str, ModelServerHandle]:
-    """Start the model servers of these sections, and return their handles by name."""
+    """Start the model servers of these sections, which require this key, and return their handles by name."""
     handles: dict[str, ModelServerHandle] = {}
     for section in asked:
         name = f"model-server-{section.name}"
-        actor = spawn("model-server", name, config, section, share=placement.model_server(section.name))
+        actor = spawn("model-server", name, config, section, key, share=placement.model_server(section.name))
         handles[section.name] = started.add(ModelServerHandle(actor, name))
     return handles
 

@@ -2,7 +2,8 @@
 
     start   a sandbox that runs /bin/true and ends: on an image, without one, by `runc run`, by `podman run`
     share   sandboxes of one large image on this node: memory and disk
-    pull    the large image from Debian's docker-registry on loopback: into the cache, unpacked, and by `skopeo copy`
+    pull    the large image from Debian's docker-registry on loopback: into the cache, unpacked; by `skopeo copy`, which
+            doesn't unpack; and by `skopeo copy` and `umoci unpack`
 
 The benchmark runs as root and needs runc, umoci, skopeo and docker-registry. Rounds alternate, so that ratios hold on a
 busy machine.
@@ -15,14 +16,13 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.machine import ROOT, memory_below
@@ -34,7 +34,7 @@ from rayapp.sandbox.images.store import open_store
 from rayapp.sandbox.local.provider import LocalProvider
 
 sys.path.insert(0, str(ROOT / "tests"))
-from support.images import entry, layer, machine_layer, write_oci
+from support.images import entry, layer, machine_layer, real_registry, write_oci
 
 _TRUE = ("/bin/true",)
 _MIB = 1 << 20
@@ -126,52 +126,28 @@ def disk_mib(folder: Path) -> int:
     return int(subprocess.run(["du", "-sm", folder], check=True, capture_output=True, text=True).stdout.split()[0])
 
 
-@contextmanager
-def registry(work: Path) -> Iterator[str]:
-    """Run Debian's docker-registry on loopback. Yield its host."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        host = f"127.0.0.1:{free.getsockname()[1]}"
-    settings = {
-        "version": 0.1,
-        "log": {"level": "error"},
-        "storage": {"filesystem": {"rootdirectory": str(work / "registry")}},
-        "http": {"addr": host},
-    }
-    (work / "registry.yml").write_text(json.dumps(settings))
-    process = subprocess.Popen(
-        ["docker-registry", "serve", work / "registry.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(tuple(host.split(":")), 1).close()  # type: ignore[arg-type]
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield host
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def pulls(folder: Path, work: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds that rayapp takes to pull and unpack the image into an empty cache, and that skopeo takes to
-    copy it.
+    """Return the seconds that rayapp takes to pull and unpack the image into an empty cache, that skopeo takes to copy
+    it, and that `skopeo copy` and `umoci unpack` take together.
     """
-    found: dict[str, list[float]] = {"pull": [], "skopeo": []}
-    with registry(work) as host:
+    found: dict[str, list[float]] = {"pull": [], "skopeo": [], "skopeo_and_umoci": []}
+    with real_registry(work) as host:
         plain = ["--dest-tls-verify=false", f"oci:{folder}:{_TAG}", f"docker://{host}/big:1"]
         subprocess.run(["skopeo", "copy", *plain], check=True, capture_output=True)
+        copy = ["skopeo", "copy", "--src-tls-verify=false", f"docker://{host}/big:1", f"oci:{work}/copied:1"]
         for number in range(rounds):
             began = time.perf_counter()
             pull(open_store(str(work / f"pulled{number}"), 100), parse(f"{host}/big:1")).release()
             found["pull"].append(time.perf_counter() - began)
             shutil.rmtree(work / f"pulled{number}")
             began = time.perf_counter()
-            copy = ["skopeo", "copy", "--src-tls-verify=false", f"docker://{host}/big:1", f"oci:{work}/copied:1"]
             subprocess.run(copy, check=True, capture_output=True)
             found["skopeo"].append(time.perf_counter() - began)
+            unpack = ["umoci", "unpack", "--image", f"{work}/copied:1", str(work / "unpacked")]
+            subprocess.run(unpack, check=True, capture_output=True)
+            found["skopeo_and_umoci"].append(time.perf_counter() - began)
             shutil.rmtree(work / "copied")
+            shutil.rmtree(work / "unpacked")
     return found
 
 
@@ -196,7 +172,7 @@ def main() -> None:
         pulled = pulls(folder, work, settings.pulls)
     median = {name: statistics.median(each) for name, each in {**times, **pulled}.items()}
     ratios = {f"start_of_{name}_by_image": median[name] / median["image"] for name in times if name != "image"}
-    ratios["skopeo_by_pull"] = median["skopeo"] / median["pull"]
+    ratios |= {f"{name}_by_pull": median[name] / median["pull"] for name in ("skopeo", "skopeo_and_umoci")}
     starts_ms = {name: median[name] for name in times}
     print_report(settings, ratios, starts_ms=starts_ms, pulls_s={name: median[name] for name in pulled}, shared=sharing)
 

@@ -5,6 +5,7 @@ uses uv where there is one (on PATH, or installed into the environment first) an
 with --no-deps: they are complete, and pip's resolver would take minutes to confirm it.
 
 Usage: python install.py [--device cpu|gpu] [--installer auto|uv|pip] [--bytecode now|later] [--venv .venv]
+           [--lock-only]
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--installer", choices=("auto", "uv", "pip"), default="auto")
     parser.add_argument("--bytecode", choices=("now", "later"), default="now")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--lock-only", action="store_true", help="without this project and without tools of developers")
     options = parser.parse_args()
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         print(f"Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]} ({sys.executable})", file=sys.stderr)
@@ -51,16 +53,18 @@ def _install(options: argparse.Namespace, stamp: Path, wanted: str) -> int:
     install = _uv_command(uv, python, options.device) if uv else [str(python), "-m", "pip", "install"]
     install += _bytecode_options(options.bytecode, uses_uv=uv is not None)
     print(f"installing {_lock(options.device).name} with {'uv' if uv else 'pip'}", flush=True)
+    locked = [*install, "--no-deps", "-r", str(_lock(options.device))]
     steps = [
-        [*install, "--no-deps", "-r", str(_lock(options.device)), "-r", str(HERE / "requirements-dev.lock")],
+        [*locked, "-r", str(HERE / "requirements-dev.lock")],
         # The build backend is in the lock, so nothing is fetched to build this package.
         [*install, "--no-deps", "--no-build-isolation", "-e", str(ROOT)],
     ]
-    for step in steps:
+    for step in [locked] if options.lock_only else steps:
         if subprocess.run(step, stdin=subprocess.DEVNULL, check=False).returncode:
             print(_cure(options.device, uses_uv=uv is not None), file=sys.stderr)
             return 1
-    stamp.write_text(wanted)
+    if not options.lock_only:
+        stamp.write_text(wanted)
     return 0
 
 

@@ -205,7 +205,7 @@ def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
         raise InputError(f"there is no folder {path}")
     if not path.name.startswith("step="):
         return path.absolute()
-    from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch: seconds
+    from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch, which takes seconds
 
     _whole(path, config)
     own = _config_of_run(path)
@@ -233,7 +233,7 @@ def _whole(path: Path, config: Config) -> Checkpoint:
 
 
 def _convert(path: Path, out: Path) -> None:
-    from rayapp.learner.state.hf_folder import checkpoint_to_hf  # loads torch: seconds
+    from rayapp.learner.state.hf_folder import checkpoint_to_hf  # loads torch, which takes seconds
 
     checkpoint_to_hf(_config_of_run(path), path / "learner", out)
 

@@ -1,4 +1,5 @@
-"""`rayapp submit`, `rayapp status`, `rayapp stop`: runs as jobs of a Ray cluster, on a workstation or under KubeRay.
+"""`rayapp submit`, `rayapp status`, `rayapp stop`: runs as jobs of a Ray cluster, on a workstation or under KubeRay;
+`submit --slurm` makes a job of Slurm, which trains in the current folder by configs/slurm/train.sh.
 
 `submit` does the same as `ray job submit`, but first checks what would fail on the cluster: the config, paths that
 exist only on this machine, and a run of the same name that is still running. The commands talk to the dashboard over
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +44,33 @@ Address = Annotated[
     epilog="Examples:\n\n"
     "  rayapp submit configs/coding_cpu.yaml run.output_dir=$PWD/outputs model.path=$PWD/models/smollm2-135m\n\n"
     "  RAY_AUTH_MODE=token RAY_AUTH_TOKEN=… rayapp submit configs/coding_8gpu.yaml run.output_dir=/var/outputs "
-    "--address http://127.0.0.1:8265"
+    "--address http://127.0.0.1:8265\n\n"
+    "  rayapp submit configs/coding_2x8gpu.yaml --slurm --sbatch '--nodes=2 --gpus-per-node=8 --exclusive --mem=0'"
 )
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file below the current folder")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE")] = None,
     address: Address = "http://127.0.0.1:8265",
     follow: Annotated[bool, typer.Option("--follow", help="Show the log until the run ends")] = False,
-    python: Annotated[str, typer.Option(help="Python interpreter on the cluster")] = "python",
+    python: Annotated[
+        str | None, typer.Option(help="Python interpreter on the cluster [default: python; --slurm: this one]")
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Train as a job of Slurm, in the current folder (docs/operate.md)")
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="With --slurm: options of sbatch, e.g. '--nodes=2 --gpus-per-node=8'")
+    ] = None,
 ) -> None:
-    """Train as a job of a Ray cluster. Uploads the current folder; RAY_AUTH_TOKEN holds the cluster's token."""
+    """Train as a job of a Ray cluster, or of Slurm. For Ray it uploads the current folder; RAY_AUTH_TOKEN holds the
+    cluster's token."""
 
-    job = plan_job(config, overrides or (), python=python, now=datetime.now(UTC))
+    if slurm:
+        _submit_to_slurm(config, overrides or (), sbatch or (), follow=follow, python=python)
+        return
+    if sbatch:
+        raise ConfigError("--sbatch is for jobs of Slurm: add --slurm")
+    job = plan_job(config, overrides or (), python=python or "python", now=datetime.now(UTC))
     submission_id = submit_job(job, address)
     typer.echo(
         f"job {submission_id} runs; dashboard {address}/#/jobs/{submission_id}\n"
@@ -71,6 +89,32 @@ def submit(
     typer.echo(f"job {submission_id}: {status}", err=True)
     if status != "SUCCEEDED":
         raise typer.Exit(EXIT_INTERRUPTED if status == "STOPPED" else EXIT_FAILED)
+
+
+def _submit_to_slurm(
+    config: Path, overrides: Sequence[str], options: Sequence[str], *, follow: bool, python: str | None
+) -> None:
+    job_id = submit_batch(config, overrides, options, python=python)
+    typer.echo(
+        f"job {job_id} is in Slurm's queue\n"
+        f"  state: squeue --job {job_id}\n"
+        f"  log:   tail -F {shlex.quote(str(batch_job(job_id).log))}\n"
+        f"  stop:  scancel --batch --signal=TERM {job_id}   (saves first; a plain scancel does not)",
+        err=True,
+    )
+    if not follow:
+        typer.echo(job_id)
+        return
+    try:
+        job = follow_batch(job_id, _write)
+    except KeyboardInterrupt:
+        typer.echo(f"job {job_id} continues", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    typer.echo(f"job {job_id}: {job.state}", err=True)
+    if job.state == "CANCELLED":
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if job.state != "COMPLETED":
+        raise typer.Exit(job.exit_code or EXIT_FAILED)
 
 
 @app.command(epilog="Examples:\n\n  rayapp stop coding_cpu-20261121-080000\n\n  rayapp stop --all --timeout-s 240")
@@ -313,3 +357,120 @@ def _explained(address: str) -> Iterator[None]:
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
             raise ConfigError(f"{address} refuses the token ({first_line(error)}). {WRONG_TOKEN}") from None
         raise ConfigError(f"{address} refused: {first_line(error)}") from None
+
+
+SCRIPT = Path(__file__).parents[2] / "configs" / "slurm" / "train.sh"
+ENDED_BATCH = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+)
+"""States of jobs that Slurm does not run again. A job that goes back into the queue is PENDING."""
+BATCH_POLL_S = 2.0
+SILENCE_S = 600.0
+"""Longest time without an answer of Slurm's controller while a job is followed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchJob:
+    """A job as Slurm reports it."""
+
+    state: str
+    exit_code: int
+    log: Path
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED_BATCH
+
+
+def submit_batch(config_path: Path, overrides: Sequence[str], options: Sequence[str], *, python: str | None) -> str:
+    """Check a run's config and hand the run to Slurm. Returns the job's id.
+
+    Args:
+        options: options of sbatch, each a text with one or several of them.
+        python: Python interpreter on the nodes; None: this one, or `python` in an image (RAYAPP_IMAGE).
+    Raises:
+        ConfigError: the config is wrong, a run of this name is a job already, or Slurm refuses the job.
+        InputError: this machine has no Slurm, or the script is missing.
+    """
+    name = load_config(config_path, overrides).run.name
+    if not SCRIPT.is_file():
+        raise InputError(f"{SCRIPT} is missing, as in every installed wheel: run this in a clone of the project.")
+    if running := slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%A %T").split():
+        raise ConfigError(
+            f"run {name!r} is {running[1].lower()} in Slurm already, as job {running[0]}. Stop it (scancel --batch "
+            f"--signal=TERM {running[0]}), or choose another run.name."
+        )
+    interpreter = python or ("python" if os.environ.get("RAYAPP_IMAGE") else sys.executable)
+    asked = [word for text in options for word in shlex.split(text)]
+    command = ("sbatch", "--parsable", f"--job-name={name}", *asked, str(SCRIPT), str(config_path), *overrides)
+    # The id, and on federated clusters ";" and the cluster's name.
+    return slurm(*command, RAYAPP_PYTHON=interpreter).strip().partition(";")[0]
+
+
+def slurm(*command: str, **environment: str) -> str:
+    """Return the output of one of Slurm's commands.
+
+    Raises:
+        InputError: this machine has no Slurm.
+        ConfigError: the command failed.
+    """
+    try:
+        done = subprocess.run(
+            command, env=os.environ | environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise InputError(
+            f"{command[0]} is not on this machine: run this on a login node of the Slurm cluster."
+        ) from None
+    if done.returncode != 0:
+        raise ConfigError(f"{command[0]} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def batch_job(job_id: str) -> BatchJob:
+    """Return the state of a job.
+
+    Raises:
+        ConfigError: Slurm's controller does not answer, or has forgotten the job.
+    """
+    text = slurm("scontrol", "show", "job", job_id)
+    fields = dict(re.findall(r"^ +(JobState|StdOut|Restarts)=(.*)$", text, re.MULTILINE))
+    exit_code = re.search(r"\bExitCode=(\d+):(\d+)", text)
+    if exit_code is None or not {"JobState", "StdOut"} <= fields.keys():
+        raise ConfigError(f"scontrol show job {job_id} printed no state: {text[:200]!r}")
+    return BatchJob(
+        state=fields["JobState"].split()[0], exit_code=int(exit_code[1]), log=Path(fields["StdOut"].strip())
+    )
+
+
+def follow_batch(job_id: str, write: Callable[[str], None]) -> BatchJob:
+    """Write the job's log until the job has ended, also while it waits in the queue again. Returns its last state.
+
+    Raises:
+        DeadlineError: Slurm's controller does not answer any more.
+    """
+    position, answered = 0, time.monotonic()
+    while True:
+        try:
+            job = batch_job(job_id)
+        except ConfigError as error:
+            if time.monotonic() - answered > SILENCE_S:
+                raise DeadlineError(f"job {job_id} can't be followed any more: {error}") from None
+        else:
+            answered = time.monotonic()
+            position = _write_new(job.log, position, write)
+            if job.has_ended:
+                return job
+        time.sleep(BATCH_POLL_S)
+
+
+def _write_new(log: Path, position: int, write: Callable[[str], None]) -> int:
+    """Write what the log has from this position on. Returns its new length."""
+    try:
+        with log.open("rb") as file:
+            file.seek(position)
+            while chunk := file.read(1 << 20):
+                write(chunk.decode(errors="replace"))
+            return file.tell()
+    except FileNotFoundError:  # the job has not begun
+        return position

@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gpu_check.command:app",
         "Check driver, GPU links, matrix products, vLLM, each weight transport and three steps of training.",
     ),
-    "submit": ("jobs:app", "Train as a job of a Ray cluster."),
+    "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm."),
     "stop": ("jobs:app", "Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."),
     "status": ("jobs:app", "List the jobs of a Ray cluster: job, status, seconds, run, and Ray's message."),
     "render-k8s": (

@@ -51,6 +51,7 @@ def audit(
         float, typer.Option(min=0, max=1, help="Highest reward that an obvious guess may earn")
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+    json_file: Annotated[Path | None, typer.Option(help="Also write the report as JSON to this file")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the report as an HTML page to this file")] = None,
     kept: Annotated[
         Path | None, typer.Option(help="Write the names of the tasks without findings to this file, one a line")
@@ -86,8 +87,11 @@ def audit(
         write_text(kept, "".join(f"{report.task}\n" for report in reports if not report.findings))
     if html is not None:
         write_text(html, _page(reports))
+    told = json.dumps([asdict(report) | {"properties": report.properties} for report in reports], indent=2)
+    if json_file is not None:
+        write_text(json_file, f"{told}\n")
     if as_json:
-        typer.echo(json.dumps([asdict(report) | {"properties": report.properties} for report in reports], indent=2))
+        typer.echo(told)
     else:
         _print(reports)
     num_bad = sum(bool(report.findings) for report in reports)

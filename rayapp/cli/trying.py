@@ -139,6 +139,7 @@ train: data/train.parquet
 
 try: data/train.parquet
 \trayapp try reward rewards.py:compute_score --data data/train.parquet
+\trayapp model fetch smollm2-135m
 \trayapp doctor config.yaml
 
 view:

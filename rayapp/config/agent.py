@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
-from rayapp.config.other_models import plain_url
+from rayapp.config.other_models import ClientSection, plain_url
 from rayapp.core.names import check_name
 
 AGENTS = ("tool_agent", "single_turn_agent")
@@ -49,7 +49,7 @@ class DataSection(FrozenModel):
     """Folder on each machine for copies of remote files and of a model on s3://."""
 
 
-class EndpointSection(FrozenModel):
+class EndpointSection(ClientSection):
     """Model that answers an agent's calls under other models' names, if `agent.external.models` is endpoint."""
 
     base_url: str = ""

@@ -70,20 +70,15 @@ def alone(config: Config, server: ModelServerSection) -> Config:
     return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 
 
-def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
-    """Return the config with run://NAME replaced by the address of the running model server of that name."""
-
-    def address(base_url: str) -> str:
-        return urls.get(server_named(base_url), base_url)
+def with_addresses(config: Config, urls: Mapping[str, str], key: str) -> Config:
+    """Return the config with run://NAME replaced by the address of the running model server of that name, and with the
+    key of the run's servers for its clients."""
 
     def of_agent(agent: AgentSection) -> AgentSection:
-        endpoint = agent.external.endpoint
-        own = {"base_url": address(endpoint.base_url), "model": server_named(endpoint.base_url) or endpoint.model}
-        external = agent.external.model_copy(update={"endpoint": endpoint.model_copy(update=own)})
-        return agent.model_copy(update={"external": external})
+        endpoint = agent.external.endpoint.at(urls, key, model=server_named(agent.external.endpoint.base_url))
+        return agent.model_copy(update={"external": agent.external.model_copy(update={"endpoint": endpoint})})
 
-    judges = tuple(judge.model_copy(update={"base_url": address(judge.base_url)}) for judge in config.judges)
-    teacher = config.distillation.model_copy(update={"base_url": address(config.distillation.base_url)})
+    judges = tuple(judge.at(urls, key) for judge in config.judges)
     sources = tuple(source.model_copy(update={"agent": of_agent(source.agent)}) for source in config.sources)
-    own = {"judges": judges, "distillation": teacher, "agent": of_agent(config.agent), "sources": sources}
-    return config.model_copy(update=own)
+    own = {"judges": judges, "distillation": config.distillation.at(urls, key)}
+    return config.model_copy(update=own | {"agent": of_agent(config.agent), "sources": sources})

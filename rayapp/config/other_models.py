@@ -4,11 +4,12 @@ that give rewards, docs/judges.md), and `model_servers` (servers that the run st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
 
@@ -44,7 +45,7 @@ class ModelServerSection(FrozenModel):
 
 
 _OURS = (
-    *("host", "port", "uds", "api-key", "model", "served-model-name"),
+    *("host", "port", "uds", "api-key", "middleware", "model", "served-model-name"),
     *("tensor-parallel-size", "gpu-memory-utilization"),
 )
 
@@ -62,6 +63,8 @@ class Endpoint:
     """Name for messages, e.g. `judge quality`."""
     base_url: str
     api_key_env: str
+    key: str
+    """Key of a model server of the run; empty: api_key_env names the variable that holds the key."""
     timeout_s: float
     """Deadline of one request."""
     max_retries: int
@@ -86,7 +89,32 @@ def plain_url(value: str) -> str:
     return value.rstrip("/")
 
 
-class DistillationSection(FrozenModel):
+class ClientSection(FrozenModel):
+    """A section with the address of a model behind HTTP, which may be a model server of the run."""
+
+    if TYPE_CHECKING:
+        base_url: str
+    _key: str = PrivateAttr("")
+
+    @property
+    def key(self) -> str:
+        """Key of a model server of the run; empty for any other server. No written or printed config holds it."""
+        return self._key
+
+    def at(self, urls: Mapping[str, str], key: str, **changes: str) -> Self:
+        """Return the section with run://NAME replaced by that server's URL, and with the key of the run's servers.
+
+        Args:
+            changes: further values of such a section.
+        """
+        if not (url := urls.get(server_named(self.base_url))):
+            return self
+        section = self.model_copy(update={"base_url": url, **changes})
+        section._key = key  # noqa: SLF001 - a private attribute of pydantic, of the same class
+        return section
+
+
+class DistillationSection(ClientSection):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher: str = ""
@@ -148,6 +176,7 @@ class DistillationSection(FrozenModel):
             who="the teacher",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
+            key=self.key,
             timeout_s=self.timeout_s,
             max_retries=20,
             max_concurrent=256,
@@ -196,7 +225,7 @@ class Criterion(FrozenModel):
     """Weight relative to the other criteria."""
 
 
-class JudgeSection(FrozenModel):
+class JudgeSection(ClientSection):
     """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
     name: str = Field(pattern=NAME)
@@ -256,6 +285,7 @@ class JudgeSection(FrozenModel):
             who=f"judge {self.name}",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
+            key=self.key,
             timeout_s=self.timeout_s,
             max_retries=self.max_retries,
             max_concurrent=self.max_concurrent,

@@ -5,14 +5,46 @@ Keys are read from environment variables, never from config files.
 
 from __future__ import annotations
 
+import hmac
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
 
 MAX_WAIT_S = 600.0
 """Longest pause that a service may request, so that a wrong header doesn't stop a run for days."""
+
+
+KEY_VARIABLE = "RAYAPP_MODEL_SERVER_KEY"
+
+
+class KeyGuard:
+    """ASGI middleware of the run's model servers: refuses every request without the key in `KEY_VARIABLE`, except GET
+    /health.
+
+    vLLM's own check (VLLM_API_KEY) leaves the paths open that are not below /v1, such as /classify and /tokenize, and
+    doesn't know the header of Anthropic's clients.
+    """
+
+    def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
+        self._app = app
+        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        if not self._key:
+            raise ConfigError(f"{KEY_VARIABLE} is not set: a model server needs a key")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        is_health = scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health")
+        headers = dict(scope.get("headers", ()))
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if scope["type"] == "lifespan" or is_health or hmac.compare_digest(given, self._key):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
 
 
 def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> str:

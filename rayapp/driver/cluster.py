@@ -7,6 +7,7 @@ uses a `Cluster` and never sees a Ray handle.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -368,7 +369,8 @@ async def _start_models(
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
     """Start the model servers. Returns them, and the config with their addresses for the processes that call them."""
-    handles = spawn_model_servers(config, started, placement, asked)
+    key = secrets.token_urlsafe(24)
+    handles = spawn_model_servers(config, started, placement, asked, key)
     members: dict[str, ModelServerMember] = {}
 
     async def up(name: str) -> None:
@@ -377,7 +379,7 @@ async def _start_models(
     if handles:
         report(f"starting: {', '.join(handle.name for handle in handles.values())}")
         await all_ready({handles[name].name: up(name) for name in handles}, report)
-    return list(members.values()), with_addresses(config, {name: member.url for name, member in members.items()})
+    return list(members.values()), with_addresses(config, {name: member.url for name, member in members.items()}, key)
 
 
 async def _start_learners_again(

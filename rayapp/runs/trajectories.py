@@ -46,7 +46,7 @@ from rayapp.core.types import (
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"rayapp.schema_version"
-# Small enough to read one trajectory of a big step without its neighbours' tokens.
+# A row group is small, so that one trajectory of a large step is read without many others' tokens.
 ROWS_PER_ROW_GROUP = 512
 _NOTHING: Mapping[int, FloatArray] = {}
 

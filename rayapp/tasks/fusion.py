@@ -17,6 +17,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,13 +32,17 @@ from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
 from rayapp.sandbox.verdict.codec import off_the_loop
-from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.code.languages import Language, language_of
+from rayapp.tasks.code.scoring import CodeProblem, compile_program, spec_of, write_program
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError
 
 _MAX_FILES, _MAX_FILE_BYTES, _MAX_OUTPUT_BYTES = 64, 16 << 20, 1 << 20
 _MIN_MEMORY_MIB = 64
 _MAX_CONTAINERS = 200_000
-_SHELL_FILE = "rayapp_script.sh"
+_RUN_TIMEOUT_S, _COMPILE_TIMEOUT_S = 20.0, 30.0
+"""Limits of a submission that gives none."""
+_NOT_FOUND = 127
+"""Exit status of a shell that does not find a program; a program may also end with it."""
 T = TypeVar("T", bound=BaseModel)
 Seconds = Annotated[float, Field(gt=0, le=600)]
 Path = Annotated[str, Field(min_length=1, max_length=512)]
@@ -67,7 +72,8 @@ class SubmitConfig(_Request):
 
     dataset_type: str | None = None
     language: str | None = None
-    run_timeout: Seconds = 20.0
+    compile_timeout: Seconds | None = None
+    run_timeout: Seconds | None = None
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
@@ -115,22 +121,27 @@ class _Fusion:
     async def run_code(self, request: Request) -> Response:
         try:
             asked = await _read(RunCode, request)
-            run = RUNNERS.get(asked.language)
-            if run is None:
-                raise InputError(f"language {asked.language!r} is not supported; supported are: {', '.join(RUNNERS)}")
+            language = language_of(asked.language)
             files = await asyncio.to_thread(_decoded, asked.files)
-            async with self._sandboxes(request).lease(self._spec(asked), timeout_s=self._lease_timeout_s) as sandbox:
+            memory_mib = self._memory_mib(asked)
+            spec = _spec(language, memory_mib)
+            async with self._sandboxes(request).lease(spec, timeout_s=self._lease_timeout_s) as sandbox:
                 for path, content in files.items():
                     await sandbox.write_file(path, content)
-                ran = await run(sandbox, asked)
+                compiled, ran = await _run(sandbox, asked, language, memory_mib)
                 found = await _fetched(sandbox, asked.fetch_files)
-        except (ValidationError, InputError, OSError) as error:
+        except (ValidationError, InputError, SandboxConfigError, OSError) as error:
             return _answer(400, "Failed", _first_problem(error))
         except SandboxUnavailableError as error:
             return _answer(504, "SandboxError", f"no sandbox was free in time: {error}")
         except SandboxError as error:
             return _answer(200, "SandboxError", f"the sandbox failed: {error}")
-        return _answer(200, "Success" if ran.ok else "Failed", "", run_result=command_result(ran), files=found)
+        results = {
+            "compile_result": compiled and compile_result(compiled),
+            "run_result": ran and command_result(ran),
+        }
+        is_success = ran is not None and ran.ok
+        return _answer(200, "Success" if is_success else "Failed", "", **results, files=found)
 
     async def submit(self, request: Request) -> Response:
         try:
@@ -139,7 +150,11 @@ class _Fusion:
             return _answer(400, "Failed", _first_problem(error))
         try:
             problem = CodeProblem(
-                ground_truth=ground_truth(asked), rules=CodeSection(test_timeout_s=asked.config.run_timeout)
+                ground_truth=ground_truth(asked),
+                rules=CodeSection(
+                    test_timeout_s=asked.config.run_timeout or _RUN_TIMEOUT_S,
+                    compile_timeout_s=asked.config.compile_timeout or _COMPILE_TIMEOUT_S,
+                ),
             )
             told = await problem.each_test(asked.completion, self._sandboxes(request))
         except (InputError, SandboxConfigError) as error:
@@ -162,12 +177,12 @@ class _Fusion:
     def _sandboxes(self, request: Request) -> SandboxSource:
         return self._clients.of(request.headers[CLIENT_HEADER])
 
-    def _spec(self, asked: RunCode) -> SandboxSpec:
+    def _memory_mib(self, asked: RunCode) -> int:
         if asked.memory_mib is None or asked.memory_mib <= 0:
-            return SandboxSpec()
+            return SandboxSpec().memory_mib
         # Round up to a power of two, because the pool keeps sandboxes separately for each distinct spec.
         wanted = max(_MIN_MEMORY_MIB, 1 << (asked.memory_mib - 1).bit_length())
-        return SandboxSpec(memory_mib=min(wanted, self._max_memory_mib))
+        return min(wanted, self._max_memory_mib)
 
 
 async def _read(kind: type[T], request: Request) -> T:
@@ -186,23 +201,36 @@ async def _read(kind: type[T], request: Request) -> T:
     return await off_the_loop(len(body), lambda: kind.model_validate_json(body))
 
 
-async def _run_python(sandbox: Sandbox, asked: RunCode) -> ExecResult:
-    return await sandbox.run_code(
-        asked.code, timeout_s=asked.run_timeout, stdin=asked.stdin or "", max_output_bytes=_MAX_OUTPUT_BYTES
-    )
+def _spec(language: Language | None, memory_mib: int) -> SandboxSpec:
+    """Return the sandbox of a program. Interpreted programs get the same kind as Python, which starts faster."""
+    if language is None or not language.is_compiled:
+        return SandboxSpec(memory_mib=memory_mib + (language.extra_mib if language else 0))
+    return spec_of(language, memory_mib)
 
 
-async def _run_bash(sandbox: Sandbox, asked: RunCode) -> ExecResult:
-    await sandbox.write_file(_SHELL_FILE, asked.code.encode(errors="surrogateescape"))
-    return await sandbox.run_command(
-        ["/bin/bash", _SHELL_FILE],
-        timeout_s=asked.run_timeout,
-        stdin=asked.stdin or "",
-        max_output_bytes=_MAX_OUTPUT_BYTES,
-    )
+async def _run(
+    sandbox: Sandbox, asked: RunCode, language: Language | None, memory_mib: int
+) -> tuple[ExecResult | None, ExecResult | None]:
+    """Compile and run. Returns both results; None for a step that was not taken."""
+    timeout_s, stdin = asked.run_timeout, asked.stdin or ""
+    if language is None:
+        ran = await sandbox.run_code(asked.code, timeout_s=timeout_s, stdin=stdin, max_output_bytes=_MAX_OUTPUT_BYTES)
+        return None, ran
+    compiled = None
+    await write_program(language, asked.code, sandbox)
+    compiling = partial(compile_program, language, asked.code, sandbox, timeout_s=asked.compile_timeout)
+    if language.is_compiled and not (compiled := await compiling()).ok:
+        return compiled, None
+    argv = language.run_command(language.main_class(asked.code), memory_mib, is_test=language.is_compiled)
+    ran = await sandbox.run_command(argv, timeout_s=timeout_s, stdin=stdin, max_output_bytes=_MAX_OUTPUT_BYTES)
+    if ran.exit_code == _NOT_FOUND and not language.is_compiled:
+        await compiling()  # says so if the interpreter is missing
+    return compiled, ran
 
 
-RUNNERS = {"python": _run_python, "bash": _run_bash}
+def compile_result(compiled: ExecResult) -> dict[str, Any]:
+    """Return a compile step in SandboxFusion's form, with the compiler's messages as standard error."""
+    return command_result(compiled) | {"stdout": "", "stderr": compiled.stdout + compiled.stderr}
 
 
 def command_result(ran: ExecResult) -> dict[str, Any]:
@@ -245,6 +273,8 @@ def ground_truth(asked: Submit) -> str:
         case _:
             tests = _plain(row.get("test"))
             fields = _of_oj(tests) if isinstance(tests, list) else {**row}
+            if language := asked.config.language or _struct(row.get("labels")).get("programming_language"):
+                fields["language"] = language
     return json.dumps(fields)
 
 

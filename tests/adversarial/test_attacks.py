@@ -20,6 +20,7 @@ import pytest_asyncio
 
 from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.local import doctor
 from rayapp.sandbox.local.doctor import Attack, Canary, load_attacks, try_attack
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
@@ -136,6 +137,29 @@ def run_python(program: str, *args: str, as_user: bool) -> subprocess.CompletedP
     )
     assert done.stdout, done.stderr
     return done
+
+
+@pytest.mark.usefixtures("namespaces")
+async def test_a_process_and_a_file_that_stay_after_an_execution_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() != 0:
+        pytest.skip("processes are counted only where sandboxes have a user of their own")
+    monkeypatch.setattr(doctor, "_SETTLED_AFTER_S", 0.5)
+    provider = LocalProvider(levels=("ns+proc", "ns"))
+    try:
+        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600, timeout_s=60)
+        with Canary(sandbox.slot) as canary:
+            await sandbox.run_code("print(1)", timeout_s=30)
+            assert canary.damage() == []
+            # The interpreter of a session lives on after its execution, as a leftover would.
+            await sandbox.run_code("x = 1", timeout_s=30, stateful=True)
+            await sandbox.run_code("print(2)", timeout_s=30)
+            (Path(str(canary.facts["folder"])) / "planted").touch()
+            found = canary.damage()
+    finally:
+        await provider.close()
+
+    assert [each.partition(":")[0] for each in found] == ["files", "processes of the sandbox's user"]
+    assert "0 before, 1 after" in found[1]
 
 
 @pytest.mark.usefixtures("namespaces")

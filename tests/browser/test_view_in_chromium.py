@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.trajectories import write_trajectories
 from support.runs import HOSTILE_TEXTS, hostile_group
 
@@ -255,6 +257,24 @@ async def test_runs_are_compared_with_their_curves_and_what_differs(browser: Any
     assert await only_other.evaluate("one => one.style.getPropertyValue('--colour')") == "var(--c1)"
     await opened.page.get_by_role("checkbox", name="other-run").uncheck()
     await opened.page.wait_for_url("**runs=0*")
+    assert opened.errors == []
+
+
+async def test_a_profiled_step_shows_where_it_went(opened: Opened, run: Path) -> None:
+    gemm = {"ph": "X", "cat": "kernel", "name": "gemm<64>", "pid": 0, "tid": 7, "ts": 0, "dur": 8e5}
+    host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 0, "tid": 1, "ts": 0, "dur": 1e6}
+    trace = gzip.compress(json.dumps({"traceEvents": [{"ph": "M"}, host, gemm]}).encode())
+    timings = {"timing_s/train": 3.0, "timing_s/rollout": 1.0, "timing_s/learner/optimizer": 0.5}
+    write_profile(run, 3, [Profile(process="learner-0", trace=trace, covers="1 of 1 micro-batches")], timings)
+    await opened.go("curves")
+
+    section = "section[aria-label='Profile of step 3']"
+    assert await opened.text(f"{section} h2") == ["Where the time of step 3 went: 4.0 s"]
+    rows = ["train 3.0 s 75%", "optimizer 500 ms 13%", "rollout 1.0 s 25%", "gemm<64> 1 800 ms 100%"]
+    assert await opened.text(f"{section} tbody tr") == rows
+    assert await opened.text(f"{section} p") == [
+        "learner-0: gpu busy for 800 ms of 1.0 s recorded, 1 of 1 micro-batches"
+    ]
     assert opened.errors == []
 
 

@@ -37,6 +37,7 @@ SUM = {
     'println!("{}", text.split_whitespace().map(|word| word.parse::<i64>().unwrap()).sum::<i64>()); }',
     "javascript": "console.log(require('fs').readFileSync(0, 'utf8').split(/\\s+/).reduce((a, b) => a + Number(b), 0))",
     "bash": "read a b; echo $((a + b))",
+    "perl": "my ($a, $b) = split / /, <STDIN>; print $a + $b, qq(\\n);",
 }
 
 

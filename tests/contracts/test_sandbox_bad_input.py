@@ -100,7 +100,7 @@ def test_an_unknown_provider_is_named_with_those_that_exist() -> None:
 def test_a_missing_key_names_its_variable_before_anything_is_called(kind: str) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv(KEY_ENV, raising=False)
-        with pytest.raises(SandboxConfigError, match=f"set {KEY_ENV} in the environment"):
+        with pytest.raises(SandboxConfigError, match=f"the environment variable {KEY_ENV} is not set"):
             remote_providers(SandboxConfig(providers=(section(kind, "http://127.0.0.1:9"),)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ import pytest
 import requests
 import sandbox_fusion as fusion
 from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score.sandbox_fusion.utils import check_correctness
+
+from rayapp.tasks.code.languages import language_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +52,18 @@ def run_code(url: str, **fields: Any) -> fusion.RunCodeResponse:
 
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
+SLOW = ("java", "go", "rust")
+SUM_IN = {
+    "cpp": "#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; std::cout << a + b; }",
+    "java": "import java.util.*;\npublic class Sum { public static void main(String[] given) { Scanner in = new "
+    "Scanner(System.in); System.out.println(in.nextLong() + in.nextLong()); } }",
+    "go": 'package main\nimport "fmt"\nfunc main() { var a, b int64; fmt.Scan(&a, &b); fmt.Println(a + b) }',
+    "rust": "use std::io::*;\nfn main() { let mut text = String::new(); stdin().read_to_string(&mut text).unwrap();\n"
+    "let all: Vec<i64> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();\n"
+    'println!("{}", all[0] + all[1]); }',
+    "nodejs": "const [a, b] = require('fs').readFileSync(0, 'utf8').split(/\\s+/).map(Number); console.log(a + b)",
+    "perl": "my ($a, $b) = split / /, <STDIN>; print $a + $b;",
+}
 TESTS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
 
 
@@ -108,6 +124,45 @@ def test_bash_reads_its_standard_input(url: str) -> None:
     assert (done.run_result.stdout, done.run_result.return_code) == ("got one\n", 3)
 
 
+def compiled(key: str) -> str:
+    """A program that adds two numbers, if its compiler is here."""
+    language = language_of(key)
+    assert language is not None
+    program = language.compile_command("")[3]
+    if shutil.which(program, path="/usr/local/bin:/usr/bin:/bin") is None:
+        pytest.skip(f"no {program} in /usr/bin")
+    return SUM_IN[key]
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("key", ["cpp", "nodejs", "perl", *(pytest.param(key, marks=pytest.mark.long) for key in SLOW)])
+def test_verl_scores_programs_in_other_languages(url: str, key: str) -> None:
+    """What verl runs for each test of a row, with the language that it can be told."""
+    code = compiled(key)
+    asked = {"sandbox_fusion_url": f"{url}/run_code", "in_outs": TESTS, "timeout": 60, "language": key}
+    right, _ = check_correctness(generation=code, memory_limit_mb=512, **asked)
+    wrong, found = check_correctness(generation=code.replace("+", "-"), memory_limit_mb=512, **asked)
+    broken, reasons = check_correctness(generation="}{ ((( 'x", memory_limit_mb=512, **asked)
+
+    assert (right, wrong) == ([True] * 3, [False, False, False])
+    assert found[0]["status"] == "wrong_answer"
+    is_compiled = key in ("cpp", "java", "go", "rust")
+    assert set(broken) == {-4 if is_compiled else -2}
+    assert (reasons[0]["compile_stderr"] or reasons[0]["stderr"]).strip()
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_completion_in_another_language_is_compiled_once_for_its_tests(url: str) -> None:
+    text = f"```cpp\n{compiled('cpp')}\n```"
+    row = {"id": 1, "labels": {"programming_language": "cpp"}, **ROWS["CommonOJDataset"]}
+    config = fusion.TestConfig(dataset_type="CommonOJDataset", provided_data=row, run_timeout=10, compile_timeout=60)
+    result = fusion.submit(
+        fusion.SubmitRequest(dataset="mine", id=1, completion=text, config=config), endpoint=url, max_attempts=1
+    )
+
+    assert (result.accepted, len(result.tests)) == (True, 3), result
+
+
 ROWS: dict[str, dict[str, Any]] = {
     "CommonOJDataset": {
         "test": [{"input": {"stdin": i}, "output": {"stdout": o}} for i, o in zip(*TESTS.values(), strict=True)]
@@ -127,7 +182,7 @@ ANSWERS = {"CommonOJDataset": SUM, "MBPPDataset": "def f(a, b):\n    return a + 
 def test_the_package_submits_completions_with_their_rows(url: str, kind: str, is_right: bool) -> None:
     code = ANSWERS.get(kind, ANSWERS["MBPPDataset"])
     text = f"```python\n{code if is_right else code.replace('+', '-')}\n```"
-    config = fusion.TestConfig(dataset_type=kind, provided_data={"id": 1, **ROWS[kind]}, run_timeout=10)
+    config = fusion.TestConfig(dataset_type=kind, provided_data={"id": 1, **ROWS[kind]})
     asked = fusion.SubmitRequest(dataset="mine", id=1, completion=text, config=config)
     result = fusion.submit(asked, endpoint=url, max_attempts=1)
 
@@ -137,7 +192,11 @@ def test_the_package_submits_completions_with_their_rows(url: str, kind: str, is
 @pytest.mark.parametrize(
     ("route", "body", "message"),
     [
-        ("run_code", {"code": "1", "language": "cobol"}, "language 'cobol' is not supported; supported are: python"),
+        (
+            "run_code",
+            {"code": "1", "language": "cobol"},
+            "unknown language 'cobol': known are python, cpp, c, java",
+        ),
         ("run_code", {"language": "python"}, "code: Field required"),
         ("run_code", {"code": "1", "files": {"../x": ""}}, "'../x' must be relative"),
         ("run_code", {"code": "1", "files": {"x": "!"}}, "'x' is not base64"),

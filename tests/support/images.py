@@ -10,11 +10,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -173,3 +175,32 @@ def machine_images() -> Iterator[MachineImages]:
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def real_registry(folder: Path) -> Iterator[str]:
+    """Run Debian's docker-registry on loopback, with its files in this folder; yield its host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        host = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {
+        "version": 0.1,
+        "log": {"level": "error"},
+        "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
+        "http": {"addr": host},
+    }
+    (folder / "registry.yml").write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        ["docker-registry", "serve", folder / "registry.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                socket.create_connection(("127.0.0.1", int(host.rpartition(":")[2])), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield host
+    finally:
+        process.terminate()
+        process.wait()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+from rayapp.tasks.repository.named_tests import pytest_files
+from support.images import PROGRAMS, entry, layer, machine_layer, write_oci
 
 STATS = """
 def mean(values):
@@ -85,3 +89,21 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
     return file
+
+
+def image_with_repository(folder: Path, mirrors: Path) -> str:
+    """Write an image as SWE-bench's are: the repository in its working folder, with its whole history and a file that
+    git ignores, pytest and git. Return its name."""
+    work, entries = mirrors / "checkout", []
+    git(mirrors, "clone", "-q", str(mirrors / "work"), str(work))
+    git(work, "reset", "-q", "--hard", "HEAD~1")
+    (work / "built.log").write_text("an output of a build\n")
+    for path in sorted(work.rglob("*")):
+        content = path.read_bytes() if path.is_file() else None
+        entries.append(entry(f"testbed/{path.relative_to(work)}", content))
+    site = f"usr/local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    entries += [entry(f"{site}/{path}", data) for path, data in pytest_files().items()]
+    tools = machine_layer(with_python=True, programs=(*PROGRAMS, "git", "base64"))
+    config = {"WorkingDir": "/testbed", "Env": ["PATH=/usr/local/bin:/usr/bin"]}
+    write_oci(folder, [tools, layer(entry("testbed"), *entries)], config=config)
+    return f"oci:{folder}"

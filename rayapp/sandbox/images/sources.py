@@ -10,7 +10,6 @@ know whether a download is complete.
 from __future__ import annotations
 
 import itertools
-import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,10 +240,10 @@ class FolderSource:
 
     def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
         try:
-            shutil.copyfile(self._folder / _blob(layer.digest), target)
+            with (self._folder / _blob(layer.digest)).open("rb") as stored, target.open("wb") as file:
+                _copy(stored, file, None, on_bytes)
         except OSError as error:
             raise ImageError(f"layer {layer.digest} of image {self._reference} can't be read: {error}") from error
-        on_bytes(target.stat().st_size)
 
     def _small(self, path: str) -> bytes:
         try:

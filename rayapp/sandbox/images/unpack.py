@@ -25,11 +25,11 @@ import stat
 import struct
 import sys
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
+
+from isal import isal_zlib
 
 from rayapp.sandbox.local.levels import kernel, landlock, seccomp
 
@@ -42,6 +42,8 @@ _MAX_RATIO, _RATIO_COUNTS_FROM = 200, 1 << 30
 _MEMORY_BYTES = 2 << 30
 _CHUNK = 1 << 20
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_DAMAGED = ("EOFError", "IsalError", "ZstdError")
+"""Names of the errors of the decompressors: zstd is imported only where a layer needs it."""
 _WINDOW_LOG = 27
 """Largest accepted window of a zstd layer, as a power of two. It is zstd's own default."""
 _RESOLVE_IN_ROOT, _RESOLVE_NO_MAGICLINKS = 0x10, 0x02
@@ -84,63 +86,95 @@ def open_in(root: int, path: str, flags: int) -> int:
 
 
 class _Stream:
-    """The uncompressed archive: hashed, counted and bounded as it is read."""
+    """The uncompressed archive, hashed, counted and bounded as it is read; for tarfile a file that seeks forward only.
+
+    Its parts go from the decompressor to the files without a copy in between.
+    """
 
     def __init__(self, file: IO[bytes], max_bytes: int) -> None:
-        self._file = file
-        self._parts = _decompressed(file)
-        self._rest = b""
+        self._stored = _Stored(file)
+        self._parts = _decompressed(self._stored)
+        self._rest = memoryview(b"")
+        self._position = 0
         self._max_bytes = max_bytes
-        self._size = os.fstat(file.fileno()).st_size
         self.hash = hashlib.sha256()
         self.num_bytes = 0
 
-    def read(self, size: int) -> bytes:
-        while len(self._rest) < size and (part := next(self._parts, b"")):
-            self._count(part)
-            self._rest = self._rest + part if self._rest else part
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return data
+    def tell(self) -> int:
+        return self._position
 
-    def _count(self, part: bytes) -> None:
+    def seek(self, position: int) -> None:
+        if position < self._position:
+            raise ValueError(f"it leads back from byte {self._position} to {position}")
+        for _ in self.parts(position - self._position):
+            pass
+
+    def read(self, size: int) -> bytes:
+        return b"".join(self.parts(size))
+
+    def parts(self, size: int) -> Iterator[memoryview]:
+        """Yield the next bytes, in parts; fewer than `size` at the end of the archive."""
+        while size > 0 and (self._rest or self._more()):
+            part, self._rest = self._rest[:size], self._rest[size:]
+            self._position += len(part)
+            size -= len(part)
+            yield part
+
+    def _more(self) -> bool:
+        """Take the next part from the decompressor; return False at the end of the archive."""
+        part = next(self._parts, b"")
         self.hash.update(part)
         self.num_bytes += len(part)
         if self.num_bytes > self._max_bytes:
             raise BadLayerError(f"it is larger than {self._max_bytes} bytes")
-        if self.num_bytes > max(_RATIO_COUNTS_FROM, _MAX_RATIO * self._size):
+        if self.num_bytes > max(_RATIO_COUNTS_FROM, _MAX_RATIO * self._stored.num_bytes):
             raise BadLayerError(f"it unpacks to more than {_MAX_RATIO} times its size")
+        self._rest = memoryview(part)
+        return bool(part)
 
 
-def _decompressed(file: IO[bytes]) -> Iterator[bytes]:
-    begin = file.read(4)
-    file.seek(0)
+class _Stored:
+    """A layer as it is stored, in a file or from a pipe; counts the bytes that were read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._first = file.read(_CHUNK)
+        self.begin = self._first[:4]
+        self.num_bytes = 0
+
+    def read(self, size: int = -1) -> bytes:
+        data, self._first = self._first or self._file.read(size), b""
+        self.num_bytes += len(data)
+        return data
+
+
+def _decompressed(file: _Stored) -> Iterator[bytes]:
     try:
-        if begin[:2] == _GZIP:
+        if file.begin[:2] == _GZIP:
             yield from _gunzipped(file)
-        elif begin == _ZSTD:
+        elif file.begin == _ZSTD:
             from backports import zstd
 
-            with zstd.ZstdFile(file, options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}) as stream:
+            options = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
+            with zstd.ZstdFile(file, options=options) as stream:  # type: ignore[call-overload]
                 while data := stream.read(_CHUNK):
                     yield data
         else:
             while data := file.read(_CHUNK):
                 yield data
-    except (EOFError, zlib.error) as error:
-        raise BadLayerError(f"it can't be decompressed: {error}") from error
     except Exception as error:
-        if type(error).__name__ == "ZstdError":
+        if type(error).__name__ in _DAMAGED:
             raise BadLayerError(f"it can't be decompressed: {error}") from error
         raise
 
 
-def _gunzipped(file: IO[bytes]) -> Iterator[bytes]:
+def _gunzipped(file: _Stored) -> Iterator[bytes]:
     """Yield the content of all members of a gzip file; layers made for lazy pulling have one member for each file."""
-    member = zlib.decompressobj(31)
+    member = isal_zlib.decompressobj(31)
     while data := file.read(_CHUNK):
         while data:
             if member.eof:
-                member = zlib.decompressobj(31)
+                member = isal_zlib.decompressobj(31)
             if part := member.decompress(data, _CHUNK):
                 yield part
             data = member.unconsumed_tail or member.unused_data
@@ -156,17 +190,17 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
     Raises:
         BadLayerError: the layer is damaged, hostile or too large.
     """
-    stream, layer = _Stream(file, max_bytes), _Layer(root, max_bytes)
+    stream = _Stream(file, max_bytes)
+    layer = _Layer(root, stream, max_bytes)
     try:
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=_CHUNK) as archive:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=stream, mode="r:") as archive:  # type: ignore[call-overload]
             for member in archive:
                 layer.facts.num_files += 1
                 if layer.facts.num_files > max_files:
                     raise BadLayerError(f"it has more than {max_files} files")
                 layer.add(member, archive)
                 archive.members = []  # otherwise tarfile would keep every entry in memory
-        while stream.read(_CHUNK):
-            pass
+        stream.seek(sys.maxsize)
         layer.finish()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise BadLayerError(f"it is not a layer's archive: {type(error).__name__}: {error}") from error
@@ -181,8 +215,9 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
 class _Layer:
     """A folder into which a layer's files are unpacked."""
 
-    def __init__(self, root: int, max_bytes: int) -> None:
+    def __init__(self, root: int, stream: _Stream, max_bytes: int) -> None:
         self._root = root
+        self._stream = stream
         self._max_bytes = self._bytes_left = max_bytes
         """Bytes that the layer's files may still have. The archive's size is not enough, because a sparse file is
         larger than its part of the archive."""
@@ -208,7 +243,7 @@ class _Layer:
             self._make_folder(folder, path, name, member)
         elif member.isreg():
             self._make_room(folder, name)
-            self._make_file(folder, name, member, archive.extractfile(member))
+            self._make_file(folder, name, member, archive)
         elif member.issym():
             self._make_room(folder, name)
             os.symlink(member.linkname, name, dir_fd=folder)
@@ -283,19 +318,33 @@ class _Layer:
                 self.facts.implicit.remove(path)
         self._modes[path] = member.mode, member.mtime
 
-    def _make_file(self, folder: int, name: str, member: tarfile.TarInfo, content: IO[bytes] | None) -> None:
+    def _make_file(self, folder: int, name: str, member: tarfile.TarInfo, archive: tarfile.TarFile | None) -> None:
+        """Make a file with the content of a member; an empty one without an archive."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, 0o600, dir_fd=folder)
         try:
-            while content is not None and (data := content.read(_CHUNK)):
+            for data in self._content(member, archive) if archive else ():
                 self._bytes_left -= len(data)
                 if self._bytes_left < 0:
                     raise BadLayerError(f"its files have more than {self._max_bytes} bytes")
-                os.write(descriptor, data)
+                written = 0
+                while written < len(data):
+                    written += os.write(descriptor, data[written:])
             os.fchmod(descriptor, member.mode & 0o777 | 0o600)
             os.utime(descriptor, (member.mtime, member.mtime))
         finally:
             os.close(descriptor)
+
+    def _content(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> Iterator[memoryview]:
+        if member.issparse():
+            content = archive.extractfile(member)
+            while content is not None and (data := content.read(_CHUNK)):
+                yield memoryview(data)
+            return
+        self._stream.seek(member.offset_data)
+        yield from self._stream.parts(member.size)
+        if self._stream.tell() != member.offset_data + member.size:
+            raise tarfile.ReadError("unexpected end of data")
 
     def _link(self, folder: int, path: str, target: str) -> None:
         above, _, name = target.rpartition("/")
@@ -523,8 +572,9 @@ def _is_usable(root: int, file: str) -> bool:
 
 
 def main() -> None:
-    """Run in the child process: read one job from standard input, do it, and print its result."""
-    job = json.load(sys.stdin)
+    """Run in the child process: read one job from standard input, do it, and print its result. The job is a line of
+    JSON; the stored bytes of a layer follow it."""
+    job = json.loads(sys.stdin.buffer.readline())
     try:
         found = _do(job)
     except BadLayerError as error:
@@ -540,7 +590,6 @@ def _do(job: dict[str, Any]) -> dict[str, object]:
     # Open the folder before this process gives up root, because the cache's parent folders may be closed to other
     # users.
     folder = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    blob = Path(job["blob"]).open("rb") if "blob" in job else None  # noqa: SIM115  (this process ends with it)
     root = os.open(job["target"], folder)
     layers = [(os.open(path, folder), Unpacked(**facts)) for path, facts in job.get("layers", [])]
     if os.geteuid() == 0:
@@ -550,8 +599,8 @@ def _do(job: dict[str, Any]) -> dict[str, object]:
     for what, value in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (value, value))
     _confine([root, *(layer for layer, _ in layers)])
-    if blob is not None:
-        found = unpack(blob, root, max_bytes=job["max_bytes"], max_files=job["max_files"])
+    if "max_bytes" in job:
+        found = unpack(sys.stdin.buffer, root, max_bytes=job["max_bytes"], max_files=job["max_files"])
         return {name: getattr(found, name) for name in Unpacked.__slots__}
     stack(layers, root)
     uid, gid, home = user_of(root, job["user"])

@@ -43,7 +43,8 @@ from rayapp.sandbox.local.slot import Slot
 
 _IPC_CREAT, _IPC_RMID = 0o1000, 0
 _WRITABLE = "as it was"
-_SETTLED_AFTER_S = 2.0
+_SETTLED_AFTER_S = 10.0
+"""Longest wait for the end of an execution's processes, which a busy machine ends late."""
 
 
 class Canary:

@@ -88,7 +88,7 @@ def _equal_dicts(expected: dict[object, object], actual: dict[object, object]) -
 
 
 def _token(key: object) -> object:
-    """Return a hashable token that is equal exactly for equal plain data: 1, True and 1.0 have different tokens."""
+    """Return a hashable token of plain data. Only equal data have equal tokens: 1, True and 1.0 differ."""
     if isinstance(key, tuple):
         return ("tuple", *map(_token, key))
     if key != key:

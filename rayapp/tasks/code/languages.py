@@ -59,6 +59,8 @@ class Language:
     """Memory in MiB that the runtime needs in addition to the program."""
     has_limit: bool = True
     """True if a limit of address space limits a test's memory; False if the command itself or the sandbox limits it."""
+    is_compiled: bool = True
+    """False if `compile` only checks the syntax, so that the source file can be run without it."""
     disk_mib: int = 32
     max_processes: int = 16
 
@@ -80,10 +82,15 @@ class Language:
         program = next(word for word in words if "=" not in word and word != "env")
         return ["sh", "-c", _COMPILE, program, *words]
 
-    def run_command(self, main_class: str, memory_mib: int) -> list[str]:
+    def run_command(self, main_class: str, memory_mib: int, *, is_test: bool = True) -> list[str]:
+        """Return the command of one execution.
+
+        Args:
+            is_test: False for a whole program, which may start others: only the sandbox limits its memory.
+        """
         words = [word.replace("{}", main_class).replace("{mib}", str(memory_mib)) for word in self.run]
         limit = str((memory_mib + _SPARE_MIB) << 10)
-        return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit else words
+        return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit and is_test else words
 
 
 _CPP = Language(
@@ -114,15 +121,19 @@ _RUST = Language(
     compile_mib=1536, disk_mib=64, max_processes=64,
 )  # fmt: skip
 _JAVASCRIPT = Language(
-    name="JavaScript", key="javascript", fences=("javascript", "js", "node"), file="main.js",
+    name="JavaScript", key="javascript", fences=("javascript", "js", "node", "nodejs"), file="main.js",
     compile=("node", "--check", "main.js"), run=("node", "--max-old-space-size={mib}", "main.js"), nothing=";",
-    extra_mib=640, has_limit=False, max_processes=64,
+    extra_mib=640, has_limit=False, is_compiled=False, max_processes=64,
 )  # fmt: skip
 _BASH = Language(
     name="Bash", key="bash", fences=("bash", "sh", "shell"), file="main.sh", compile=("bash", "-n", "main.sh"),
-    run=("bash", "main.sh"), nothing=":",
+    run=("bash", "main.sh"), nothing=":", is_compiled=False,
 )  # fmt: skip
-LANGUAGES = (_CPP, _C, _JAVA, _GO, _RUST, _JAVASCRIPT, _BASH)
+_PERL = Language(
+    name="Perl", key="perl", fences=("perl", "pl"), file="main.pl", compile=("perl", "-c", "main.pl"),
+    run=("perl", "main.pl"), nothing="1;", is_compiled=False,
+)  # fmt: skip
+LANGUAGES = (_CPP, _C, _JAVA, _GO, _RUST, _JAVASCRIPT, _BASH, _PERL)
 _PYTHON = frozenset({"", "python", "python3", "py", "py3", "pypy3"})
 _VERSION = re.compile(r"(?<=[a-z+])\s*[(\d].*")
 

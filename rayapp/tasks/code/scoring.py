@@ -182,13 +182,8 @@ class _Candidate:
         """
         if (language := self.tests.language) is None:
             return ""
-        main_class = language.main_class(self.code)
-        await sandbox.write_file(language.file.replace("{}", main_class), self.code.encode(errors="replace"))
-        ran = await sandbox.run_command(
-            language.compile_command(main_class), timeout_s=self.rules.compile_timeout_s, max_output_bytes=1 << 20
-        )
-        if ran.exit_code == MISSING:
-            raise SandboxConfigError(missing_compiler(language, sandbox.provider))
+        await write_program(language, self.code, sandbox)
+        ran = await compile_program(language, self.code, sandbox, timeout_s=self.rules.compile_timeout_s)
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
@@ -236,6 +231,25 @@ class _Candidate:
         (call,) = report.calls
         problem = _problem(report.exec) or call.error
         return problem or ("" if call.value == answer else "wrong value"), report.exec.duration_s
+
+
+async def write_program(language: Language, code: str, sandbox: Sandbox) -> None:
+    """Write the source file."""
+    file = language.file.replace("{}", language.main_class(code))
+    await sandbox.write_file(file, code.encode(errors="replace"))
+
+
+async def compile_program(language: Language, code: str, sandbox: Sandbox, *, timeout_s: float) -> ExecResult:
+    """Compile the source file, or check its syntax. The first messages are on standard output.
+
+    Raises:
+        SandboxConfigError: the compiler is not in the sandbox.
+    """
+    command = language.compile_command(language.main_class(code))
+    ran = await sandbox.run_command(command, timeout_s=timeout_s, max_output_bytes=1 << 20)
+    if ran.exit_code == MISSING:
+        raise SandboxConfigError(missing_compiler(language, sandbox.provider))
+    return ran
 
 
 def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:

@@ -154,9 +154,9 @@ class _HiddenTestReader:
             case _:
                 raise _refused(self._file, call, "write pytest.raises(Error) or pytest.raises(Error, match='text')")
         pattern = ast.literal_eval(call.keywords[0].value) if call.keywords else ""
-        self.conditions.append(partial(_was_raised, name, pattern))
-        # Asserts in the block become probes too. A statement above them may raise first.
+        # Asserts in the block become probes too, which come before the one of the exception.
         body = [self.statement(inside) for inside in node.body]
+        self.conditions.append(partial(_was_raised, name, pattern))
         caught = ast.parse(
             f"{PROBE}([[kind.__name__ for kind in type(_error).__mro__], str(_error)[:{_MOST_MESSAGE_CHARS}]])"
         ).body

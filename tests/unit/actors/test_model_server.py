@@ -44,7 +44,7 @@ def program(text: str) -> Any:
 async def server(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelServer]:
     monkeypatch.setattr("actors.model_server.POLL_S", 0.05)
     section = SECTION.model_copy(update={"path": str(tmp_path)})
-    server = ModelServer(Config(), section, program(SERVER))
+    server = ModelServer(Config(), section, "k", program(SERVER))
     yield server
     await server.close()
 
@@ -105,7 +105,7 @@ async def test_a_server_that_does_not_start_says_why(
     text: str, reason: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("actors.model_server.POLL_S", 0.05)
-    server = ModelServer(Config(), SECTION.model_copy(update={"path": str(tmp_path)}), program(text))
+    server = ModelServer(Config(), SECTION.model_copy(update={"path": str(tmp_path)}), "k", program(text))
 
     with pytest.raises(EngineDeadError, match=re.escape(reason)):
         await server.start()
@@ -117,5 +117,5 @@ def test_options_are_those_of_vllm_serve() -> None:
     assert command[2:5] == ["vllm.entrypoints.openai.api_server", "--model", "/models/judge"]
     assert " ".join(command[5:]) == (
         "--host 10.0.0.1 --port 8001 --served-model-name judge --tensor-parallel-size 1 --gpu-memory-utilization 0.9 "
-        "--max-model-len 512 --enforce-eager"
+        "--middleware rayapp.core.http.KeyGuard --max-model-len 512 --enforce-eager"
     )

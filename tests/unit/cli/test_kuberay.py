@@ -195,6 +195,7 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
         ({"autoscaling": {"enabled": True}}, "autoscaling.enabled needs layout=head-worker"),
         ({"queue": {"kind": "kueue"}}, "queue.kind is kueue, but queue.name is empty"),
         ({"network": {"host": True}}, "network.host is for several nodes"),
+        (HEAD_WORKER | {"network": {"host": True}}, "set networkPolicy.nodeCidrs to the nodes' addresses"),
         ({"network": {"nccl": {"PATH": "/tmp"}}}, "'PATH' does not match pattern '^NCCL_"),
         (
             HEAD_WORKER | {"autoscaling": {"enabled": True}, "queue": {"kind": "kueue", "name": "q"}},
@@ -224,7 +225,7 @@ def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixt
 
     assert run(command) == 0
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["configmap.yaml", "rayjob.yaml", "storage.yaml"]
+    assert {path.stem for path in tmp_path.iterdir()} == {"configmap", "networkpolicy", "rayjob", "storage"}
     assert str(tmp_path / "rayjob.yaml") in capsys.readouterr().out
 
 
@@ -302,7 +303,8 @@ def test_pods_with_gpus_get_what_nccl_needs_between_nodes_and_the_head_does_not(
         "rdmaCount": 8,
         "nccl": {"NCCL_DEBUG": "INFO"},
     }
-    spec = rayjob(HEAD_WORKER | {"network": network})["spec"]["rayClusterSpec"]
+    allowed = {"networkPolicy": {"nodeCidrs": ["10.0.0.0/16"]}}
+    spec = rayjob(HEAD_WORKER | {"network": network} | allowed)["spec"]["rayClusterSpec"]
     pods = [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
 
     assert [pod.get("hostNetwork") for pod in pods] == [None, True]
@@ -356,6 +358,36 @@ def test_sandboxes_reach_nothing_and_only_the_manager_reaches_them() -> None:
     [peer] = allows["spec"]["ingress"][0]["from"]
     assert set(peer) == {"namespaceSelector", "podSelector"}
     assert template["spec"]["automountServiceAccountToken"] is False
+
+
+def test_only_the_runs_own_pods_the_operator_and_prometheus_reach_its_pods() -> None:
+    files = dict(example("head-worker-s3"))
+    policy, cluster = only("NetworkPolicy", files, "-run")["spec"], only("RayJob", files)["spec"]["rayClusterSpec"]
+    own, operator, prometheus = policy["ingress"]
+
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert policy["podSelector"]["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
+    assert policy["policyTypes"] == ["Ingress"]
+    assert own == {"from": [{"podSelector": policy["podSelector"]}]}, "every port, from this namespace"
+    [container] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert [port["port"] for port in operator["ports"]] == [ports["dashboard"]]
+    scraped = [port["port"] for port in prometheus["ports"]]
+    assert scraped == [ports[name] for name in ("metrics", "as-metrics", "dash-metrics")]
+    for rule in (operator, prometheus):
+        assert all(set(peer) == {"namespaceSelector", "podSelector"} and peer["podSelector"] for peer in rule["from"])
+
+
+def test_the_policys_peers_are_what_the_values_say() -> None:
+    proxy = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}
+    given = {"operatorNamespace": "kuberay", "dashboardClients": [proxy], "nodeCidrs": ["10.0.0.0/16"]}
+    made = render(config(), RELEASE, {"networkPolicy": given})
+    own, operator = only("NetworkPolicy", made, "-run")["spec"]["ingress"]
+
+    assert own["from"][1:] == [{"ipBlock": {"cidr": "10.0.0.0/16"}}]
+    assert operator["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "kuberay"}
+    assert operator["from"][1:] == [proxy]
+    assert "networkpolicy.yaml" not in render(config(), RELEASE, {"networkPolicy": {"enabled": False}})
 
 
 def test_sandbox_that_died_is_not_restarted_in_the_warm_pool() -> None:

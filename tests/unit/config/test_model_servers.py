@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from pydantic import ValidationError
 
 from actors.placement import resources_of
 from rayapp.config.bundles import asked_servers, bundles_of, gpu_arithmetic
-from rayapp.config.config import Config, sources_of, with_addresses
+from rayapp.config.config import Config, sources_of, with_addresses, with_values
+from rayapp.config.loading import to_yaml
 
 RUBRIC = [{"name": "clear", "text": "It is clear."}]
 
@@ -39,10 +41,13 @@ def test_each_model_has_gpus_of_its_own_where_somebody_asks_it() -> None:
 
 
 def test_who_asks_gets_the_addresses_of_servers_that_are_up() -> None:
-    asking = with_addresses(config(), {"critic": "http://10.0.0.1:7000/v1", "large": "http://10.0.0.2:7001/v1"})
+    urls = {"critic": "http://10.0.0.1:7000/v1", "large": "http://10.0.0.2:7001/v1"}
+    asking = with_values(pickle.loads(pickle.dumps(with_addresses(config(), urls, "secret"))), model={"path": "copied"})
 
     assert asking.judges[0].base_url == "http://10.0.0.1:7000/v1"
     assert asking.distillation.base_url == "http://10.0.0.2:7001/v1"
+    assert asking.judges[0].endpoint.key == asking.distillation.endpoint.key == "secret"
+    assert "secret" not in f"{to_yaml(asking)} {asking!r}"
 
 
 def with_agent(**external: Any) -> Config:
@@ -56,11 +61,12 @@ def test_an_agents_endpoint_may_be_a_server_of_the_run() -> None:
     assert asked_servers(run, by_workers=False) == []
 
     for asking in (
-        with_addresses(run, {"helper": "http://10.0.0.1:7000/v1"}),
-        next(iter(sources_of(with_addresses(run, {"helper": "http://10.0.0.1:7000/v1"})))).config,
+        with_addresses(run, {"helper": "http://10.0.0.1:7000/v1"}, "secret"),
+        next(iter(sources_of(with_addresses(run, {"helper": "http://10.0.0.1:7000/v1"}, "secret")))).config,
     ):
         endpoint = asking.agent.external.endpoint
         assert (endpoint.base_url, endpoint.model) == ("http://10.0.0.1:7000/v1", "helper")
+        assert endpoint.key == "secret"
 
 
 def test_an_agents_endpoint_that_can_not_work_is_refused() -> None:

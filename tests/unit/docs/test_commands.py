@@ -160,6 +160,7 @@ ELSEWHERE = (
     How(begins="helm", why_not="needs a Kubernetes cluster; the chart is rendered in tests/unit/cli/test_kuberay.py"),
     How(begins="docker", why_not="needs Docker; the Dockerfile is linted in tests/unit/test_dockerfile.py"),
     How(begins="prometheus", test="tests/cluster/test_alerts.py"),
+    How(begins="python train.py", test="tests/unit/api/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m benchmarks.", why_not="measures for minutes on a quiet machine"),

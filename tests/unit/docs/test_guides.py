@@ -24,6 +24,7 @@ FILES = {"md", "py", "yaml", "lock", "json", "jsonl", "parquet", "db", "txt"}
 OTHERS = {
     "reward.sandbox_fusion.url",
     "reward.sandbox_fusion.max_concurrent",
+    "reward.custom_reward_function.path",
     "data.train_batch_size",
     "run.config",
     "algorithm.rollout_correction",

@@ -321,8 +321,10 @@ def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(
     kept, page = tmp_path / "kept.txt", tmp_path / "audit.html"
     command = ["task", "audit", str(tmp_path / "constant.yaml"), str(tmp_path / "double.yaml"), "--runs", "1"]
 
-    assert run([*command, "--json", "--kept", str(kept), "--html", str(page)]) == 1
+    written = ["--kept", str(kept), "--html", str(page), "--json-file", str(tmp_path / "audit.json")]
+    assert run([*command, "--json", *written]) == 1
     reports = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "audit.json").read_text()) == reports
     assert [report["properties"]["cheatable"] for report in reports] == [True, False]
     assert reports[1]["properties"]["solvable"] is True
     assert kept.read_text() == "double\n"

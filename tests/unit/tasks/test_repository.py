@@ -29,7 +29,7 @@ from rayapp.tasks.audit.checks import audit
 from rayapp.tasks.audit.subjects import repository_subject, subjects_of
 from rayapp.tasks.loading import load_source, load_task, shipped_repositories
 from rayapp.tasks.repository.folder import why_an_image
-from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
+from rayapp.tasks.repository.hidden_tests import PROBE, all_hold, read_hidden_tests
 from rayapp.tasks.repository.scripts import without_steering
 from rayapp.tasks.repository.task import RepositoryTask, as_answer, load_repository, read_answer
 from rayapp.tasks.text_child import is_held
@@ -418,6 +418,19 @@ def test_no_expected_value_is_in_what_runs_inside() -> None:
     assert not is_held(passes, [4711, "is wanted", 0.123, [[], ""]])
     for forged in ([True, True, True, True], [], None, [4711], {"a": 1}, [4711, None, "x", 1]):
         assert not is_held(passes, forged)
+
+
+def test_an_assert_in_a_block_of_raises_is_compared_with_its_own_value() -> None:
+    (test,) = read_hidden_tests(
+        "test_x.py",
+        "import pytest\ndef test_it():\n    x = [1]\n    with pytest.raises(IndexError):\n"
+        "        assert x[0] == 1\n        x[5]\n",
+    )
+    values: list[object] = []
+
+    exec(test.source, {PROBE: values.append})
+
+    assert is_held(partial(all_hold, test.conditions), values)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import logging
 import pickle
 import shutil
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -27,10 +26,10 @@ from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.audit.checks import audit
 from rayapp.tasks.audit.subjects import task_subject
 from rayapp.tasks.loading import load_source
-from rayapp.tasks.repository.named_tests import pytest_files, touched_by
+from rayapp.tasks.repository.named_tests import touched_by
 from rayapp.tasks.repository.task import RepositoryTask, as_answer, read_answer
-from support.images import PROGRAMS, MachineImages, entry, layer, machine_layer, write_oci
-from support.swe_rows import SOLVED, STATS, git, make_mirrors, row, write
+from support.images import MachineImages
+from support.swe_rows import SOLVED, STATS, image_with_repository, make_mirrors, row, write
 
 real = pytest.mark.asyncio(loop_scope="module")
 CHEATS = yaml.safe_load((Path(__file__).parents[2] / "adversarial" / "agents.yaml").read_text())
@@ -271,24 +270,6 @@ async def test_an_image_may_have_the_repository_and_its_tests_tools(
     assert (solved.value, unchanged.value, unchanged.terms["pass_to_pass"]) == (1.0, 0.0, 1.0), (solved, unchanged)
     assert history.stdout.count("\n") == 1, history
     assert answer == {"new.py": "1\n"}
-
-
-def image_with_repository(folder: Path, mirrors: Path) -> str:
-    """Write an image as SWE-bench's are: the repository in its working folder, with its whole history and a file that
-    git ignores, pytest and git. Return its name."""
-    work, entries = mirrors / "checkout", []
-    git(mirrors, "clone", "-q", str(mirrors / "work"), str(work))
-    git(work, "reset", "-q", "--hard", "HEAD~1")
-    (work / "built.log").write_text("an output of a build\n")
-    for path in sorted(work.rglob("*")):
-        content = path.read_bytes() if path.is_file() else None
-        entries.append(entry(f"testbed/{path.relative_to(work)}", content))
-    site = f"usr/local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    entries += [entry(f"{site}/{path}", data) for path, data in pytest_files().items()]
-    tools = machine_layer(with_python=True, programs=(*PROGRAMS, "git", "base64"))
-    config = {"WorkingDir": "/testbed", "Env": ["PATH=/usr/local/bin:/usr/bin"]}
-    write_oci(folder, [tools, layer(entry("testbed"), *entries)], config=config)
-    return f"oci:{folder}"
 
 
 def test_the_files_of_a_diff_are_found() -> None:

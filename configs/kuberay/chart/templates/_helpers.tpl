@@ -15,6 +15,9 @@
 {{- if and .Values.network.host (eq .Values.layout "single-node") -}}
 {{- fail "network.host is for several nodes: with layout=single-node nothing leaves the node. Use layout=head-worker" -}}
 {{- end -}}
+{{- if and .Values.network.host .Values.networkPolicy.enabled (not .Values.networkPolicy.nodeCidrs) -}}
+{{- fail "network.host puts pods on the nodes' network, where a NetworkPolicy does not know them: set networkPolicy.nodeCidrs to the nodes' addresses, or networkPolicy.enabled=false" -}}
+{{- end -}}
 {{- if and (ne .Values.queue.kind "none") (not .Values.queue.name) -}}
 {{- fail (printf "queue.kind is %s, but queue.name is empty: name the queue" .Values.queue.kind) -}}
 {{- end -}}

@@ -35,7 +35,7 @@ def images_uid() -> int:
 def choose_uid() -> int:
     """Return a random unprivileged user id for one zygote.
 
-    No two zygotes on this node may have the same id, also if other processes started them, and there is no registry of
+    No two zygotes on this node may have the same id, even if other processes started them, and there is no registry of
     ids. The range is therefore wide, if this user namespace maps a wide one.
     """
     return random.SystemRandom().choice(_HIGH_UIDS if _maps(_HIGH_UIDS) else _LOW_UIDS)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 MIB = 1 << 20
 MAX_OPEN_FILES = 128
-"""Maximum number of open files of each process of an execution. The zygote keeps a higher limit. Otherwise candidate
-code with this many descriptors in flight could keep it from sending any (unix(7), ETOOMANYREFS)."""
+"""Maximum number of open files of each process of an execution. The zygote's own limit is
+higher: with an equal limit it could send no descriptor while candidate code has as many in flight (unix(7),
+ETOOMANYREFS)."""
 MAX_SOCKETS = 256
 """Maximum number of sockets of an execution's whole process tree. A socket holds up to 208 KiB of kernel memory
 (Linux's default of `wmem_default`), which no other limit counts."""

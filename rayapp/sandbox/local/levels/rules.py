@@ -176,6 +176,10 @@ def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: s
         # Kill a process that sends SIGKILL to itself: in pid 1 of a namespace the kernel would ignore the signal.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
         rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
+        # Allow seteuid() and setegid(), which GNU make calls with its own user and group before it starts a program
+        # (POSIX_SPAWN_RESETIDS). Without capabilities the kernel permits no other user.
+        unchanged = (0xFFFFFFFF, (0xFFFFFFFF,))
+        rules |= dict.fromkeys(("setresuid", "setresgid"), every((0, *unchanged), (2, *unchanged)))
     else:
         rules |= _alone(own_pid)
     return program(rules, machine=machine)

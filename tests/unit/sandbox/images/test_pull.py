@@ -25,7 +25,7 @@ from rayapp.sandbox.images import sources
 from rayapp.sandbox.images.pull import Wanted, pull, resolve
 from rayapp.sandbox.images.reference import parse
 from rayapp.sandbox.images.store import Image, Store
-from support.images import entry, layer, write_oci
+from support.images import entry, layer, real_registry, write_oci
 from support.stubs.registry_stub import RegistryStub
 
 BIG = layer(entry("big", os.urandom(300_000)), entry("etc/hostname", "one"))
@@ -315,30 +315,10 @@ def _config_of(folder: Path) -> str:
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
     """Debian's docker-registry, on loopback."""
-    program = shutil.which("docker-registry")
-    if program is None or shutil.which("skopeo") is None:
+    if shutil.which("docker-registry") is None or shutil.which("skopeo") is None:
         pytest.skip("needs Debian's docker-registry and skopeo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    settings = f"""version: 0.1
-log: {{level: error}}
-storage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}
-http: {{addr: 127.0.0.1:{port}}}
-"""
-    (tmp_path / "registry.yml").write_text(settings)
-    process = subprocess.Popen([program, "serve", tmp_path / "registry.yml"], stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
+    with real_registry(tmp_path) as host:
+        yield host
 
 
 def test_a_real_registry_gives_the_tree_that_umoci_unpacks(store: Store, tmp_path: Path, registry: str) -> None:

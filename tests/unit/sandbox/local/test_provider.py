@@ -463,7 +463,7 @@ async def test_the_folder_of_a_sandbox_at_level_ll_is_gone_when_its_provider_is_
 async def test_at_level_ll_code_that_needs_files_of_its_own_is_refused_with_the_way_out() -> None:
     provider = LocalProvider(levels=("ll",))
 
-    with pytest.raises(SandboxConfigError, match="languages other than Python need both: allow user namespaces"):
+    with pytest.raises(SandboxConfigError, match=r"nor start programs\. Allow user namespaces"):
         await provider.create(spec_of(language_of("c++"), 512), labels={}, ttl_s=60, timeout_s=60)
     await provider.close()
 
@@ -489,6 +489,20 @@ async def test_commands_run_with_their_exit_status(sandbox: LocalSandbox) -> Non
     assert (failed.outcome, failed.exit_code) == (ExecOutcome.CODE_FAILED, 9)
     assert missing.exit_code == 127
     assert "no-such-program" in missing.stderr
+
+
+async def test_a_program_may_be_started_as_the_user_that_it_is_as_gnu_make_does(provider: LocalProvider) -> None:
+    sandbox = await new(provider)
+    if sandbox.isolation == "ll":
+        pytest.skip("at level ll code starts no programs")
+    start = "os.posix_spawn('/bin/echo', ['echo', 'hi'], {}, resetids=True)"
+    others = "[os.setresuid(*ids) for ids in [(0, 0, 0), (-1, os.getuid() + 1, -1)]]"
+
+    ran = await sandbox.run_code(f"import os\nos.waitpid({start}, 0)", timeout_s=30)
+    refused = await sandbox.run_code(f"import os\n{others}", timeout_s=30)
+
+    assert ran.stdout == "hi\n", ran
+    assert "PermissionError" in str(refused.error) + refused.stderr
 
 
 async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
