@@ -45,7 +45,10 @@ def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> d
     if not ranks:
         return {}
     rank = next(size for size in RANKS if size >= max(ranks))
-    return {"enable_lora": True, "max_loras": len(ranks), "max_lora_rank": rank}
+    # On a CPU vLLM 0.30 computes requests without an adapter with the last slot (index -1 in torch_ops/lora_ops.py) if
+    # their batch has adapters. So the last slot stays empty: its matrices are zero.
+    num_slots = len(ranks) + (bool(adapters) and not is_on_gpu(config))
+    return {"enable_lora": True, "max_loras": num_slots, "max_lora_rank": rank}
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:

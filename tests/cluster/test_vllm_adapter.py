@@ -116,7 +116,9 @@ async def test_adapters_in_folders_are_served_beside_the_model_each_under_its_na
         models[name] = get_peft_model(base, LoraConfig(**settings, target_modules=["q_proj", "down_proj"]))
         models[name].save_pretrained(tmp_path / name)
     folders = {name: str(tmp_path / name) for name in models if name}
-    values = make_config(tiny_model).model_dump() | {"learner": {"cpu_threads": 1}}
+    # In float32, because adapters with random matrices enlarge rounding errors.
+    exact = {"server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "dtype": "float32"}}
+    values = make_config(tiny_model).model_dump() | {"learner": {"cpu_threads": 1}} | exact
     server = VllmServer(Config.model_validate(values), 0, adapters=folders)
 
     async def sampled_by(name: str, number: int) -> tuple[str, Any]:
@@ -138,7 +140,8 @@ async def test_adapters_in_folders_are_served_beside_the_model_each_under_its_na
                 rows = model(ids).logits[0, 3:-1].log_softmax(-1)
             expected[each] = rows.gather(1, ids[0, 4:, None])[:, 0].numpy()
         distances = {each: np.abs(completion.log_probs - values).max() for each, values in expected.items()}
-        assert distances[name] < MAX_LOG_PROB_DIFFERENCE < min(d for each, d in distances.items() if each != name)
+        others = [distance for each, distance in distances.items() if each != name]
+        assert distances[name] < 1e-3 < MAX_LOG_PROB_DIFFERENCE < min(others), (name, distances)
 
 
 async def test_an_adapter_of_another_model_is_refused_at_the_start(tiny_model: Path, tmp_path: Path) -> None:

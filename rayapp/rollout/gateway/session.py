@@ -706,7 +706,8 @@ def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
     no calls, and its text.
     """
     try:
-        made: list[dict[str, Any]] = json.loads(said)
+        # xgrammar lets a string with maxLength hold control characters as they are; json refuses them if strict.
+        made: list[dict[str, Any]] = json.loads(said, strict=False)
         return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""
     except (ValueError, LookupError, TypeError, RecursionError):
         return (), said
