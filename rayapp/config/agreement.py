@@ -178,11 +178,13 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
             "verdict_weight has no effect. Name a judge with a weight, or leave verdict_weight out."
         )
     for name, weight in reward.judges.items():
-        if name not in judges or not math.isfinite(weight):
+        if name not in judges:
             raise ValueError(
-                f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
-                "weight is a finite number. Name one of these judges, or add this judge to `judges` (docs/judges.md)."
+                f"{where}reward.judges names {name}, but `judges` has {', '.join(judges) or 'none'}. Name one of these "
+                "judges, or add this judge to `judges` (docs/judges.md)."
             )
+        if not math.isfinite(weight):
+            raise ValueError(f"{where}reward.judges.{name} is {weight}: a weight must be a finite number.")
         judge, deadline_s = judges[name], own.group_deadline_s
         if judge.reference and not own.uses_data:
             raise ValueError(

@@ -61,7 +61,8 @@ class Borders:
         """
         if hidden.shape[:2] != (1, self._place.numel()):
             raise LearnerError(
-                f"a layer got {tuple(hidden.shape[:2])} tokens, but the forward has {self._place.numel()}"
+                f"a mixer layer got hidden states of shape {tuple(hidden.shape)}, but the shape must begin with "
+                f"(1, {self._place.numel()}): the forward packs its tokens into one row"
             )
         packed = hidden[0]
         mixed = [mixer(packed.index_select(0, index.reshape(-1)).unflatten(0, index.shape)) for index in self._rows]  # type: ignore[no-untyped-call]

@@ -184,7 +184,7 @@ def _environment(entries: object) -> tuple[tuple[str, str], ...]:
 def _list(found: Mapping[str, Any], key: str, what: str) -> list[dict[str, Any]]:
     entries = found.get(key)
     if not isinstance(entries, list) or len(entries) > MAX_LAYERS:
-        raise ImageError(f"{what} has no list {key} of at most {MAX_LAYERS} entries")
+        raise ImageError(f"{what}: its field {key!r} must be a list of at most {MAX_LAYERS} entries")
     return [entry for entry in entries if isinstance(entry, dict)]
 
 

@@ -504,7 +504,8 @@ def judged(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (judged() | {"reward": {"judges": {"p": 1.0}}}, "judges has p: 1.0, but judges are q"),
+        (judged() | {"reward": {"judges": {"p": 1.0}}}, "reward.judges names p, but `judges` has q"),
+        (judged() | {"reward": {"judges": {"q": float("nan")}}}, "must be a finite number"),
         (judged() | {"reward": {"verdict_weight": 0.0}}, "verdict_weight is 0"),
         (judged(base_url="http://user:secret@h/v1"), "'http://h/v1' must be"),
         (judged(base_url="h:80"), "must be http"),

@@ -78,4 +78,7 @@ def spare_mount_point(used: tuple[str, ...]) -> str:
     for folder in _MOUNT_POINTS:
         if Path(folder).is_dir() and not any(path == folder or path.startswith(f"{folder}/") for path in used):
             return folder
-    raise OSError(f"no folder to mount on: none of {', '.join(_MOUNT_POINTS)} exists and is unused")
+    raise OSError(
+        f"no mount point for a sandbox's root folder: one of {', '.join(_MOUNT_POINTS)} must exist and have none of "
+        "the files that sandboxes show, such as Python's library. Create an empty folder with one of these names"
+    )
