@@ -97,7 +97,7 @@ def test_a_missing_key_names_its_variable(code: str, monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(variable, raising=False)
         error = invoke(code, "--provider", kind).exception
         assert isinstance(error, SandboxConfigError)
-        assert f"set {variable}" in str(error)
+        assert f"the environment variable {variable} is not set" in str(error)
 
 
 async def test_an_mcp_server_is_named_by_its_url(code: str) -> None:

@@ -233,7 +233,7 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
                 "",
                 *(
                     f"/{{run}}/{name}"
-                    for name in ("config", "panels", "facets", "groups", "group", "trajectory", "diff")
+                    for name in ("config", "panels", "facets", "profiles", "groups", "group", "trajectory", "diff")
                 ),
             )
         },

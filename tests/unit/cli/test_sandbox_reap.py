@@ -125,7 +125,7 @@ def test_without_any_key_the_error_says_which_to_set(
     assert "set E2B_API_KEY or DAYTONA_API_KEY" in capsys.readouterr().err
 
     assert run(["sandbox", "reap", "--provider", "daytona"]) == 2
-    assert "set DAYTONA_API_KEY" in capsys.readouterr().err
+    assert "the environment variable DAYTONA_API_KEY is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["local", "mcp", "nonsense"])

@@ -166,6 +166,7 @@ ELSEWHERE = (
     How(begins="python -m benchmarks.", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m benchmarks", test="tests/unit/test_benchmark_history.py"),
     How(begins="python -m pytest", why_not="runs tests"),
+    How(begins="python -m scripts.agent_frameworks", test="tests/e2e/test_agent_frameworks.py"),
     How(begins="python -m scripts.check_wheel", test="tests/unit/test_wheel.py"),
     How(begins="python -m scripts.config_docs", test="tests/unit/docs/test_configure.py"),
     How(begins="python -m scripts.like_docker", why_not="needs root, and changes what this process may do"),
