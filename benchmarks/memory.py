@@ -2,9 +2,9 @@
 
     python -m benchmarks.memory [--steps 2] [--config configs/coding_cpu.yaml] [--json] [KEY=VALUE ...]
 
-Starts the command as a user does and reads the proportional set size of the command and of all processes below it four
-times a second; a page that several processes share is divided among them. The ratio is the model's weights, gradients
-and moments in float32, which nothing can be trained without, over the peak of all processes together.
+Starts the command as a user does. Once a second it reads the proportional set size of the command and of all processes
+below it; a page that several processes share is divided among them. The ratio is the model's weights, gradients and
+moments in float32, which nothing can be trained without, over the peak of all processes together.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from rayapp.config.loading import load_config
 from rayapp.runs.tracking.metrics import read_metrics
 
 ROLES = {
-    "learner": r"^ray::Learner",
-    "engine": r"EngineCore|^VLLM",
-    "server": r"^ray::ModelServer",
-    "rollout worker": r"^ray::RolloutWorker",
-    "sandbox pool": r"^ray::SandboxPool",
-    "sandboxes": r"rayapp\.sandbox|zygote|^rayapp sandbox",
-    "Ray": r"raylet|gcs_server|/ray/|^ray::",
-    "driver": r"rayapp train|-m rayapp",
+    "learner": r"^ray::.*(Learner|learner-\d)",
+    "engine": r"^VLLM::",
+    "server": r"^ray::.*(VllmServer|vllm-server-\d)",
+    "rollout worker": r"^ray::.*(RolloutWorker|rollout-worker-\d)",
+    "sandbox pool": r"^ray::.*(PoolActor|sandbox-pool)",
+    "sandboxes": r"rayapp\.sandbox\.local",
+    "Ray": r"^ray::|/ray/",
+    "driver": r"-m rayapp train",
 }
-"""Regular expressions of command lines; the first that matches names the process's role."""
+"""Regular expressions of command lines; the first that matches names the process's role. Ray names an actor's process
+after its class or after the actor itself, e.g. `learner-0`."""
 
 
 def role_of(command: str) -> str:
     """Return the role of a process by its command line."""
-    return next((role for role, pattern in ROLES.items() if re.search(pattern, command)), command[:40])
+    return next((role for role, pattern in ROLES.items() if re.search(pattern, command)), "others")
 
 
 def by_role(processes: Iterable[ProcessMemory]) -> dict[str, float]:
@@ -64,7 +65,7 @@ def train(settings: argparse.Namespace, work: Path) -> tuple[dict[str, float], d
             now = by_role(memory_below([run.pid]))
             at_peak = max(at_peak, now, key=lambda roles: sum(roles.values()))
             peaks |= {role: max(mib, peaks.get(role, 0.0)) for role, mib in now.items()}
-            time.sleep(0.25)
+            time.sleep(1.0)
     if run.returncode:
         raise SystemExit(f"rayapp train ended with {run.returncode}")
     return at_peak, peaks
