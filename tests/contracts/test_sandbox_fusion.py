@@ -137,7 +137,7 @@ def compiled(key: str) -> str:
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("key", ["cpp", "nodejs", "perl", *(pytest.param(key, marks=pytest.mark.long) for key in SLOW)])
 def test_verl_scores_programs_in_other_languages(url: str, key: str) -> None:
-    """What verl runs for each test of a row, with the language that it can be told."""
+    """Run one test of a row as verl does, in the language that verl is told."""
     code = compiled(key)
     asked = {"sandbox_fusion_url": f"{url}/run_code", "in_outs": TESTS, "timeout": 60, "language": key}
     right, _ = check_correctness(generation=code, memory_limit_mb=512, **asked)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 BASE, IMAGE = "localhost/python:base", "localhost/rayapp:test"
 NEEDED_BYTES = 15 << 30
 MOST_BYTES = 5 << 30
-"""Of the image for a CPU; it had 4.4 GB when it was first built (docs/operate.md)."""
+"""Largest size of the CPU image. The first build had 4.4 GB (docs/operate.md)."""
 PYTHON = "python3,python3-dev,python3-venv,ca-certificates"  # headers as in the python image: torch compiles with them
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -1,4 +1,4 @@
-"""What a newcomer installs and starts: the wheel in an empty environment, and the project of `rayapp init`."""
+"""A newcomer's install and start: the wheel in an empty environment, and the project of `rayapp init`."""
 
 from __future__ import annotations
 
