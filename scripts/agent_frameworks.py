@@ -73,10 +73,9 @@ class Framework:
         """Lines of the program between framework and policy, without docstring and blank lines."""
         if not self.command[0].endswith(".py"):
             return 0
-        tree = ast.parse((PROGRAMS / self.command[0]).read_text())
-        body = tree.body[1:]
-        text = (PROGRAMS / self.command[0]).read_text().splitlines()
-        return sum(bool(line.strip()) for line in text[body[0].lineno - 1 :])
+        source = (PROGRAMS / self.command[0]).read_text()
+        first = ast.parse(source).body[1].lineno
+        return sum(bool(line.strip()) for line in source.splitlines()[first - 1 :])
 
 
 FRAMEWORKS = (
