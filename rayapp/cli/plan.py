@@ -82,7 +82,7 @@ def plan_command(config: Config, gpu: Gpu, *, fake_tensors: bool = False) -> boo
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
-    for line in (*image_lines(config), *profile_lines(config)):
+    for line in (*image_lines(config), *filter(None, [config.profile_note])):
         print(line)
     print(CALIBRATION)
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
@@ -310,17 +310,11 @@ def image_lines(config: Config) -> Iterator[str]:
         )
 
 
-def profile_lines(config: Config) -> Iterator[str]:
-    """Yield the note about `train.profile_steps`, if any."""
-    if config.profile_note:
-        yield config.profile_note
-
-
 def plan_on_cpu(config: Config) -> bool:
     """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
-    for line in (*host_lines(shape, config, plan, have), *image_lines(config), *profile_lines(config)):
+    for line in (*host_lines(shape, config, plan, have), *image_lines(config), *filter(None, [config.profile_note])):
         print(line)
     return plan.total <= have
 
