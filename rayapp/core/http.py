@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
@@ -18,6 +18,16 @@ MAX_WAIT_S = 600.0
 
 
 KEY_VARIABLE = "RAYAPP_MODEL_SERVER_KEY"
+
+
+def given_key(headers: Mapping[str, str]) -> bytes:
+    """Return the key in a request's headers: `x-api-key` or a bearer token; empty without one.
+
+    Args:
+        headers: names in lower case, or a mapping that ignores case; values as UTF-8 with surrogate escapes.
+    """
+    given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+    return given.encode("utf-8", "surrogateescape")
 
 
 class KeyGuard:
@@ -36,9 +46,9 @@ class KeyGuard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         is_health = scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health")
-        headers = dict(scope.get("headers", ()))
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if scope["type"] == "lifespan" or is_health or hmac.compare_digest(given, self._key):
+        pairs = scope.get("headers", ())
+        headers = {name.decode("latin-1"): value.decode("utf-8", "surrogateescape") for name, value in pairs}
+        if scope["type"] == "lifespan" or is_health or hmac.compare_digest(given_key(headers), self._key):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from rayapp.core.http import given_key
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.gateway.anthropic_messages import AnthropicMessages
@@ -254,8 +255,7 @@ class Gateway:
 
 def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:
     """Return the request's key if it is one of `keys`. Raises RefusedError: the key is missing or wrong."""
-    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    sent = given.encode("utf-8", "surrogateescape")
+    sent = given_key(request.headers)
     # Compare with every key, so that the duration reveals nothing about the keys.
     if not (found := [key for key in keys if hmac.compare_digest(sent, key.encode())]):
         raise RefusedError("key", message)
