@@ -228,13 +228,13 @@ def spawn_servers(
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[VllmServerHandle, ...]:
     """Start the vLLM servers; `adapters` are the adapters that requests may name: name -> folder."""
-    loading = [dict(adapters)] if adapters else []
+    share = placement.server
     return tuple(
         started.add(
             _server(
                 config,
                 name,
-                started.spawn("vllm-server", name, config, index, must_sync, *loading, share=placement.server(index)),
+                started.spawn("vllm-server", name, config, index, must_sync, dict(adapters), share=share(index)),
             )
         )
         for index, name in enumerate(server_names(config))

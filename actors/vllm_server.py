@@ -91,8 +91,8 @@ class VllmServer(Restartable):
         started = time.monotonic()
         # Use a different seed for each server: with equal seeds, servers would sample the same completions.
         self._config = await asyncio.to_thread(with_planned_share, self._config)
-        loading = {"adapters": self._adapters} if self._adapters else {}
-        self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index, **loading)
+        seed = self._config.run.seed + self._index
+        self._engine = await self._start_engine(self._config, adapters=self._adapters, seed=seed)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
 

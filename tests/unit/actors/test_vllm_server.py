@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ async def weights(version: int) -> WeightBucket:
 
 
 async def started(*, must_sync: bool = False) -> ScriptedServer:
-    server = ScriptedServer(Config.model_validate({"recovery": {"stall_replace_s": 1e-9}}), 0, must_sync, 0.0)
+    server = ScriptedServer(Config.model_validate({"recovery": {"stall_replace_s": 1e-9}}), 0, must_sync, {}, 0.0)
     await server.start()
     return server
 
@@ -105,7 +106,7 @@ async def test_a_server_that_answers_but_samples_nothing_says_so_when_it_is_ping
 async def test_every_server_of_a_run_samples_with_a_seed_of_its_own() -> None:
     seeds: list[int] = []
 
-    async def start(config: Config, *, seed: int) -> Any:
+    async def start(config: Config, *, adapters: Mapping[str, str], seed: int) -> Any:
         seeds.append(seed)
         raise EngineDeadError("this one need not start")
 
