@@ -205,7 +205,8 @@ class LiveConsole:
         self._step = 0
         self._metrics: Mapping[str, float] = {}
         self._rewards: list[float] = []
-        self._notes: deque[str] = deque(maxlen=NUM_NOTES)
+        self._notes: tuple[str, ...] = ()
+        """Last notes; replaced, never changed: rich's thread reads them while it redraws."""
         self._pace = Pace(num_steps)
         self._seconds_left: float | None = None
         self._started = clock()
@@ -219,7 +220,7 @@ class LiveConsole:
 
     def note(self, text: str) -> None:
         """Show a note below the numbers, after the last few notes."""
-        self._notes.append(text)
+        self._notes = (*self._notes, text)[-NUM_NOTES:]
         self._draw()
 
     def phase(self, name: str) -> None:

@@ -30,6 +30,8 @@ from rayapp.runs.view.security import Guard
 
 STATIC = Path(__file__).parent / "static"
 REFRESH_EVERY_S = 2.0
+FIRST_BATCH_S = 2.0
+"""Longest delay of the port by the first batch of step files: a slow storage must not keep the page away."""
 
 
 def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: float = REFRESH_EVERY_S) -> ASGIApp:
@@ -116,8 +118,13 @@ def _refusal(status: int, _: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterator[None]:
-    task = asyncio.create_task(_refresh_forever(runs, every_s))
+    """Refresh in the background. The port opens after the first batch, so that no page says of a run with steps that
+    it has none; a slow storage delays it by `FIRST_BATCH_S` at most."""
+    is_read = asyncio.Event()
+    task = asyncio.create_task(_refresh_forever(runs, every_s, is_read))
     try:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(is_read.wait(), FIRST_BATCH_S)
         yield
     finally:
         task.cancel()
@@ -125,8 +132,9 @@ async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterato
             await task
 
 
-async def _refresh_forever(runs: Sequence[ViewedRun], every_s: float) -> None:
+async def _refresh_forever(runs: Sequence[ViewedRun], every_s: float, is_read: asyncio.Event) -> None:
     """Refresh one batch of each run in turn, so that a huge run doesn't delay a small one."""
     while True:
         waiting = [await asyncio.to_thread(run.refresh) for run in runs]
+        is_read.set()
         await asyncio.sleep(0 if any(waiting) else every_s)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,20 @@ def test_the_live_display_shows_step_phase_reward_and_time_left() -> None:
         assert text in picture, picture
     assert "Ray dashboard: http://127.0.0.1:8265" in picture
     assert "stopped" in stream.getvalue()  # closed after 1 of 3 steps
+
+
+def test_notes_may_arrive_while_the_thread_of_the_display_redraws() -> None:
+    live = LiveConsole(3, "my-run", Console(file=io.StringIO(), force_terminal=True), is_live=False)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the threads change places inside of every loop
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            noted = pool.submit(lambda: [live.note(str(number)) for number in range(300)])
+            while not noted.done():
+                live._render()
+            noted.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_notebook_shows_the_same_picture_in_place_of_the_last_one() -> None:
