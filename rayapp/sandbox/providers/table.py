@@ -137,8 +137,10 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
                 f"and name it in sandbox.providers[].images: {{{name}: …}}"
             )
         if isinstance(section, DaytonaConfig) and name.startswith(("oci:", "archive:")) and name not in section.images:
-            return f"provider daytona can't read {name}. Push this image to a registry, or name a snapshot for it in "
+            return (
+                f"provider daytona can't read {name}. Push this image to a registry, or name a snapshot for it in "
                 "sandbox.providers[].images"
+            )
     return ""
 
 
@@ -148,7 +150,9 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
     """
     wanted = section.images.get(template, template)
     if not is_image(wanted):
-        return f"the local provider can use only images. Name one in sandbox.providers[].images: {{{template}: 'image:…'}}"
+        return (
+            f"the local provider can use only images. Name one in sandbox.providers[].images: {{{template}: 'image:…'}}"
+        )
     try:
         reference = parse(wanted)
     except ImageError as error:
