@@ -122,7 +122,7 @@ def _named(source: Source, check: Callable[[], object]) -> None:
 
 def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None:
     if training and not config.tasks:
-        raise InputError("`tasks` is empty: name tasks or data files to train on (docs/data.md)")
+        raise InputError("tasks is empty: name tasks or data files to train on (docs/data.md)")
     check_data(config, files)
 
 

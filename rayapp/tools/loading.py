@@ -105,7 +105,7 @@ async def _mcp_tools(
     entry: ToolEntry, path: Path, context: ToolContext, links: list[McpLink], where: str
 ) -> list[Tool]:
     if entry.mcp is None:
-        raise ConfigError(f"{where}: it has no section `mcp`: add mcp: {{mcp_servers_config_path: …}}")
+        raise ConfigError(f"{where} has no section `mcp`: add mcp: {{mcp_servers_config_path: …}}")
     config = parse(entry.config, McpToolConfig, where=f"{where}: config")
     selected = set(entry.mcp.tool_selected_list)
     found: list[Tool] = []

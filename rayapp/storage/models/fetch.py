@@ -66,7 +66,7 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
     """
     if name not in MODELS:
         raise InputError(
-            f"no model {name!r} can be fetched; use one of {', '.join(MODELS)}. For any other model set model.path to "
+            f"model {name!r} can't be fetched: use one of {', '.join(MODELS)}. For another model set model.path to "
             "a Hugging Face folder or hub id."
         )
     target = into / name

@@ -229,7 +229,9 @@ async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
         opening = session.client("s3", endpoint_url=settings.endpoint_url, config=_client_config(settings))
         client = await opening.__aenter__()
     except (BotoCoreError, ValueError) as error:
-        raise StorageConfigError(f"S3 client for {settings.endpoint_url or 'AWS'}: {error}") from error
+        raise StorageConfigError(
+            f"the S3 client for {settings.endpoint_url or 'AWS'} can't be made: {error}"
+        ) from error
     try:
         if settings.create_header != "If-None-Match":
             client.meta.events.register("before-call.s3", _renamer(settings.create_header))
@@ -355,7 +357,7 @@ async def _fetch_range(
         async with (body := answer["Body"]):
             num_bytes = await _pour(body, target, start)
         if num_bytes != end - start:
-            raise StorageUnreachableError(f"{location}: {num_bytes} of {end - start} bytes arrived")
+            raise StorageUnreachableError(f"{location}: only {num_bytes} of {end - start} bytes arrived")
 
     async with storage.slots:
         await storage.retried(location, read)

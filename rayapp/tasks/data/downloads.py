@@ -70,8 +70,8 @@ class OwnColumns:
         found = next((name for name in wanted if example.get(name) is not None), None)
         if found is None:
             raise InputError(
-                f"no column {' or '.join(wanted)}; there are {', '.join(example)}. Name one with {option}"
-                + (", or give --no-answers" if option == "--answer-column" else "")
+                f"no column {' or '.join(wanted)} has a value; the columns are {', '.join(example)}. Name one with "
+                f"{option}" + (", or give --no-answers" if option == "--answer-column" else "")
             )
         return found
 
@@ -134,7 +134,10 @@ def load_splits(
     if not path.exists() and not _HUB_ID.fullmatch(source):
         raise InputError(f"source {source!r} is neither a path on this machine nor a hub id like owner/name")
     if path.exists() and revision:
-        raise InputError(f"source {source!r} is on this machine, and --revision {revision} is for a source on the hub")
+        raise InputError(
+            f"--revision {revision} is only for sources on the hub, but {source!r} is a path on this machine. Leave it "
+            "out"
+        )
     try:
         loaded = (
             _load_local(path, file_split, cache) if path.exists() else _load_hub(source, hub_configuration, revision)
@@ -142,7 +145,11 @@ def load_splits(
     except InputError:
         raise
     except Exception as error:  # boundary: `datasets` raises errors of any class
-        advice = "Is the file whole?" if path.exists() else "Without a network, give a local folder (docs/data.md)."
+        advice = (
+            "Check that the file is complete."
+            if path.exists()
+            else "Without a network, give a local folder (docs/data.md)."
+        )
         raise InputError(
             f"source {source!r} can't be read: {type(error).__name__}: {_first(error)}. {advice}"
         ) from error

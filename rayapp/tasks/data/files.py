@@ -125,7 +125,7 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
         with _reading(path):
             groups += _open_one(path)
     if not any(group.num_rows for group in groups):
-        raise InputError(f"no rows in {', '.join(map(str, paths))}")
+        raise InputError(f"the data files have no rows: {', '.join(map(str, paths))}")
     return groups
 
 
@@ -250,7 +250,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: there is no such file") from error
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} is not a parquet file, or is damaged: {why}. Write or copy it again.") from error
+        raise InputError(f"{path} can't be read as a parquet file: {why}. Write or copy the file again.") from error
 
 
 def _cached(location: Location, cache: Path) -> Path:

@@ -77,10 +77,10 @@ def test_what_is_no_adapter_of_the_served_model_is_refused(tmp_path: Path, tiny_
     other = with_values(config_of(tiny_model), model={"path": "other/model"})
     assert f"adapts {tiny_model}, but other/model is served: give --model {tiny_model}" in refused(path, other)
     assert "adapter a: there is no folder" in refused(tmp_path / "none")
-    assert "adapter_config.json can't be read as peft writes it" in refused(odd)
+    assert "adapter_config.json is not an adapter configuration of peft" in refused(odd)
     for settings in ({"peft_type": "IA3", "r": 4}, {"peft_type": "LORA", "r": 1024}):
         (odd / "adapter_config.json").write_text(json.dumps(settings))
-        assert "vLLM serves adapters of type LORA and of a rank of at most 512" in refused(odd)
+        assert "vLLM serves ranks from 1 to 512" in refused(odd)
     (tmp_path / "config.yaml").write_text(to_yaml(config_of(tiny_model, rank=0)))
     assert "is of a run that trains all weights: serve it with --model" in refused(path)
 
