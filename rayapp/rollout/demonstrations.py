@@ -84,7 +84,7 @@ def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, T
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
         raise InputError(
-            f"warmup.num_steps is {config.warmup.num_steps}, but tasks without demonstrations are named: "
+            f"warmup.num_steps is {config.warmup.num_steps}, but these tasks have no demonstrations: "
             f"{', '.join(without)}. Write demonstrations into each task (docs/tasks.md), name files in warmup.files, "
             "or set warmup.num_steps to 0."
         )
@@ -182,7 +182,7 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
     starts = [fork.start for fork in forks]
     if starts != sorted({*starts} & {*range(1, token_ids.size)}):
         raise ValueError(
-            f"forks: each `start` must be from 1 to {token_ids.size - 1}, and greater than the one before it"
+            f"forks: each `start` must be from 1 to {token_ids.size - 1}, and greater than the `start` before it"
         )
     if any(fork.after >= fork.start for fork in forks):
         raise ValueError("forks: each `after` must be less than the `start` of the same fork")

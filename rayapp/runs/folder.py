@@ -247,7 +247,7 @@ class RunFolder:
         has_run = (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
         if resume == "never" and has_run:
             raise RunFolderError(
-                f"{self.path} already holds a run, and run.resume is never. Choose another run.name, delete the "
+                f"{self.path} already holds a run, but run.resume is never. Choose another run.name, delete the "
                 "folder, or continue the run with run.resume=auto."
             )
         checkpoint = self.checkpoints.verified()

@@ -366,9 +366,10 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     recorded = _step_files(run)
     files = [file for file in recorded if _is_wanted(file, selection)]
     if not files:
+        last = "" if selection.last_step is None else f" to {selection.last_step}"
         raise InputError(
-            f"{run / 'trajectories'} has no steps from --first-step to --last-step: it has {recorded[0].stem} to "
-            f"{recorded[-1].stem}"
+            f"{run / 'trajectories'} has no steps from {selection.first_step}{last}: it has {recorded[0].stem} to "
+            f"{recorded[-1].stem}. Change --first-step or --last-step"
         )
     count = Selected()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ class CodingTask(BaseModel):
             line = source.strip()
             if line.startswith((f"def {self.func_name}(", f"async def {self.func_name}(")):
                 return _parameters(line)
-        raise ValueError(f"signature is missing: write it as `def {self.func_name}(…):`")
+        raise ValueError(f"neither signature nor prompt has a line `def {self.func_name}(…):`. Write it as signature")
 
     @property
     def cases(self) -> CaseSource:

@@ -163,7 +163,7 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(module_name)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{where}: it can't be imported ({error}){_hint(name)}") from error
+            raise ConfigError(f"{where} can't be imported ({error}){_hint(name)}") from error
     kind: Callable[..., Any] | None = getattr(module, attribute, None)
     if kind is None:
         raise ConfigError(f"{where}: there is no class {attribute} in {file or module.__name__}")

@@ -75,7 +75,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     large.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise ImageError(f"{what} has {len(data)} bytes; at most {MAX_DOCUMENT_BYTES} are read")
+        raise ImageError(f"{what} has {len(data)} bytes: at most {MAX_DOCUMENT_BYTES} are allowed")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -168,7 +168,7 @@ def read_config(data: bytes, what: str) -> ImageConfig:
 def check_platform(config: ImageConfig, wanted: str, what: str) -> None:
     """Check an image's platform. Raises ImageError: the image is for another platform."""
     if config.platform != wanted:
-        raise ImageError(f"{what} is built for {config.platform or 'no platform'}, not for {wanted}")
+        raise ImageError(f"{what} is built for {config.platform or 'an unnamed platform'}, not for {wanted}")
 
 
 def chain_id(diff_ids: Sequence[str]) -> str:
@@ -195,5 +195,5 @@ def _list(found: Mapping[str, Any], key: str, what: str) -> list[dict[str, Any]]
 
 def _digest(found: object, what: str) -> str:
     if not isinstance(found, str) or not _DIGEST.fullmatch(found):
-        raise ImageError(f"{what} names {str(found)[:80]!r} as a digest; only sha256 digests are read")
+        raise ImageError(f"{what} names the digest {str(found)[:80]!r}: only sha256 digests are supported")
     return found

@@ -459,7 +459,7 @@ def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Seq
     """
     reference = parse(f"build:{name}")
     if not (folder / "Dockerfile").is_file():
-        raise ImageError(f"image {reference}: there is no {folder / 'Dockerfile'}")
+        raise ImageError(f"image {reference}: there is no file {folder / 'Dockerfile'}")
     chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
     if not chosen or shutil.which(chosen) is None:
         known = ", ".join(TOOLS)

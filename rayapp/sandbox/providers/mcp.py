@@ -180,8 +180,9 @@ class McpChannel:
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
         if time.monotonic() + ttl_s > self.ends_at + 1.0:
             raise SandboxConfigError(
-                f"sandbox {self.id} can't be extended, because MCP has no call for this. It ends in "
-                f"{self.ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
+                f"sandbox {self.id} can't live for another {ttl_s:.0f} s: it ends in "
+                f"{self.ends_at - time.monotonic():.0f} s, and MCP has no call that extends it. Raise "
+                "sandbox.lease_ttl_s"
             )
 
     async def kill(self, *, timeout_s: float) -> None:

@@ -143,7 +143,7 @@ def checked(model: PackagedModel, gguf: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
         raise InputError(
-            f"{gguf.name} has SHA-256 {digest}, expected {model.sha256}: the download is damaged or was changed. "
+            f"{gguf.name} has the SHA-256 {digest}, not {model.sha256}: the download is damaged or was changed. "
             "Nothing was converted."
         )
     return gguf

@@ -297,7 +297,7 @@ async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "
         found = await _fetch(storage, location, temporary, num_bytes, head["ETag"])
         if expected and found != expected:
             raise StorageCorruptError(
-                f"{location}: its SHA-256 is {found[:12]}…, expected {expected[:12]}…. The object is damaged "
+                f"{location}: its SHA-256 is {found[:12]}…, not {expected[:12]}…. The object is damaged "
                 "or was replaced: write it again from its source."
             )
     return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)

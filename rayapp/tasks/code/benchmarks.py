@@ -96,7 +96,7 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
     if found is None:
         raise InputError(
             f"{source!r} is not a benchmark: write {BENCHMARK}NAME, {BENCHMARK}NAME:completion or "
-            f"{BENCHMARK}NAME=FILE with one of {', '.join(BENCHMARKS)}"
+            f"{BENCHMARK}NAME=FILE, where NAME is one of {', '.join(BENCHMARKS)}"
         )
     name, mode, file = found[1], found[2] or "auto", found[3] or default_source(found[1])
     hub_id, _, mapper = DATASETS[name]

@@ -190,7 +190,7 @@ def _load_file(path: Path, cache: Path) -> Any:
     from datasets import load_dataset
 
     if path.suffix not in _LOADERS:
-        raise InputError(f"source {path}: must end in {', '.join(_LOADERS)}")
+        raise InputError(f"source {path}: the file's name must end in one of {', '.join(_LOADERS)}")
     return load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train", cache_dir=str(cache))
 
 

@@ -165,7 +165,7 @@ def text_of(example: Mapping[str, Any], column: str) -> str:
         raise InputError(f"no column {column!r}; the columns are {', '.join(sorted(example))}")
     value = example[column]
     if not isinstance(value, str) or not value.strip():
-        raise InputError(f"column {column!r} must be a text that isn't empty, not {value!r:.80}")
+        raise InputError(f"column {column!r} must be a non-empty text, not {value!r:.80}")
     return value
 
 

@@ -173,7 +173,7 @@ def test_the_tasks_own_demonstrations_end_as_the_policy_ends(read: Read, chat_to
 
 def test_tasks_without_demonstrations_are_named(read: Read) -> None:
     config = Config.model_validate({"tasks": ["sort_numbers_reworded"], "warmup": {"num_steps": 1}})
-    with pytest.raises(InputError, match=r"tasks without demonstrations are named: .*sort_numbers_reworded"):
+    with pytest.raises(InputError, match=r"these tasks have no demonstrations: .*sort_numbers_reworded"):
         read_demonstrations(config, ())
 
 

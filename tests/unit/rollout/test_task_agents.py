@@ -462,11 +462,11 @@ def task_file(folder: Path, **fields: object) -> Path:
         ),
         ({"public_tests": ["double(2)"]}, r"public test 'double\(2\)' must have the form double\(…\) == …"),
         ({"public_tests": ["double(x) == 4"]}, r"values must be literals"),
-        ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
+        ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs, but the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
         ({"files": {"../x": ""}}, r"'../x' must be a relative path inside the workspace"),
         ({"files": {"test_public.py": ""}}, r"files has test_public.py, which is also made from public_tests"),
-        ({"tools": ["bash", "edti"]}, r"task double: tools: edti: it can't be imported .* did you mean edit\?"),
+        ({"tools": ["bash", "edti"]}, r"task double: tools: edti can't be imported .* did you mean edit\?"),
         ({"tools": ["rayapp.tools.coding.Ed"]}, r"there is no class Ed in rayapp.tools.coding"),
     ],
 )

@@ -275,7 +275,7 @@ def test_a_column_of_another_type_is_named(tmp_path: Path, change: dict[str, Any
 def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
     path = write(tmp_path / "a.parquet", [{key: value for key, value in verl_row(0).items() if key != column}])
 
-    with pytest.raises(InputError, match=f"no column {column}; it has"):
+    with pytest.raises(InputError, match=f"no column {column}; its columns are"):
         open_now([path], tmp_path)
 
 

@@ -154,7 +154,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"prompt": ""}, r"prompt = '': must be text, not empty"),
         ({"prompt": None}, r"prompt is missing"),
         ({"func_name": "not a name"}, r"func_name = 'not a name': must be text, a Python name"),
-        ({"signature": ""}, r"signature is missing: write it as `def add\(…\):`"),
+        ({"signature": ""}, r"neither signature nor prompt has a line `def add\(…\):`"),
         ({"signature": "def add(*a):"}, r"all parameters must be positional"),
         ({"signature": "def add():"}, r"has no parameter"),
         ({"signature": "def add(a, b"}, r"is not a `def` line of Python"),
