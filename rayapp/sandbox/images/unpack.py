@@ -519,10 +519,10 @@ def user_of(root: int, user: str) -> tuple[int, int, str]:
     if group:
         own = [fields[2] for fields in _records(root, "etc/group", 3) if fields[0] == group]
         gid = int(group) if group.isdecimal() else int(own[0]) if own else -1
-    if not (0 <= uid < 1 << 31 and 0 <= gid < 1 << 31):
-        raise BadLayerError(
-            f"its USER {user[:80]!r} has a name that its /etc/passwd or /etc/group lacks, or an id of 2^31 or more"
-        )
+    if min(uid, gid) < 0:
+        raise BadLayerError(f"its USER {user[:80]!r} is not in its /etc/passwd or /etc/group")
+    if max(uid, gid) >= 1 << 31:
+        raise BadLayerError(f"its USER {user[:80]!r} has an id of 2^31 or more")
     return uid, gid, home
 
 

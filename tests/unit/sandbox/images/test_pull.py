@@ -231,7 +231,7 @@ def broken_layer(folder: Path) -> None:
         (broken_layer, "{host}/name:1", "is damaged"),
         (broken_layer, "oci:{folder}", "is damaged"),
         (lambda folder: write_oci(folder, [BIG], platform="plan9/mips"), "{host}/name:1", "is built for plan9/mips"),
-        (lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}), "{host}/name:1", "its user 'unknown'"),
+        (lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}), "{host}/name:1", "its USER 'unknown' is not in its /etc/passwd"),
         (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "the digest of its unpacked archive is"),
         (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is not JSON"),
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
