@@ -107,12 +107,15 @@ def test_tool_calls_and_tools_reach_the_template(read: Read, chat_tokenizer: Any
     ("row", "message"),
     [
         ({"messages": [ASK]}, r"rows.jsonl: row 1: the row has no assistant message"),
-        ({"messages": [ASK, {"role": "assistant", "content": "  "}]}, r"row 1: the content of message 1 .*is '  ': it must have text"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": "  "}]},
+            "row 1: the content of message 1 .*must have text",
+        ),
         ({"prompt": "a", "completion": ""}, r"row 1: completion is '': it must have text"),
         ({"prompt": "a", "completion": [ANSWER]}, r"row 1: prompt is a string, so completion must be a string"),
         ({"question": "a"}, r"row 1: the row has question: it must have messages; prompt and completion; or"),
         ({"messages": "hello"}, r"row 1: messages must be a list of messages"),
-        ({"token_ids": [1, 2], "response_mask": [True]}, r"row 1: token_ids and response_mask .* same length; .* \(2,\) and \(1,\)"),
+        ({"token_ids": [1, 2], "response_mask": [True]}, r"row 1: token_ids .* same length; .*\(2,\) and \(1,\)"),
         ({"token_ids": [1, 2], "response_mask": [True, True]}, r"row 1: response_mask begins with true"),
         (["a"], r"row 1: the row is a list: it must be an object with"),
         ({"prompt": "a" * 400, "completion": "b"}, r"row 1 has 402 tokens, but warmup.max_tokens is 300"),

@@ -376,8 +376,7 @@ async def test_a_checkpoint_that_the_disk_damaged_after_its_commit_is_never_sent
     assert found.described.version == 2
     assert sending.pending() == {}  # it is refused, not retried forever
     assert (
-        caplog.text.count("step=000004 was not uploaded and is refused: the checksum of learner/weights is wrong")
-        == 1
+        caplog.text.count("step=000004 was not uploaded and is refused: the checksum of learner/weights is wrong") == 1
     )
 
 

@@ -61,7 +61,7 @@ def test_a_rollout_that_forks_is_learned_from_as_the_tree_that_it_is(tmp_path: P
     vocabulary = range(1000)
     assert _of_tokens(row, vocabulary).forks == (Fork(start=2, after=0),)
     for wrong in ({"start": 3, "after": 0}, {"start": 1, "after": 1}, {"start": 0, "after": -1}):
-        with pytest.raises(ValueError, match="each `start` must be from 1 to .*, and greater than"):
+        with pytest.raises(ValueError, match=r"each `start` must be from 1 to .*, and greater than"):
             _of_tokens(row | {"forks": [wrong]}, vocabulary)
 
 

@@ -74,9 +74,7 @@ def test_a_task_based_on_none_that_ships_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_demonstration_that_does_not_go_on_from_the_prefill_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"demonstration 1 begins with .*it must begin with .*def add\(a, b\):"
-    ):
+    with pytest.raises(InputError, match=r"demonstration 1 begins with .*it must begin with .*def add\(a, b\):"):
         load_task(write(tmp_path, GOOD + "demonstrations: ['def plus(a, b): return a + b']\n"))
 
 
