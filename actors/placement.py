@@ -82,7 +82,7 @@ async def _poll(config: Config, need: int, timeout_s: float) -> None:
             raise ConfigError(
                 f"after {timeout_s:g} s (cluster.wait_for_gpus_s) the Ray cluster has {have:g} of the {need} GPUs "
                 "that the config needs. Look at pods that are pending (kubectl get pods, kubectl describe pod), or "
-                f"wait longer. {fewer_gpus(config, int(have))}"
+                f"raise cluster.wait_for_gpus_s. {fewer_gpus(config, int(have))}"
             )
         if now >= report_at:
             log.warning("waiting for GPUs: the cluster has %g of %d", have, need)

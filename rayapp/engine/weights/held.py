@@ -379,5 +379,5 @@ def check_computes(
     if not error <= MAX_ERROR:
         raise ValueError(
             f"{layer.layer_name}: after the weights were loaded, expert {number} does not compute the product with its "
-            f"matrices: the error is {error:.2g} of the largest value"
+            f"matrices: the error is {error:.2g} of the largest value, at most {MAX_ERROR:g} was expected"
         )

@@ -80,7 +80,9 @@ def test_a_providers_options_reach_it() -> None:
     section: Any = {"type": "plugin", "name": "mine", "options": {"seed": 7}}
 
     assert remote_providers(SandboxConfig(providers=(section,)))["plugin"].name == "fake"
-    with pytest.raises(rayapp.UserError, match=r"no plug-in of rayapp\.sandbox_providers is called 'yours'"):
+    with pytest.raises(
+        rayapp.UserError, match=r"plug-in 'yours': no installed package offers it .* rayapp\.sandbox_providers"
+    ):
         remote_providers(SandboxConfig(providers=(section | {"name": "yours"},)))
 
 
