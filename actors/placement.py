@@ -51,7 +51,8 @@ def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
         return False
     if num_gpus_of(bundles) > have:
         raise ConfigError(
-            f"GPUs: {gpu_arithmetic(bundles)}, but the Ray cluster has {have}. {fewer_gpus(config, have)} Or add GPUs."
+            f"the run needs {gpu_arithmetic(bundles)} GPUs, but the Ray cluster has {have}. {fewer_gpus(config, have)} "
+            "Or add GPUs."
         )
     return True
 

@@ -84,7 +84,7 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value not in names:
             known = ", ".join(str(name) for name in names)
-            raise ConfigError(f"{key} = {value!r} can't be imported; rayapp has {known}")
+            raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {known}")
         return Landing(settings={target: names[value]}, note=note)
 
     return rule
@@ -221,7 +221,9 @@ def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
     if name == "penalty_factor" and is_on:
         return Landing(settings={"algorithm.overlong.penalty": float(value)})
     if name not in ("enable", "log", "penalty_factor"):
-        raise ConfigError(f"{key} = {value!r} can't be imported: it may have only enable, len, penalty_factor and log")
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: the section has only enable, len, penalty_factor and log"
+        )
     return Landing(note="goes with overlong_buffer.len")
 
 
@@ -263,7 +265,9 @@ def same_as(other: str) -> Rule:
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value != values.get(other):
-            raise ConfigError(f"{key} = {value!r} can't be imported: it must be {other} = {values.get(other)!r}")
+            raise ConfigError(
+                f"{key} = {value!r} can't be imported: it must equal {other}, which is {values.get(other)!r}"
+            )
         return Landing(note=f"{other} counts")
 
     return rule

@@ -131,7 +131,7 @@ def _files(path: str) -> list[str]:
         if index := cached_file(path, f"{name}.index.json", _raise_exceptions_for_missing_entries=False):
             files, _ = get_checkpoint_shard_files(path, index)
             return [str(file) for file in files]
-    raise OSError("it has neither model.safetensors nor pytorch_model.bin, nor an index of the parts of one")
+    raise OSError("it has neither model.safetensors nor pytorch_model.bin, and no .index.json that lists their parts")
 
 
 def _opened(file: str) -> Iterator[tuple[str, Any]]:

@@ -135,7 +135,7 @@ def test_a_name_that_nobody_has_is_told_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"tracking.trackers: 'linse' is unknown; did you mean lines\?"):
         rayapp.load_config(None, ["tracking.trackers=[linse]"])
     assert not is_plugin("tasks", "sort_numbers"), "it ships"
-    with pytest.raises(ConfigError, match="is called 'x'"):
+    with pytest.raises(ConfigError, match="plug-in 'x': no installed package"):
         load_plugin("losses", "x")
 
 

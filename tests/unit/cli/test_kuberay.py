@@ -206,7 +206,7 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
         ({"storage": {"models": {"kind": "s3"}}}, "set storage.models.bucket and storage.models.endpoint"),
         ({"storage": {"outputs": {"create": False}}}, "run folders must outlive the pods"),
         ({"secrets": {"create": True}}, "secrets.data is empty"),
-        ({"head": {"gpus": 4}}, "8 servers x TP 1 on those of 8 learners = 8, but cluster.num_gpus is 4"),
+        ({"head": {"gpus": 4}}, "8 servers x TP 1 on those of 8 learners = 8 GPUs, but cluster.num_gpus is 4"),
     ],
 )
 def test_impossible_values_are_refused_with_the_reason(values: Manifest, message: str) -> None:

@@ -75,7 +75,9 @@ def test_what_is_no_adapter_of_the_served_model_is_refused(tmp_path: Path, tiny_
         return str(caught.value)
 
     other = with_values(config_of(tiny_model), model={"path": "other/model"})
-    assert f"adapts {tiny_model}, but other/model is served: give --model {tiny_model}" in refused(path, other)
+    assert f"is an adapter of {tiny_model}, but other/model is served: give --model {tiny_model}" in refused(
+        path, other
+    )
     assert "none does not exist" in refused(tmp_path / "none")
     assert "adapter_config.json can't be read as peft writes it" in refused(odd)
     for settings in ({"peft_type": "IA3", "r": 4}, {"peft_type": "LORA", "r": 1024}):

@@ -46,7 +46,7 @@ def test_the_ranks_are_those_that_vllm_takes() -> None:
 
 def test_merged_weights_need_nothing_of_vllm_and_a_rank_it_lacks_is_refused() -> None:
     assert adapter_args(lora(0)) == adapter_args(lora(16, "merged")) == adapter_args(lora(1000, "merged")) == {}
-    with pytest.raises(ValueError, match=r"rank is 513, but vLLM serves adapters of at most 512.*send: merged"):
+    with pytest.raises(ValueError, match=r"rank is 513, but vLLM serves adapters of rank 512 at most.*send: merged"):
         lora(513)
 
 
