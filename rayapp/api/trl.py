@@ -491,7 +491,9 @@ def _correction(key: str, value: Any, values: Values) -> Landing:
     cap, floor = values["vllm_importance_sampling_cap"], values["vllm_importance_sampling_clip_min"]
     top = cap if cap is not None else values["vllm_importance_sampling_clip_max"]
     if level not in ("token", "sequence"):
-        raise ConfigError(f"{key} = {value!r} can't be imported: it must begin with token or sequence")
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: use token_truncate, token_mask, sequence_truncate or sequence_mask"
+        )
     if top is None:
         raise ConfigError(f"{key} = {value!r} can't be imported without vllm_importance_sampling_clip_max: set it")
     if kind == "truncate" and floor is not None:
@@ -509,8 +511,8 @@ def _std(key: str, value: Any, values: Values) -> Landing:
     named = {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
     if named not in ("group", "none"):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: advantages can be scaled only by the group's standard deviation, or "
-            "not at all"
+            f"{key} = {value!r} can't be imported: advantages can be scaled only by the group's standard deviation "
+            "('group') or not at all ('none')"
         )
     return Landing(
         settings={"algorithm.norm_adv_by_std": named == "group"},
@@ -526,7 +528,7 @@ def _several(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(f"{key} = {value!r} can't be imported: it must be sum_then_normalize or normalize_then_sum")
     if set(weights) != {1.0}:
         raise ConfigError(
-            f"reward_weights = {weights} can't be imported with {key} = {value!r}: with it all weights must be 1"
+            f"reward_weights = {weights} can't be imported with {key} = {value!r}: all weights must then be 1"
         )
     settings = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_terms": values["reward_funcs"]}
     return Landing(settings=settings)

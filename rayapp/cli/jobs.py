@@ -127,7 +127,7 @@ def stop(
     """Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."""
 
     if submission_ids and all_jobs:
-        raise ConfigError("--all stops every job: leave the names of jobs out, or --all")
+        raise ConfigError("--all stops every job, but jobs are named too: leave --all out, or the names")
     if not submission_ids and not all_jobs:
         raise ConfigError("no job is given: give the jobs to stop, or --all")
     for submission_id, status in stop_jobs(submission_ids or (), address, timeout_s=timeout_s).items():
@@ -317,8 +317,8 @@ def _client(address: str) -> Any:
         raise InputError(f"Ray can't be imported ({error}): make venv, or pip install 'ray[default]'") from None
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"address {address!r} must be the address of Ray's dashboard, e.g. http://127.0.0.1:8265. With KubeRay: "
-            "kubectl port-forward service/NAME-head-svc 8265"
+            f"address {address!r} is not a URL: give the URL of Ray's dashboard, e.g. http://127.0.0.1:8265. With "
+            "KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         )
     token = token_for(address)
     return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)

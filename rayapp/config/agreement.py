@@ -117,8 +117,8 @@ def _external_agents_fit(config: Keys) -> None:
         if all(is_given) or not any(is_given):
             raise ValueError(
                 f"{where}agent.name is external_agent, and agent.external has "
-                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give one "
-                "(docs/agents.md)."
+                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give exactly "
+                "one of them (docs/agents.md)."
             )
         if external.inside and external.entry:
             raise ValueError(
@@ -220,8 +220,8 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
                 f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but must be below rollout.group_deadline_s "
-                f"= {deadline_s:g}, because a pairwise judge is called before a group's deadline. Lower timeout_s, or "
-                "raise rollout.group_deadline_s."
+                f"= {deadline_s:g}, because a pairwise judge must answer before the group's deadline. Lower timeout_s, "
+                "or raise rollout.group_deadline_s."
             )
 
 
@@ -397,9 +397,9 @@ def _placement_fits(config: Keys) -> None:
         )
     if config.train.partial_rollouts and config.learner.router_replay:
         raise ValueError(
-            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: there "
-            "servers compute kept tokens again with new weights, so the recorded experts would not be the ones that "
-            "sampled the tokens. Turn one of the two off, or use placement split."
+            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: on "
+            "shared GPUs the servers compute kept tokens again with new weights, so the recorded experts would not be "
+            "the ones that sampled the tokens. Turn one of the two off, or use placement split."
         )
     if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
@@ -500,22 +500,22 @@ def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
     problems = []
     if server.kv_cache_dtype == "fp8" and capability < _FP8:
         problems.append(
-            f"server.kv_cache_dtype is fp8, which vLLM computes from compute capability 8.9 on; this GPU has {shown}: "
-            "use auto"
+            f"server.kv_cache_dtype is fp8, which needs compute capability 8.9 in vLLM, but this GPU has {shown}: use "
+            "auto"
         )
     if server.quantization == "fp8_per_channel" and capability < _FP8:
         problems.append(
-            f"server.quantization is fp8_per_channel, whose kernels need compute capability 8.9; this GPU has {shown}: "
-            "use fp8_per_tensor, which is slower there, or none"
+            "server.quantization is fp8_per_channel, whose kernels need compute capability 8.9, but this GPU has "
+            f"{shown}: use fp8_per_tensor, which is slower there, or none"
         )
     if config.run.deterministic and capability < _AMPERE:
         problems.append(
-            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels; this GPU has {shown}: "
-            "leave it out"
+            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels, but this GPU has "
+            f"{shown}: leave run.deterministic out"
         )
     if config.run.deterministic and server.quantization != "none" and capability < _FP8:
         problems.append(
-            f"run.deterministic and server.quantization need compute capability 8.9 together, as Marlin's kernels "
-            f"depend on the batch; this GPU has {shown}: use one of the two"
+            "run.deterministic together with server.quantization needs compute capability 8.9, because results of "
+            f"Marlin's kernels depend on the batch, but this GPU has {shown}: use only one of the two keys"
         )
     return problems

@@ -81,9 +81,10 @@ def plain_url(value: str) -> str:
         return value
     url = urlsplit(value)
     shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
-    if url.username or url.password or url.query:
+    hidden = [name for name in ("username", "password", "query") if getattr(url, name)]
+    if hidden:
         raise ValueError(
-            f"URL {shown!r} was given with a user, a password or a query, which is not shown here. Remove it: a key "
+            f"URL {shown!r} was given with a {' and a '.join(hidden)} (not shown here), which is not allowed: a key "
             "belongs in the environment variable that api_key_env names"
         )
     if url.scheme not in ("http", "https") or not url.hostname:

@@ -237,7 +237,7 @@ def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
         try:
             values = merged(values, helm.parse_set_string(setting))
         except helm.HelmError as error:
-            raise ConfigError(f"--set {setting!r} is not key.sub=value: {error}") from None
+            raise ConfigError(f"--set {setting!r} is not of the form key.sub=value: {error}") from None
     return values
 
 

@@ -314,7 +314,10 @@ def replicas(key: str, value: Any, values: Values) -> Landing:
     """Map the learners that shard one copy of the model; -1, or the number of GPUs, means all."""
     total, size = num_gpus(values), int(value)
     if size > 0 and total % min(size, total):
-        raise ConfigError(f"{key} = {value} can't be imported: it must divide the {total} GPUs of the trainer")
+        raise ConfigError(
+            f"{key} = {value} can't be imported: it does not divide the trainer's {total} GPUs. Use a divisor of "
+            f"{total}."
+        )
     copies = total // min(size, total) if size > 0 else 1
     return Landing(settings={"learner.replicas": copies}, note=f"{copies} whole copies of the model")
 

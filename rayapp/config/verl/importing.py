@@ -172,11 +172,11 @@ def _default(path: Path, entry: Any) -> dict[str, Any]:
         return {}
     if not file.is_file():
         raise ConfigError(
-            f"verl config {path}: its defaults name {entry!r}, but {file} does not exist. Only {', '.join(_BASES)} "
+            f"verl config {path}: its `defaults` name {entry!r}, but {file} does not exist. Only {', '.join(_BASES)} "
             f"need no file. Put the keys of {entry} into this file, or give them as overrides."
         )
     if file.resolve() == path.resolve():
-        raise ConfigError(f"verl config {path}: its defaults name itself")
+        raise ConfigError(f"verl config {path}: its `defaults` name the file itself. Remove this entry.")
     sections = (package or group.strip("/").replace("/", ".")).removeprefix("_global_").split(".")
     found = _load(file)
     for section in reversed([section for section in sections if section]):
@@ -400,7 +400,7 @@ def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
 def _our_setting(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigError(f"override {OURS}{override!r} is not of the form {OURS}key.sub=value")
+        raise ConfigError(f"override {OURS + override!r} is not of the form {OURS}key.sub=value")
     return key, yaml.safe_load(text)
 
 

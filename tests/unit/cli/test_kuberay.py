@@ -234,7 +234,7 @@ def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--values", "missing.yaml"], "values file missing.yaml can't be read: "),
         (["--values", "list.yaml"], "values file list.yaml must hold sections such as `run:`, not a list"),
-        (["--set", "head.gpus"], "--set 'head.gpus' is not key.sub=value: "),
+        (["--set", "head.gpus"], "--set 'head.gpus' is not of the form key.sub=value: "),
         (["--set", "head.gpus=99"], "head.gpus: maximum: got 99, want 16"),
         (["--out", "list.yaml"], "list.yaml can't be written: "),
         (["--chart", "nowhere"], "there is no Helm chart in nowhere"),
