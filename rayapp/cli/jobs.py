@@ -318,8 +318,8 @@ def _client(address: str) -> Any:
         raise InputError(f"Ray can't be imported ({error}): make venv, or pip install 'ray[default]'") from None
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"address {address!r} is not a URL: give the URL of Ray's dashboard, e.g. http://127.0.0.1:8265. With "
-            "KubeRay: kubectl port-forward service/NAME-head-svc 8265"
+            f"address {address!r} must begin with http:// or https://: give the URL of Ray's dashboard, e.g. "
+            "http://127.0.0.1:8265. With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         )
     token = token_for(address)
     return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)

@@ -99,7 +99,10 @@ def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytes
 
 def test_address_that_is_no_dashboard_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["submit", "run.yaml", "--address", "ray://127.0.0.1:10001"]) == 2
-    assert "is not a URL: give the URL of Ray's dashboard, e.g. http://127.0.0.1:8265" in capsys.readouterr().err
+    assert (
+        "must begin with http:// or https://: give the URL of Ray's dashboard, e.g. http://127.0.0.1:8265"
+        in capsys.readouterr().err
+    )
 
 
 def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
