@@ -249,7 +249,7 @@ def plugins_command(
     is_well, there = True, installed()
     if unknown := set(names or ()) - {found.name for found in there}:
         known = ", ".join(sorted({found.name for found in there})) or "none"
-        raise InputError(f"no plug-in is called {', '.join(sorted(unknown))}; installed: {known}")
+        raise InputError(f"plug-ins that are not installed: {', '.join(sorted(unknown))}. Installed are: {known}")
     if not there:
         typer.echo("no plug-ins are installed", err=True)
     for found in there:

@@ -267,13 +267,14 @@ class Location:
             return cls(key=path)
         if scheme.group(1) != "s3":
             raise StorageConfigError(
-                f"{uri!r}: only s3://bucket/prefix and local paths are supported. For OSS and MinIO, too, write s3:// "
-                "and set RAYAPP_S3_PRESET (docs/data.md)."
+                f"storage location {uri!r}: only s3://bucket/prefix and local paths are supported. For OSS and MinIO, "
+                "write s3:// and set RAYAPP_S3_PRESET (docs/data.md)."
             )
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StorageConfigError(
-                f"{uri!r}: {bucket!r} is not a bucket name: use 3 to 63 lower-case letters, digits and hyphens"
+                f"storage location {uri!r}: {bucket!r} is not a bucket name. A bucket name has 3 to 63 lower-case "
+                "letters, digits, dots and hyphens, and begins and ends with a letter or digit."
             )
         return cls(bucket=bucket, key=key.strip("/"))
 
@@ -295,5 +296,8 @@ def check_key(key: str) -> str:
     """
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):
-        raise StorageConfigError(f"{key!r} is not a key: give names joined by single slashes, without . and ..")
+        raise StorageConfigError(
+            f"storage key {key!r} is invalid: use names joined by single slashes, none of them . or .., without "
+            "backslashes and NUL characters"
+        )
     return key

@@ -66,7 +66,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
     try:
         shell.run(list(_commands(text)))
     except (IndexError, RecursionError, re.error) as error:
-        raise ConfigError(f"verl script {path}: it can't be read as a shell script: {error}") from error
+        raise ConfigError(f"verl script {path} can't be read as a shell script: {error}") from error
     launches = list(dict.fromkeys(map(_launch, shell.launches)))
     launches = [launch for launch in launches if _trains(launch)] or launches
     if len(launches) != 1:
