@@ -381,7 +381,11 @@ def test_an_option_that_a_loss_accepts_changes_its_gradient(name: str, option: s
 
 def test_an_option_that_the_loss_does_not_read_is_refused_when_the_configuration_is_read() -> None:
     for loss, options, why in (
-        ("vanilla", {"rollout_rs": "token_k1"}, "rollout_rs, which policy_loss vanilla does not read; it reads no opt"),
+        (
+            "vanilla",
+            {"rollout_rs": "token_k1"},
+            "rollout_rs, which policy_loss vanilla does not read. vanilla reads no opt",
+        ),
         ("vanilla", {"tau_pos": 3.0}, "tau_pos belongs to sapo"),
         ("vanilla", {"dro_betta": 0.1}, "dro_betta"),
         ("bypass_mode", {"rollout_is_batch_normalize": True}, "does not read"),  # it would depend on micro-batches
