@@ -93,7 +93,9 @@ def test_groups_are_compared_by_the_term_that_is_named() -> None:
 
 
 def test_a_term_that_rewards_do_not_have_ends_the_run_with_those_that_they_have() -> None:
-    with pytest.raises(TrainingAbortedError, match=r"metric is 'accuracy', but rewards of t have the terms .*score"):
+    with pytest.raises(
+        TrainingAbortedError, match=r"metric is 'accuracy', but no reward of task t has this term .*score"
+    ):
         has_signal(summary_with_terms({"score": 1.0}, {"score": 0.0}), "accuracy")
 
 
