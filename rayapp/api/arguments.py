@@ -111,7 +111,8 @@ def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
         return str(task)
     if not all(hasattr(task, name) for name in ("name", "render", "score")):
         raise InputError(
-            f"{type(task).__name__} is not a task: a task must have name, render and score, like rayapp.CodingTask"
+            f"an object of type {type(task).__name__} is not a task: a task must have the attributes `name`, `render` "
+            "and `score`, like rayapp.CodingTask"
         )
     return _noted(objects, task.name, task)
 
@@ -119,7 +120,7 @@ def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
 def _noted(objects: dict[str, object], name: str, given: object) -> str:
     key = f"{PREFIX}{name}"
     if objects.setdefault(key, given) is not given:
-        raise ConfigError(f"two different objects are called {name}: give one of them another name")
+        raise ConfigError(f"two different objects have the name {name!r}: give one of them another name")
     return key
 
 

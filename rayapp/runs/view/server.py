@@ -124,7 +124,8 @@ async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterato
     task = asyncio.create_task(_refresh_forever(runs, every_s, is_read))
     try:
         with suppress(TimeoutError):
-            await asyncio.wait_for(is_read.wait(), FIRST_BATCH_S)
+            async with asyncio.timeout(FIRST_BATCH_S):
+                await is_read.wait()
         yield
     finally:
         task.cancel()

@@ -153,7 +153,7 @@ def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
 
 def test_a_plug_in_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plugins", "nope"]) == 2
-    assert "no plug-in is called nope" in capsys.readouterr().err
+    assert "plug-ins that are not installed: nope" in capsys.readouterr().err
 
 
 def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseException]) -> None:
