@@ -103,7 +103,7 @@ def _prime_form(fields: Fields) -> dict[str, Any]:
     if "inputs" in fields and "outputs" in fields:
         return dict(fields)
     have = ", ".join(sorted(fields)) or "no fields"
-    raise InputError(f"its ground_truth must have the fields inputs and outputs, but it has {have}")
+    raise InputError(f"its ground_truth has no tests: it must have the fields inputs and outputs, not {have}")
 
 
 def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:

@@ -60,8 +60,13 @@ def test_a_rollout_that_forks_is_learned_from_as_the_tree_that_it_is(tmp_path: P
     (row,) = pq.read_table(out).to_pylist()
     vocabulary = range(1000)
     assert _of_tokens(row, vocabulary).forks == (Fork(start=2, after=0),)
-    for wrong in ({"start": 3, "after": 0}, {"start": 1, "after": 1}, {"start": 0, "after": -1}):
-        with pytest.raises(ValueError, match=r"each `start` must be from 1 to .*, and greater than"):
+    start_rule, after_rule = r"each `start` must be from 1 to 2, and greater than", "each `after` must be less than"
+    for wrong, rule in (
+        ({"start": 3, "after": 0}, start_rule),
+        ({"start": 1, "after": 1}, after_rule),
+        ({"start": 0, "after": -1}, start_rule),
+    ):
+        with pytest.raises(ValueError, match=rule):
             _of_tokens(row | {"forks": [wrong]}, vocabulary)
 
 
@@ -78,7 +83,7 @@ def test_a_prompt_may_be_held_to_so_many_and_steps_to_a_range(run: Path, tmp_pat
 
 def test_when_nothing_is_good_enough_no_file_is_left(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "best.parquet"
-    with pytest.raises(InputError, match=r"none of 7 trajectories .* has a reward of 2 or more: lower --min-reward"):
+    with pytest.raises(InputError, match=r"none of the 7 trajectories .* a reward of 2 or more. Lower --min-reward"):
         select_from_run(run, out, Selection(min_reward=2.0))
     assert not list(tmp_path.glob("*best*"))
 

@@ -132,7 +132,7 @@ def test_a_whole_local_folder_passes(model: Path) -> None:
 def test_a_folder_that_is_not_there_says_how_to_make_the_default(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no such folder\. Fetch it with `rayapp model fetch smollm2-135m`"):
         check_model(config_of(tmp_path / "smollm2-135m"))
-    with pytest.raises(InputError, match=r"there is no such folder\.$"):
+    with pytest.raises(InputError, match=r"there is no such folder\. Give a folder"):
         check_model(config_of(tmp_path / "other"))
 
 

@@ -113,8 +113,8 @@ def test_private_cases_that_are_torn_are_named() -> None:
     [
         ("not json", "can't be read as JSON"),
         ("[1]", "must be an object"),
-        ('{"a": 1}', "its ground_truth must have the fields inputs and outputs, but it has a"),
-        ('{"inputs": [], "outputs": []}', "it has 0 inputs and 0 outputs"),
+        ('{"a": 1}', "its ground_truth has no tests: it must have the fields inputs and outputs, not a"),
+        ('{"inputs": [], "outputs": []}', "it has no tests: the list inputs is empty"),
         ('{"inputs": ["1"], "outputs": "2"}', "outputs must be a list"),
         ('{"inputs": ["1"], "outputs": [2]}', "one of its outputs must be a text"),
         ('{"inputs": ["1"], "outputs": ["2"], "fn_name": "a b"}', "fn_name must be the name of a function"),
