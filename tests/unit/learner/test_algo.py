@@ -392,7 +392,11 @@ def test_an_option_that_the_loss_does_not_read_is_refused_when_the_configuration
         ("bypass_mode", {"loss_type": "ppo"}, "use ppo_clip or reinforce"),
         ("bypass_mode", {"rollout_rs": "token_k1"}, "has rollout_rs without rollout_rs_threshold"),
         ("bypass_mode", {"rollout_rs": "token_k9", "rollout_rs_threshold": 2}, "use token_k1"),
-        ("bypass_mode", {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "the limit of token_k2 must be a number above 0"),
+        (
+            "bypass_mode",
+            {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"},
+            "the limit of token_k2 must be a number above 0",
+        ),
         ("clip_cov", {"clip_cov_ratio": "many"}, "must be a number"),
         ("dro", {}, "dro_beta above 0"),
     ):
