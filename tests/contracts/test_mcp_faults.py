@@ -37,7 +37,6 @@ async def test_a_run_that_the_way_breaks_is_no_verdict(fault: str, is_stateful: 
     async with opened() as (provider, stub):
         sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
         stub.faults.next("post", fault)
-        started = time.monotonic()
         try:
             result = await sandbox.run_code("print('honest')", timeout_s=2, stateful=is_stateful)
         except SandboxConfigError as error:
@@ -46,7 +45,6 @@ async def test_a_run_that_the_way_breaks_is_no_verdict(fault: str, is_stateful: 
             pass
         else:
             assert (result.outcome, result.stdout) == (ExecOutcome.OK, "honest\n"), result
-        assert time.monotonic() - started < 60
         assert stub.faults.injected[f"post:{fault}"] == 1
 
 
@@ -75,12 +73,10 @@ async def test_a_sandbox_that_dies_while_code_runs_is_gone() -> None:
 async def test_a_call_without_an_answer_ends_at_our_own_deadline() -> None:
     async with opened() as (provider, stub):
         sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
-        stub.faults.hang_s = 30.0
+        stub.faults.hang_s = 600.0  # longer than a test may take
         stub.faults.next("run_command", "hang")
-        started = time.monotonic()
         with pytest.raises(SandboxDeadlineError):
             await sandbox.read_file("a", timeout_s=0.5)
-        assert time.monotonic() - started < 5
 
 
 async def test_a_call_that_the_server_leaves_unanswered_is_no_wrong_key() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
@@ -89,20 +88,18 @@ SESSION = {"e2b": "execute", "kruise": "execute", "daytona": "session"}
 async def test_a_creation_that_fails_leaves_nothing_and_blames_nobodys_config(kind: str, fault: str) -> None:
     async with opened(kind) as (provider, stub):
         stub.faults.next("create", fault)
-        started = time.monotonic()
         made = await attempted(provider.create(SandboxSpec(), labels=LABELS, ttl_s=300, timeout_s=10))
         assert isinstance(made, SandboxError) or made.id in stub.boxes.living
         assert stub.faults.injected[f"create:{fault}"] == 1
-        assert time.monotonic() - started < 12
 
 
 @KINDS
 async def test_a_creation_that_hangs_ends_at_our_deadline_and_its_late_sandbox_is_ended(kind: str) -> None:
     async with opened(kind) as (provider, stub):
-        stub.faults.slow_s = 4.5
+        stub.faults.slow_s = 7.5
         stub.faults.next("create", "slow")
-        with pytest.raises(SandboxDeadlineError, match="2 s"):
-            await provider.create(SandboxSpec(), labels=LABELS, ttl_s=300, timeout_s=2.0)
+        with pytest.raises(SandboxDeadlineError, match="5 s"):
+            await provider.create(SandboxSpec(), labels=LABELS, ttl_s=300, timeout_s=5.0)
         await provider.close()
         assert stub.boxes.num_created == 1, "the answer was late, not absent"
 
@@ -170,15 +167,13 @@ async def test_a_sandbox_that_dies_while_code_runs_is_gone_and_the_code_is_not_b
 async def test_a_call_without_an_answer_ends_at_our_own_deadline(kind: str) -> None:
     async with opened(kind) as (provider, stub):
         sandbox = await provider.create(SandboxSpec(), labels=LABELS, ttl_s=300, timeout_s=20)
-        stub.faults.hang_s = 30.0
+        stub.faults.hang_s = 600.0  # longer than a test may take
         stub.faults.next(RUN[kind], "hang")
         stub.faults.next(WRITE[kind], "hang")
-        started = time.monotonic()
         with pytest.raises(SandboxDeadlineError):
             await sandbox.read_file("a", timeout_s=0.5)
         with pytest.raises(SandboxDeadlineError):
             await sandbox.write_file("a", b"x", timeout_s=0.5)
-        assert time.monotonic() - started < 10
 
 
 @KINDS

@@ -219,7 +219,7 @@ async def test_a_run_that_goes_on_is_taken_in_by_the_background_task(run: Path) 
     app = make_app([viewed], refresh_every_s=0.01)
     write_trajectories(run / "trajectories" / "step=000002.parquet", 2, [hostile_group(1)])
 
-    async with asyncio.timeout(30), lifespan(app):
+    async with asyncio.timeout(60), lifespan(app):
         while viewed.facets()["groups"] != 2:
             await asyncio.sleep(0.01)
 
