@@ -438,6 +438,7 @@ class TimesOutOnce(httpx.AsyncHTTPTransport):
         if not self._is_first:
             return await super().handle_async_request(request)
         self._is_first = False
+        request.headers["x-stainless-read-timeout"] = "0.001"  # seconds, over before the engine is asked
         call = asyncio.create_task(super().handle_async_request(request))
         await self._is_sampled.wait()
         call.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -561,6 +562,7 @@ async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sand
     """Before it began, while it runs, as its answer arrives, and after."""
     for _ in range(3):  # by then all that stays open anyway is
         await sandbox.run_code("print(1)", timeout_s=5)
+    gc.collect()  # sockets that earlier tests left must not be closed in between
     before = len(list(Path("/proc/self/fd").iterdir()))
     ends: Counter[str] = Counter()
 
@@ -573,7 +575,7 @@ async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sand
 
     assert ends.keys() == {"CancelledError", "ExecResult"}
     assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider: LocalProvider) -> None:
