@@ -348,7 +348,8 @@ def _every(target: str, strategy: str) -> Rule:
         if when != "steps":
             raise ConfigError(f"{strategy} = {when!r} can't be imported: it must be steps or no")
         if float(every) != int(every):
-            raise ConfigError(f"{key} = {every!r} can't be imported: give a whole number of steps")
+            name = key if value is not None else "logging_steps"
+            raise ConfigError(f"{name} = {every!r} can't be imported: give a whole number of steps")
         return Landing(settings={target: max(1, int(every) // _sizes(values)[1])})
 
     return rule
@@ -376,9 +377,10 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
         "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
         "cosine_with_min_lr": "cosine",
     }  # fmt: skip
-    if value not in names or more:
-        also = f" with lr_scheduler_kwargs {more}" if more else ""
-        raise ConfigError(f"{key} = {value!r}{also} can't be imported; supported values are {', '.join(names)}")
+    if value not in names:
+        raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {', '.join(names)}")
+    if more:
+        raise ConfigError(f"lr_scheduler_kwargs has {', '.join(more)}, which can't be imported for {key} = {value!r}")
     settings = {"learner.optimizer.schedule": names[value], "learner.optimizer.min_lr_ratio": float(floor)}
     return Landing(settings=settings)
 

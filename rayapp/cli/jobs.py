@@ -199,8 +199,9 @@ def _check_paths(config: Config, config_path: Path) -> None:
         )
     if not config.run_folder.is_absolute():
         raise ConfigError(
-            f"run.output_dir is {config.run.output_dir!r}: a job runs in a temporary copy of this folder, and "
-            f"checkpoints in it are deleted with it. Give a path of the cluster: run.output_dir={here / 'outputs'}"
+            f"run.output_dir is the relative path {config.run.output_dir!r}: a job runs in a temporary copy of this "
+            "folder, which is deleted with all checkpoints in it. Give an absolute path of the cluster, e.g. "
+            f"run.output_dir={here / 'outputs'}"
         )
     model = Path(config.model.path)
     if not model.is_absolute() and model.is_dir():
@@ -317,8 +318,8 @@ def _client(address: str) -> Any:
         raise InputError(f"Ray can't be imported ({error}): make venv, or pip install 'ray[default]'") from None
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"address {address!r} is not a URL: give the URL of Ray's dashboard, e.g. http://127.0.0.1:8265. With "
-            "KubeRay: kubectl port-forward service/NAME-head-svc 8265"
+            f"address {address!r} must begin with http:// or https://: give the URL of Ray's dashboard, e.g. "
+            "http://127.0.0.1:8265. With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         )
     token = token_for(address)
     return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)

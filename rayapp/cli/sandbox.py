@@ -376,9 +376,9 @@ def choose_provider(
     if kind == "local":
         return LocalProvider(levels=levels)
     if levels != LEVELS or packages:
+        option = "--package" if levels == LEVELS else "--level"
         raise InputError(
-            f"--level and --package are only for provider local: sandboxes of {kind} are made from a template. Leave "
-            "them out"
+            f"{option} is only for provider local: sandboxes of {kind} are made from a template. Leave it out"
         )
     return remote_provider(_section(kind, config, url))
 
@@ -395,7 +395,7 @@ def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
         case "daytona":
             return DaytonaConfig()
     if not url:
-        raise SandboxConfigError("provider mcp needs its server's endpoint: --url URL, or a --config that names it")
+        raise SandboxConfigError("provider mcp needs its server's endpoint: give --url URL, or a --config that has it")
     return McpConfig(url=url)
 
 

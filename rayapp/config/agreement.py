@@ -250,7 +250,7 @@ def _warmup_fits(config: Keys) -> None:
     if not warmup.files and not all_tasks(config):
         raise ValueError(
             f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and the run has no tasks with "
-            "demonstrations. Name files to learn from (docs/sft.md), or set warmup.num_steps to 0."
+            "demonstrations. Name files in warmup.files (docs/sft.md), or set warmup.num_steps to 0."
         )
 
 

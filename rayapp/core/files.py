@@ -73,7 +73,7 @@ def explain_unwritable(path: Path) -> Iterator[None]:
             raise
         raise RunFolderError(
             f"{error.filename or path} can't be written: {error.strerror or error}. Choose a folder that this user may "
-            "write (run.output_dir; with s3:// run.staging_dir)."
+            "write: run.output_dir, or run.staging_dir for a run on s3://."
         ) from error
 
 
@@ -297,7 +297,7 @@ def check_key(key: str) -> str:
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):
         raise StorageConfigError(
-            f"storage key {key!r} is invalid: use names joined by single slashes, none of them . or .., without "
-            "backslashes and NUL characters"
+            f"storage key {key!r} is invalid: a key consists of names joined by single slashes. A name must not be . "
+            "or .., and the key must not contain a backslash or a NUL character."
         )
     return key

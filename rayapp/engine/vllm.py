@@ -260,9 +260,11 @@ class VllmEngine:
         # purposes: a cohort whose prompts an evaluation had cached would be computed in other batches.
         purpose = request.request_id.purpose
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
+            sampling = request.sampling
+            filtering = f"top_p {sampling.top_p:g}" if sampling.top_p < 1.0 else f"top_k {sampling.top_k}"
             raise EngineError(
-                f"{request.request_id}: top_p {request.sampling.top_p:g} and top_k {request.sampling.top_k} are for "
-                "evaluation only, because they would bias the log-probs that training uses"
+                f"{request.request_id}: {filtering} is for evaluation only, because it would bias the log-probs that "
+                "training uses"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:

@@ -96,8 +96,9 @@ def _trains(launch: Launch) -> bool:
 def _check_known(path: Path, launch: Launch, overridden: Collection[str]) -> None:
     if not _trains(launch):
         raise ConfigError(
-            f"verl script {path} runs {launch.module}, which is not one of {', '.join(TRAINERS)}. Supervised training "
-            "is `rayapp sft`, generation `rayapp eval`; asynchronous runs set rayapp.train.max_staleness."
+            f"verl script {path} runs {launch.module}, which is not one of {', '.join(TRAINERS)}. Use `rayapp sft` for "
+            "supervised training, `rayapp eval` for generation, and rayapp.train.max_staleness=1 for an asynchronous "
+            "run."
         )
     keys = [(word.partition("=")[0].lstrip("+"), word) for word in launch.arguments]
     unknown = [

@@ -218,7 +218,9 @@ def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
 
 def _required(value: Any, estimator: str, name: str) -> Any:
     if value is None:
-        raise LearnerError(f"algorithm.adv_estimator {estimator!r} needs {name}, and the caller gave none")
+        raise LearnerError(
+            f"algorithm.adv_estimator {estimator!r} needs the input {name!r}, which the caller did not give"
+        )
     return value
 
 

@@ -360,7 +360,7 @@ async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) ->
         ("cancels", "reward_error", "CancelledError"),
         ("times_out", "reward_error", "TimeoutError: of its own"),
         ("recurses", "reward_error", "RecursionError"),
-        ("huge", "reward_nonsense", "must be finite as a 32-bit float"),
+        ("huge", "reward_nonsense", "not finite as a 32-bit float"),
         ("beyond_float32", "reward_nonsense", "a size that is not finite"),
         ("an_array", "reward_nonsense", "array([0., 0., 0.]), which is not a finite number"),
         ("strange", "reward_nonsense", "no items"),
