@@ -39,8 +39,8 @@ def trajectory(
     Raises:
         InputError: the prompt or the completion is empty, or the number of log-probs is wrong.
     """
-    for name, token_ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
-        if not len(token_ids):
+    for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
+        if not len(ids):
             raise InputError(f"{name} is empty: a trajectory needs at least one token in its prompt and its completion")
     if log_probs is not None and len(log_probs) != len(completion_ids):
         raise InputError(

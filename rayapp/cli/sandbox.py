@@ -395,7 +395,7 @@ def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
         case "daytona":
             return DaytonaConfig()
     if not url:
-        raise SandboxConfigError("provider mcp needs its server's endpoint: --url URL, or a --config that names it")
+        raise SandboxConfigError("provider mcp needs its server's endpoint: give --url URL, or a --config that has it")
     return McpConfig(url=url)
 
 

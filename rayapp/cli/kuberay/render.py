@@ -122,7 +122,7 @@ def _autoscaler(job: Manifest) -> Iterator[str]:
     if not cluster.get("enableInTreeAutoscaling"):
         return
     if is_kueue:
-        yield "enableInTreeAutoscaling is set, but Kueue admits only clusters of a fixed size: leave it out"
+        yield "enableInTreeAutoscaling: Kueue admits only clusters of a fixed size. Leave enableInTreeAutoscaling out"
     for where, group in all_groups(job):
         policy = group["template"]["spec"].get("restartPolicy", "Never")
         if policy != "Never":

@@ -563,8 +563,8 @@ def broken(change: Callable[[Manifest, Manifest], None]) -> list[str]:
             lambda job, ray: ray["workerGroupSpecs"][0]["template"]["spec"].update(containers=[]),
             "there is no container",
         ),
-        (lambda job, ray: ray.update(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, it is 2.51.0"),
-        (lambda job, ray: ray.update(rayVersion=""), "it is not set"),
+        (lambda job, ray: ray.update(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, but rayVersion is 2.51.0"),
+        (lambda job, ray: ray.update(rayVersion=""), "but rayVersion is not set"),
     ],
 )
 def test_what_kuberay_refuses_is_found(change: Callable[[Manifest, Manifest], None], complaint: str) -> None:

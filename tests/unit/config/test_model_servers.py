@@ -73,9 +73,9 @@ def test_an_agents_endpoint_that_can_not_work_is_refused() -> None:
     for external, message in (
         ({}, "base_url is empty. Set base_url"),
         ({"models": "train", "endpoint": {"base_url": "http://a/v1"}}, "models is train, which doesn't use it"),
-        ({"endpoint": {"base_url": "run://other"}}, "base_url is run://other, but model_servers are helper"),
-        ({"endpoint": {"base_url": "run://helper", "model": "b"}}, "it is called 'helper'"),
-        ({"endpoint": {"base_url": "http://user:secret@host/v1"}}, "without a user, a password or a query"),
+        ({"endpoint": {"base_url": "run://other"}}, "base_url is run://other, but `model_servers` has helper"),
+        ({"endpoint": {"base_url": "run://helper", "model": "b"}}, "calls its model 'helper'"),
+        ({"endpoint": {"base_url": "http://user:secret@host/v1"}}, "given with a username and a password"),
     ):
         with pytest.raises(ValidationError, match=message):
             with_agent(**external)

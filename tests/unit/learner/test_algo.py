@@ -381,14 +381,22 @@ def test_an_option_that_a_loss_accepts_changes_its_gradient(name: str, option: s
 
 def test_an_option_that_the_loss_does_not_read_is_refused_when_the_configuration_is_read() -> None:
     for loss, options, why in (
-        ("vanilla", {"rollout_rs": "token_k1"}, "rollout_rs, which policy_loss vanilla does not read; it reads no opt"),
+        (
+            "vanilla",
+            {"rollout_rs": "token_k1"},
+            "rollout_rs, which policy_loss vanilla does not read. vanilla reads no opt",
+        ),
         ("vanilla", {"tau_pos": 3.0}, "tau_pos belongs to sapo"),
         ("vanilla", {"dro_betta": 0.1}, "dro_betta"),
         ("bypass_mode", {"rollout_is_batch_normalize": True}, "does not read"),  # it would depend on micro-batches
         ("bypass_mode", {"loss_type": "ppo"}, "use ppo_clip or reinforce"),
-        ("bypass_mode", {"rollout_rs": "token_k1"}, "both rollout_rs and rollout_rs_threshold"),
-        ("bypass_mode", {"rollout_rs": "token_k9", "rollout_rs_threshold": 2}, "use token_k1"),
-        ("bypass_mode", {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "one positive number"),
+        ("bypass_mode", {"rollout_rs": "token_k1"}, "has rollout_rs without rollout_rs_threshold"),
+        ("bypass_mode", {"rollout_rs": "token_k9", "rollout_rs_threshold": 2}, "use one of token_k1"),
+        (
+            "bypass_mode",
+            {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"},
+            "the limit of token_k2 must be a number above 0",
+        ),
         ("clip_cov", {"clip_cov_ratio": "many"}, "must be a number"),
         ("dro", {}, "dro_beta above 0"),
     ):
