@@ -51,8 +51,8 @@ HAS_KEY: Mapping[str, str] = {
 
 _PLACES = "Ray places the processes, and each server is on one node"
 _OFFLOAD = "vLLM's layer-wise reload, which loads new weights, does not work with weights in host memory"
-_MOVES = "experts would move between GPUs, and a weight sync loads them where they were at the start"
-_SAMPLING = "it would change the distribution that is sampled, which the learner computes log-probs of"
+_MOVES = "experts would move between GPUs, but a weight sync loads each expert on the GPU where it was at the start"
+_SAMPLING = "it would change the sampled distribution, whose log-probs the learner computes"
 _OWN = "rayapp's own class or setting is there, which weight syncs, cohorts and the detection of stalls rely on"
 _FILES = "tokenizer, config and weights are the files of model.path. Fetch the revision into a folder"
 REFUSED: Mapping[str, str] = {

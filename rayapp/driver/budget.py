@@ -105,7 +105,7 @@ class Costs:
         if self.prices.cap and self.total >= self.prices.cap:
             items = ", ".join(f"{item} {cost:.2f}" for item, cost in sorted(self.spent.items()))
             raise BudgetSpentError(
-                f"the run has cost {self.total:.2f} {self.prices.currency} ({items}), and budget.cap is "
+                f"the run has cost {self.total:.2f} {self.prices.currency} ({items}), which reaches budget.cap = "
                 f"{self.prices.cap:g}. To continue, raise budget.cap and run the same command."
             )
 

@@ -132,7 +132,7 @@ class CheckpointFolder:
         newer = [path for path in torn if used is None or path.name > used.path.name]
         for path in newer:
             instead = f"; {used.path.name} is used instead" if used is not None else ""
-            log.warning("checkpoint %s is refused: %s%s", path, _why_torn(path), instead)
+            log.warning("checkpoint %s is refused: %s%s", path, why_torn(path), instead)
         return bool(newer)
 
     def what_is_safe(self) -> str:
@@ -224,7 +224,8 @@ def damage(path: Path) -> str | None:
     return f"{wrong[0]}{more} does not match its checksum" if wrong else None
 
 
-def _why_torn(path: Path) -> str:
+def why_torn(path: Path) -> str:
+    """Return the reason why a checkpoint is not complete, as a clause about its files."""
     try:
         if (path / REFUSED).exists():
             return str(json.loads((path / REFUSED).read_text())["refused"])

@@ -230,7 +230,7 @@ def _count(device: str, asked: int) -> int:
     have = gpus_here()
     if have == 0 or have < asked:
         raise InputError(
-            f"{asked or 'some'} GPUs were requested, but torch finds {have} on this machine. `nvidia-smi` shows the "
+            f"--gpus {asked or 'all'}: torch finds {have or 'no'} GPUs on this machine. `nvidia-smi` shows the "
             "driver; `make venv DEVICE=gpu` installs the build for GPUs; --device cpu tries the checks without a GPU."
         )
     return asked or min(have, 8)

@@ -32,7 +32,7 @@ SMALL = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "falcon_h1": ({}, "don't pass their attention the arguments that packing needs"),
+    "falcon_h1": ({}, "call attention without the arguments that packing needs"),
     "llama4_text": (EXPERTS, "attend within chunks"),
     "bloom": ({}, "adds a bias by distance"),
     "gpt2": ({}, "no list of `layers`"),

@@ -498,7 +498,7 @@ def test_arguments_are_filled_in_once() -> None:
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
-            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise sandbox.lease_ttl_s to 660",
+            "sandbox.lease_ttl_s is 600, but an agent inside a sandbox needs a lease of",
         ),
         (
             {
