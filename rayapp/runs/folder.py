@@ -26,6 +26,7 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.config.loading import renamed_keys, to_yaml
+from rayapp.core import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
     aside,
@@ -38,7 +39,6 @@ from rayapp.core.files import (
     write_text,
 )
 from rayapp.core.types import FloatArray, Group
-from rayapp.core.version import __version__
 from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, PROFILES, TRAJECTORIES
 from rayapp.runs.mirror.mirror import RunMirror, mirroring

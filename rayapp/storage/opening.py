@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
@@ -104,8 +105,11 @@ class LocalStorage:
             for name in names:
                 path = Path(folder) / name
                 key = path.relative_to(self._root).as_posix()
-                if key.startswith(prefix) and not is_aside(name) and path.is_file():
-                    yield ObjectInfo(key=key, num_bytes=path.stat().st_size)
+                if not key.startswith(prefix) or is_aside(name):
+                    continue
+                with suppress(FileNotFoundError):  # another process may delete it at any time
+                    if stat.S_ISREG((facts := path.stat()).st_mode):
+                        yield ObjectInfo(key=key, num_bytes=facts.st_size)
 
     async def _copy(self, source: Path, target: Path, key: str, *, sha256: str = "") -> ObjectInfo:
         with storage_errors(source):

@@ -21,13 +21,13 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, PublicVerdict, Reward, SandboxSpec
 from rayapp.core.validation import explain
 from rayapp.tasks.banned import normal_pattern, screen
 from rayapp.tasks.cases import Case, CaseSource
-from rayapp.tasks.extraction import parse
 from rayapp.tasks.grading import failure, grade, public_tests_file, public_verdict, read_public_test
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 from rayapp.tasks.verdict import judged_in_sandbox
@@ -54,7 +54,7 @@ def _checked_pattern(pattern: str) -> str:
 
 def _checked_expression(expression: str) -> str:
     try:
-        ast.parse(expression.strip(), mode="eval")
+        syntax.expression(expression)
     except SyntaxError as error:
         raise ValueError(f"{expression.strip()!r} is not a Python expression: {error.msg}") from None
     return expression
@@ -275,7 +275,7 @@ class CodingTask(BaseModel):
     def _completion_of(self, number: int, code: str) -> str:
         code = code.strip()
         text = code if self.prompt_format == "completion" else f"```python\n{code}\n```"
-        if parse(code) is None:
+        if syntax.parse(code) is None:
             raise ValueError(f"demonstration {number} is not Python: {code[:80]!r}")
         if not text.startswith(self.answer_prefix):
             raise ValueError(
@@ -316,7 +316,7 @@ class CodingTask(BaseModel):
 
 
 def _parameters(line: str) -> tuple[str, ...]:
-    tree = parse(f"{line} pass" if line.endswith(":") else line)
+    tree = syntax.parse(f"{line} pass" if line.endswith(":") else line)
     if tree is None or not isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
         raise ValueError(f"signature {line!r} is not a `def` line of Python")
     arguments = tree.body[0].args

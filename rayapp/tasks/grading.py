@@ -24,10 +24,10 @@ import ast
 from collections.abc import Sequence
 
 from rayapp.core.errors import SandboxProtocolError
+from rayapp.core.syntax import parse
 from rayapp.core.types import CallReport, CallResult, PublicVerdict, Reward
 from rayapp.sandbox.verdict.compare import same_value, shown
 from rayapp.tasks.cases import Case
-from rayapp.tasks.extraction import parse
 
 ERROR_REWARD = -1.0
 

@@ -206,7 +206,7 @@ async def test_a_service_that_answers_nonsense_gives_one_of_our_errors_that_name
                 await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=10)
             if kind != "mcp":
                 await listed_or_refused(provider)
-        await asyncio.wait_for(provider.close(), 20)
+        await asyncio.wait_for(provider.close(), 60)
 
 
 async def listed_or_refused(provider: SandboxProvider) -> None:

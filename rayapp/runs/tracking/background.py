@@ -167,6 +167,7 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
 
 
 FILE = "trackers.json"
+_STORING = threading.Lock()
 
 
 def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
@@ -181,9 +182,10 @@ def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
     except (OSError, ValueError):
         kept = {}
     if service not in kept:
-        # Read the file again after `make`: another tracker's thread may have stored its id meanwhile.
         made = make()
-        kept = json.loads(file.read_text()) if file.exists() else {}
-        kept[service] = made
-        write_text(file, json.dumps(kept, indent=1))
+        with _STORING:
+            # Read the file again: another tracker's thread may have stored its id since.
+            kept = json.loads(file.read_text()) if file.exists() else {}
+            kept[service] = made
+            write_text(file, json.dumps(kept, indent=1))
     return kept[service]

@@ -25,6 +25,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
+from rayapp.core.syntax import parse
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.service.clients import CLIENT_HEADER, ONLY_CLIENT
 from rayapp.sandbox.service.sessions import SessionId, Sessions
@@ -40,11 +41,8 @@ def with_last_value(code: str) -> tuple[str, str]:
     """
     if len(code) > _MAX_SHOWN_CODE_CHARS:
         return code, ""
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return code, ""
-    if not body or not isinstance(last := body[-1], ast.Expr):
+    tree = parse(code)
+    if tree is None or not tree.body or not isinstance(last := tree.body[-1], ast.Expr):
         return code, ""
     mark = f"value-{uuid.uuid4().hex}:"
     source = code.encode()

@@ -80,7 +80,11 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
         gguf = _download(MODELS[name], work)
         print(f"converting {gguf.name} to safetensors", file=sys.stderr)
         made = _convert(gguf, work / "converted")
-        made.rename(target)  # renamed last, so that the folder is complete or absent even if this process is killed
+        try:
+            made.rename(target)  # renamed last, so that the folder is complete or absent even if this process is killed
+        except OSError:
+            if not (target / "model.safetensors").is_file():  # else another process was faster
+                raise
     return target
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, one_line
+from rayapp.core.syntax import parse
 from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.data.data_row import parse_messages
@@ -100,10 +101,8 @@ def _tests(text: str) -> str:
     Raises:
         InputError: the text is neither, or the problem can't be scored.
     """
-    try:
-        written = ast.parse(text).body
-    except SyntaxError:
-        written = []
+    tree = parse(text)
+    written = tree.body if tree is not None else []
     asserts = [ast.unparse(one) for one in written if isinstance(one, ast.Assert)]
     if asserts:
         setup = "\n".join(ast.unparse(one) for one in written if not isinstance(one, ast.Assert))

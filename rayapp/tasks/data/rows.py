@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.core.syntax import parse
 from rayapp.tasks.code.formats import prime_form, read_tests
 from rayapp.tasks.code.languages import Language, language_of
-from rayapp.tasks.extraction import parse
 
 Row = dict[str, Any]
 PROGRAM_INSTRUCTION = (

@@ -27,6 +27,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rayapp.config.agent import TRUST
 from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
 from rayapp.sandbox.images.reference import PREFIX
@@ -173,7 +174,6 @@ def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
 
 MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
-TRUST = "trust_test_scripts=true"
 _SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0
 """Default time limits in seconds: Harbor's for test.sh, and rayapp's for hidden tests."""
 _UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}

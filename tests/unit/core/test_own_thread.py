@@ -49,7 +49,7 @@ async def test_a_cancelled_wait_stops_the_work_and_waits_for_its_cleanup() -> No
             said.append("cleaned up")
 
     task = asyncio.create_task(work_awaited(lambda: run_until_done(hangs())))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, 60)
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):

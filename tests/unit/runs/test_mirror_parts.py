@@ -94,7 +94,7 @@ async def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(bucket: 
     gone = asdict(Holder.me()) | {"started": 1}  # the id is in use by another process now
     await bucket.put_bytes(json.dumps(gone).encode(), "locks/000001.json")
 
-    lock = await asyncio.wait_for(acquire(bucket, lease_s=1e6, poll_s=1e6, settle_s=0.0), timeout=30)
+    lock = await asyncio.wait_for(acquire(bucket, lease_s=1e6, poll_s=1e6, settle_s=0.0), 60)
 
     assert lock.generation == 2
 

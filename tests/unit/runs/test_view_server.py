@@ -214,19 +214,12 @@ def test_the_address_of_a_wildcard_is_this_machines_name() -> None:
     assert address("::1", 80, "") == "http://[::1]:80/"
 
 
-async def test_the_first_page_already_knows_the_steps_of_the_run(run: Path) -> None:
-    viewed = ViewedRun(open_source(str(run)))
-
-    async with asyncio.timeout(30), lifespan(make_app([viewed])):
-        assert viewed.facets()["groups"] == 1
-
-
 async def test_a_run_that_goes_on_is_taken_in_by_the_background_task(run: Path) -> None:
     viewed = ViewedRun(open_source(str(run)))
     app = make_app([viewed], refresh_every_s=0.01)
     write_trajectories(run / "trajectories" / "step=000002.parquet", 2, [hostile_group(1)])
 
-    async with asyncio.timeout(30), lifespan(app):
+    async with asyncio.timeout(60), lifespan(app):
         while viewed.facets()["groups"] != 2:
             await asyncio.sleep(0.01)
 

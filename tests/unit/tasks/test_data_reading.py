@@ -439,8 +439,8 @@ def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_pa
     with pytest.raises(InputError) as caught:
         open_now([refused], tmp_path)
     assert str(caught.value) == (
-        f"{refused}: its rows have images, which the policy would never see, because training reads text only; "
-        "leave those rows out, or drop the column `images` if the text says enough without them."
+        f"{refused}: its rows have images, which the policy would never see, because training reads text only. "
+        "Leave those rows out, or drop the column `images` if the text says enough without them."
     )
 
     assert numbers(open_now([with_images([], None)], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]

@@ -162,8 +162,11 @@ def test_a_registry_that_starts_while_it_is_asked_is_asked_again(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub, stack = RegistryStub(folder), ExitStack()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    # Bound, but not listening: connections are refused, and no other program gets the port.
+    held = stack.enter_context(socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
 
     def start_in_a_pause(pause_s: float) -> None:
         if not stub.port:
