@@ -40,7 +40,6 @@ from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.testing.engine import ScriptedEngine
 
-ROUNDS = 5
 CALLS = 8
 SMALLER_ROUNDS = (100, 300)
 NUM_STREAMS, STREAM_CALLS = 8, 20
@@ -49,7 +48,7 @@ GOAL_MS, FIRST_TOKEN_GOAL_MS = 0.8, 20.0
 Found = dict[str, Any]
 
 
-async def measure(count: int) -> Found:
+async def measure(count: int, rounds: int) -> Found:
     tokenizer, clock = load_tokenizer(), Clock()
     template = load_template("chatml_hermes")
     formats = Formats(
@@ -65,7 +64,7 @@ async def measure(count: int) -> Found:
     await one_round(gateway, engine, 10)
     held = {number: (await one_round(gateway, engine, number))[1] for number in SMALLER_ROUNDS if number < count}
     cpu_ms, tokenizer_ms, rss, rates, shares = [], [], [], [], list[float]()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         clock.seconds = 0.0
         started_cpu_s, started_s = time.process_time(), time.perf_counter()
         share, held[count] = await one_round(gateway, engine, count)
@@ -87,7 +86,7 @@ async def measure(count: int) -> Found:
         "calls_of_a_session": CALLS,
         "rss_mib_with_open_sessions": held,
         "rss_mib_after_each_round": rss,
-        "rss_kib_kept_of_an_ended_session": 1024 * (rss[-1] - rss[0]) / (count * (ROUNDS - 1)),
+        "rss_kib_kept_of_an_ended_session": 1024 * (rss[-1] - rss[0]) / (count * max(1, rounds - 1)),
         "recorded_share": min(shares),
         "first_token_ms_median": statistics.median(first_ms),
         "first_token_ms_p95": statistics.quantiles(first_ms, n=20)[-1],
@@ -278,6 +277,7 @@ async def act(doors: list[tuple[str, str]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=1000, help="sessions at once")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of all sessions")
     parser.add_argument("--agents", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--streams", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -285,7 +285,7 @@ def main() -> None:
         doors = json.loads(sys.stdin.read())
         print(json.dumps(asyncio.run(stream(doors) if options.streams else act(doors))))
         return
-    found = asyncio.run(measure(options.n))
+    found = asyncio.run(measure(options.n, options.rounds))
     print_report(options, found.pop("ratios"), **found)
 
 

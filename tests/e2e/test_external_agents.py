@@ -190,8 +190,58 @@ def test_side_calls_are_answered_by_a_frozen_model_that_the_run_serves(
         assert (trajectory.num_turns, trajectory.num_response_tokens) == (1, 6)
 
 
-def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(tmp_path: Path) -> None:
-    config, log = ROOT / "configs" / "agents" / "structured_output.yaml", tmp_path / "log"
+RATER = """
+import json, os, urllib.request
+
+schema = {"type": "object", "properties": {"score": {"enum": [1, 2, 3, 4, 5, 6, 7]}}, "required": ["score"],
+          "additionalProperties": False}
+form = {"type": "json_schema", "json_schema": {"name": "rating", "schema": schema}}
+body = {"model": "any", "messages": [{"role": "user", "content": "rate"}], "response_format": form, "max_tokens": 60}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+with opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+try:
+    score = json.loads(said)["score"]
+except ValueError:
+    score = "cut off"
+with open("answer", "w") as answer:
+    answer.write(f"#### {score}")
+"""
+
+
+@pytest.fixture
+def rater(tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, Any]]) -> Path:
+    """A run of a tiny random model, whose agent wants a score from 1 to 7; 5 is right."""
+    (tmp_path / "agent.py").write_text(RATER)
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    external = {"command": command, "answer_file": "answer", "structured": "guide"}
+    config = short_run(
+        tmp_path,
+        model={"path": str(chat_model)},
+        rollout={"max_prompt_tokens": 100, "max_completion_tokens": 80, "group_size": 8},
+        learner={"max_tokens_per_microbatch": 4096, "optimizer": {"lr": 1e-2}},
+        train={"num_steps": 14, "groups_per_step": 2},
+        agent={"name": "external_agent", "chat_template": "chatml_hermes", "external": external},
+    )
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "Rate it."}],
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+    }
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "rows.parquet")
+    config["tasks"] = [str(tmp_path / "rows.parquet")]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "config.yaml"
+
+
+@pytest.mark.parametrize("model", ["tiny", "shipped"])
+def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(
+    model: str, rater: Path, tmp_path: Path
+) -> None:
+    config = rater if model == "tiny" else ROOT / "configs" / "agents" / "structured_output.yaml"
+    folder, log = tmp_path / "run", tmp_path / "log"
     changes = [f"run.output_dir={tmp_path}", "run.name=run", "cluster.address=local"]
     with log.open("w") as sink:
         done = subprocess.run(
@@ -200,10 +250,9 @@ def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(tmp_path
         )  # fmt: skip
 
     assert done.returncode == 0, log.read_text()
-    folder = tmp_path / "run"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward/mean"] for record in records]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
     # Without the masks the learner's distribution would be over all tokens, and the difference near 1.
     assert max(record["rollout_probs_diff/mean"] for record in records) < 0.02
     for path in sorted((folder / "trajectories").glob("*")):

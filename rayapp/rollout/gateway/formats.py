@@ -97,7 +97,7 @@ class Formats:
         if not tools and not read:
             return self.plain
         told = [(tool.name, tool.description, tool.parameters) for tool in tools]
-        key: Key = (json.dumps(told), json.dumps(read, sort_keys=True))
+        key: Key = (json.dumps(told) if tools else "", json.dumps(read, sort_keys=True) if read else "")
         if (found := self._made.get(key)) is not None:
             self._made.move_to_end(key)
             return found
