@@ -151,7 +151,8 @@ class DaytonaChannel:
 
 @cache
 def sdk() -> ModuleType:
-    """Import and return Daytona's SDK.
+    """Import and return Daytona's SDK. The SDK imports its client only when that is named: here, because the import takes
+    seconds, which would be part of the first call's deadline and hold the event loop.
 
     Raises:
         SandboxConfigError: the SDK is not installed.
@@ -161,7 +162,9 @@ def sdk() -> ModuleType:
             with warnings.catch_warnings():
                 # Hide the deprecation warning of the older package `daytona_sdk`, because the user didn't choose it.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return importlib.import_module(name)
+                found = importlib.import_module(name)
+                _ = found.AsyncDaytona
+                return found
     raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
 
 

@@ -553,7 +553,7 @@ INSIDE = textwrap.dedent(
     def post(url, key, body):
         headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
         try:
-            with ASKS.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=20) as answer:
+            with ASKS.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=240) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
