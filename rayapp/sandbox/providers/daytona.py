@@ -151,8 +151,8 @@ class DaytonaChannel:
 
 @cache
 def sdk() -> ModuleType:
-    """Import and return Daytona's SDK. The SDK imports its client only when that is named: here, because the import takes
-    seconds, which would be part of the first call's deadline and hold the event loop.
+    """Import and return Daytona's SDK, with its client, which the SDK itself imports only when it is named. The import
+    takes seconds, which must not be part of the first call's deadline.
 
     Raises:
         SandboxConfigError: the SDK is not installed.
