@@ -119,7 +119,7 @@ class LocalStorage:
             found = await hash_file(temporary)
             if found != before or (sha256 and found != sha256):
                 raise StorageCorruptError(
-                    f"{source}: its SHA-256 is {found[:12]}…, expected {(sha256 or before)[:12]}…: the file is "
+                    f"{source}: its SHA-256 is {found[:12]}…, not {(sha256 or before)[:12]}…: the file is "
                     "damaged, or changed while it was copied"
                 )
             num_bytes = temporary.stat().st_size

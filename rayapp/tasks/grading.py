@@ -95,7 +95,7 @@ def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
         case _:
             raise ValueError(f"public test {test!r} must have the form {func_name}(…) == …")
     if len(inputs) != num_parameters:
-        raise ValueError(f"public test {test!r} gives {len(inputs)} inputs; the function takes {num_parameters}")
+        raise ValueError(f"public test {test!r} gives {len(inputs)} inputs, but the function takes {num_parameters}")
     try:
         return Case(args=tuple(map(ast.literal_eval, inputs)), expected=ast.literal_eval(output))
     except (ValueError, TypeError) as error:

@@ -168,7 +168,7 @@ async def test_a_row_may_name_its_language_as_contests_do(name: str, key: str) -
 async def test_rows_that_can_not_be_run_are_refused() -> None:
     with pytest.raises(InputError, match=r"unknown language 'cobol': known are python, cpp, c, java"):
         language_of("cobol")
-    with pytest.raises(InputError, match=r"fn_name 'f' needs Python: programs in C\+\+ read standard input"):
+    with pytest.raises(InputError, match=r"fn_name 'f' is only for Python: programs in C\+\+ read standard input"):
         read_tests(json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f", "language": "c++"}))
 
 

@@ -247,9 +247,9 @@ def metrics(url: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("alice short\n", "line 1: expected NAME KEY"),
-        ("alice key-of-alice-0001\nbob key-of-alice-0001\n", "line 2: this name or key is also in an earlier line"),
-        ("# nobody yet\n", "has no client"),
+        ("alice short\n", "line 1: the key must have at least 16 characters"),
+        ("alice key-of-alice-0001\nbob key-of-alice-0001\n", "line 2: an earlier line has the same key"),
+        ("# nobody yet\n", "names no client"),
     ],
 )
 def test_a_wrong_file_of_clients_is_one_line(tmp_path: Path, lines: str, message: str) -> None:

@@ -142,7 +142,7 @@ class DaytonaChannel:
         except SandboxGoneError as gone:
             return gone
         except SandboxError:
-            return SandboxDeadlineError(f"{mapped} (and could not check whether it is still alive)")
+            return SandboxDeadlineError(f"{mapped} (whether the sandbox is alive could not be checked)")
         # The sandbox is alive, so only this call failed: the answer was malformed or late.
         if isinstance(mapped, SandboxDeadlineError):
             return mapped

@@ -241,7 +241,10 @@ def _check_language(language: str) -> None:
 def _check_time(result: ExecResult, timeout_s: float) -> None:
     if result.stopped_for is StopCause.TIMEOUT:
         said = (result.stdout + result.stderr)[-_MARGIN_CHARS:]
-        raise MCPError(TIMED_OUT, f"execution timed out after {timeout_s:g} s" + (f"; it said: {said}" if said else ""))
+        raise MCPError(
+            TIMED_OUT,
+            f"execution timed out after {timeout_s:g} s" + (f"; the end of its output: {said}" if said else ""),
+        )
 
 
 def _shell_text(cmd: str, envs: Mapping[str, str], cwd: str | None) -> str:

@@ -118,8 +118,8 @@ class _HiddenTestReader:
                 raise _refused(
                     self._file,
                     inside,
-                    "an assert inside another statement would send its expected value into the "
-                    "sandbox: write asserts at the top level of the test",
+                    "an assert or a pytest call inside another statement would send its expected value into the "
+                    "sandbox: write it at the top level of the test",
                 )
         return node
 

@@ -83,7 +83,7 @@ def test_a_service_that_hangs_makes_nobody_wait_and_is_told_at_the_end() -> None
     tracker.log(1, METRICS)
     tracker.log(2, METRICS)
 
-    with pytest.raises(TimeoutError, match="slow did not take 2 steps"):  # the second record and the end
+    with pytest.raises(TimeoutError, match="slow did not record the last 2 steps"):  # the second record and the end
         tracker.close()
     answers.set()
 
@@ -130,7 +130,7 @@ def test_records_that_nobody_takes_are_bounded() -> None:
     for step in range(MAX_WAITING):
         tracker.log(step, METRICS)
 
-    with pytest.raises(Exception, match=f"{MAX_WAITING} steps wait for slow"):
+    with pytest.raises(Exception, match=f"{MAX_WAITING} steps, the maximum, wait for slow"):
         tracker.log(MAX_WAITING, METRICS)
     answers.set()
 
@@ -175,7 +175,7 @@ def test_a_service_that_can_not_be_made_is_made_when_it_is_back() -> None:
 def test_a_missing_package_is_told_before_training_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "wandb" else object())
 
-    with pytest.raises(ConfigError, match="pip install wandb, or remove the tracker"):
+    with pytest.raises(ConfigError, match="pip install wandb, or remove these trackers"):
         module.check_packages(("console", "mlflow", "wandb"))
 
 

@@ -82,7 +82,7 @@ def test_a_digest_is_taken_from_the_cache_without_asking(store: Store, folder: P
         image = taken(store, str(pinned))
 
     assert taken(store, str(pinned)) == image, "its registry is gone"
-    with pytest.raises(SandboxUnavailableError, match="can't be reached"):
+    with pytest.raises(SandboxUnavailableError, match="can't be fetched from"):
         taken(store, f"{host}/name:1")
 
 
@@ -234,11 +234,15 @@ def broken_layer(folder: Path) -> None:
         (broken_layer, "{host}/name:1", "is damaged"),
         (broken_layer, "oci:{folder}", "is damaged"),
         (lambda folder: write_oci(folder, [BIG], platform="plan9/mips"), "{host}/name:1", "is built for plan9/mips"),
-        (lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}), "{host}/name:1", "its user 'unknown'"),
-        (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "unpacked its digest is"),
+        (
+            lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}),
+            "{host}/name:1",
+            "'unknown' is not in its /etc/passwd",
+        ),
+        (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "digest of its unpacked archive"),
         (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is not JSON"),
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
-        (lambda _: None, "oci:{folder}:other", "is not in the index of its folder"),
+        (lambda _: None, "oci:{folder}:other", "its index has no tag 'other'"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
         (lambda _: None, "build:unknown", "rayapp images build"),
     ],

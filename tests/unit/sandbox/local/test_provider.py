@@ -477,7 +477,7 @@ async def test_files_outside_the_sandbox_can_be_neither_read_nor_written(sandbox
 
 
 async def test_a_file_larger_than_the_disk_is_refused(sandbox: LocalSandbox) -> None:
-    with pytest.raises(OSError, match="its disk has"):
+    with pytest.raises(OSError, match="don't fit on its disk"):
         await sandbox.write_file("big", b"\0" * (17 << 20))
 
 

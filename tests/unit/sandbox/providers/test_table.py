@@ -98,7 +98,10 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
     assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
-    told = "provider e2b can't use images, only its own templates: build one, and name it in images: {org/x:1: …}"
+    told = (
+        "provider e2b can't use images, only its own templates. Build a template for this image, and name it in "
+        "sandbox.providers[].images: {org/x:1: …}"
+    )
     assert why({"type": "e2b"}) == told
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
     assert why({"type": "local"}, template="") == ""
