@@ -399,10 +399,10 @@ def plan(
         )
         kind = gpu_called(gpu) if gpu else None if loaded.cluster.device == "cpu" else gpu_here()
         if kind is None and loaded.cluster.device == "gpu":
-            raise InputError(f"there is no GPU on this machine to plan for: name one, --gpu {'|'.join(GPUS)}")
+            raise InputError(f"this machine has no GPU to plan for: name a kind of GPU with --gpu {'|'.join(GPUS)}")
         if simulate:
             if kind is None:
-                raise InputError("--simulate needs the figures of a GPU: name one, --gpu h100, and cluster.device=gpu")
+                raise InputError("--simulate needs the figures of a GPU: add --gpu h100 and cluster.device=gpu")
             from rayapp.driver.forecast import plays_of
 
             of_variants = dict(zip(variants, [loaded, *others], strict=True))

@@ -132,7 +132,7 @@ def late(config: Config, generate_s: float) -> Iterator[str]:
     }
     for key, deadline_s in deadlines.items():
         if generate_s > deadline_s:
-            yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: set {2 * generate_s:.0f}"
+            yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: use {2 * generate_s:.0f}"
 
 
 def sleep_and_wake(shape: ModelShape, config: Config, server: ServerPlan) -> Speed:

@@ -20,7 +20,7 @@ def test_a_config_for_gpus_asks_which_where_there_are_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(["plan", "configs/coding_8gpu.yaml", "--model-config", SMALL]) == 2
-    assert "name one, --gpu h200|h100" in capsys.readouterr().err
+    assert "name a kind of GPU with --gpu h200|h100" in capsys.readouterr().err
     assert run(["plan", "configs/coding_8gpu.yaml", "--gpu", "tpu", "--model-config", SMALL]) == 2
     assert "use one of h200, h100, a100" in capsys.readouterr().err
 
