@@ -17,6 +17,7 @@ from typing import Any, Literal, Optional, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rayapp.core import syntax
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import did_you_mean
 
@@ -171,7 +172,7 @@ class _Source:
     def __init__(self, site: Path, module: str) -> None:
         place = site.joinpath(*module.split("."))
         self._site = site
-        self.tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+        self.tree = syntax.module((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
 
     def type_of(self, annotation: ast.expr) -> Any:
         """Return the type that an annotation names; Any for what is not plain data."""
@@ -179,7 +180,7 @@ class _Source:
             case ast.Constant(value=None):
                 return None
             case ast.Constant(value=str(text)):
-                return self.type_of(ast.parse(text, mode="eval").body)
+                return self.type_of(syntax.expression(text))
             case ast.Name(id=name):
                 return _PLAIN[name] if name in _PLAIN else self.named(name)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):

@@ -475,7 +475,7 @@ def test_resume_never_refuses_a_run_that_is_there_without_touching_it(
     again = config.model_copy(update={"run": config.run.model_copy(update={"resume": "never"})})
     config.run_folder.mkdir(parents=True)
     with (
-        pytest.raises(RunFolderError, match=r"holds a run already, and run\.resume is never"),
+        pytest.raises(RunFolderError, match=r"holds a run already, but run\.resume is never"),
         mirroring(again, config.run_folder, settings=settings, patience=QUICK),
     ):
         pytest.fail("the run started")
