@@ -87,7 +87,7 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
 
 def _died(error: RayActorError, what: str) -> ProcessDiedError:
     if isinstance(error, ActorUnavailableError):
-        return ProcessUnavailableError(f"{what}: can't be reached. {_first_lines(error)}")
+        return ProcessUnavailableError(f"{what}: its process can't be reached. {_first_lines(error)}")
     if error.actor_init_failed:
         return ProcessDiedError(f"{what}: its process could not start. {_last_line(error)}")
     return ProcessDiedError(f"{what}: its process is gone. {_first_lines(error)}")
@@ -95,7 +95,7 @@ def _died(error: RayActorError, what: str) -> ProcessDiedError:
 
 def _lost(error: ObjectLostError | RayActorError, what: str) -> ObjectsLostError:
     return ObjectsLostError(
-        f"{what}: an object that it needs was in a process or on a node that is gone. {_first_lines(error)}"
+        f"{what}: an object that this call needs was lost with its process or node. {_first_lines(error)}"
     )
 
 

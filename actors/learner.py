@@ -146,8 +146,8 @@ class Learner:
         except DistError as error:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the other learners at {master_address}:{master_port}: "
-                f"{first_line(error)}. If another program took that port, start the run again: it "
-                "uses another port. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
+                f"{first_line(error)}. Ray's logs of the other learners (dashboard, Actors) show whether they ended, "
+                "and why. If another program took that port, start the run again: every start uses another port."
             ) from None
         try:
             self._learner = build_learner(config, ranks)

@@ -153,7 +153,7 @@ class LearnerGroup:
             for stream in streams[1:]:
                 # Gathering is collective: the other ranks yield nothing, but their errors must be raised.
                 async for _ in stream:
-                    raise AssertionError("only rank 0 yields weights")
+                    raise AssertionError("a learner other than rank 0 yielded weights: only rank 0 gathers them")
         except RayActorError as error:
             raise LearnersLostError(f"a learner died while it exported its weights. {error}") from None
 

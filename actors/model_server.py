@@ -133,7 +133,7 @@ class ModelServer(Restartable):
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
-            ended = "has no server" if self._process is None else f"ended with status {status}"
+            ended = "has not started vLLM" if self._process is None else f"ended with status {status}"
             cause = self._output.cause() or self._errors.last_line()
             raise EngineDeadError(
                 f"{self!r} ({self._section.path}) {ended}{cause}. Its output is in Ray's log of this actor, process "

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
-NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the Metrics page stays empty; the run doesn't need it"
+NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the dashboard's Metrics page stays empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +134,10 @@ def _connect(config: Config) -> tuple[Any, bool]:
         except (OSError, ValueError, RuntimeError) as error:
             # Ray reports a refused token only in its log: the error is the same as without any Ray.
             raise ConfigError(
-                f"no Ray answers at {address!r} ({first_line(error)}). Start one there with `ray start --head`, "
-                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local Ray. If you did start "
-                "Ray "
-                "there, `ray start` may have failed (rayapp doctor checks the metrics port), or Ray may refuse the "
-                f"token. {WRONG_TOKEN}"
+                f"no Ray answers at {address!r} ({first_line(error)}). If no Ray runs there, start one with `ray start "
+                "--head`, correct cluster.address or RAY_ADDRESS, or leave both empty to start a local Ray. If "
+                "`ray start` failed there, run rayapp doctor, which checks the metrics port. If Ray runs there, "
+                f"Ray may refuse the token. {WRONG_TOKEN}"
             ) from None
     started_here = "" if address else _address_of_ray_start()
     if started_here:

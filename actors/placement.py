@@ -51,7 +51,8 @@ def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
         return False
     if num_gpus_of(bundles) > have:
         raise ConfigError(
-            f"GPUs: {gpu_arithmetic(bundles)}, but the Ray cluster has {have}. {fewer_gpus(config, have)} Or add GPUs."
+            f"the run needs {gpu_arithmetic(bundles)} GPUs, but the Ray cluster has {have}. {fewer_gpus(config, have)} "
+            "Or add GPUs."
         )
     return True
 
@@ -82,7 +83,7 @@ async def _poll(config: Config, need: int, timeout_s: float) -> None:
             raise ConfigError(
                 f"after {timeout_s:g} s (cluster.wait_for_gpus_s) the Ray cluster has {have:g} of the {need} GPUs "
                 "that the config needs. Look at pods that are pending (kubectl get pods, kubectl describe pod), or "
-                f"wait longer. {fewer_gpus(config, int(have))}"
+                f"raise cluster.wait_for_gpus_s. {fewer_gpus(config, int(have))}"
             )
         if now >= report_at:
             log.warning("waiting for GPUs: the cluster has %g of %d", have, need)

@@ -174,7 +174,7 @@ class RolloutWorker(Restartable):
 
     def _ready_sources(self) -> Sources:
         if self._sources is None:
-            raise RayappError(f"{self!r} got a group before it was ready")
+            raise RayappError(f"{self!r} got a group before its tasks were loaded (method `ready`)")
         return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:

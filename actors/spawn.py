@@ -121,7 +121,7 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     except ray.exceptions.ActorAlreadyExistsError:
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
-            f"{name} already runs in namespace {namespace} of this Ray: another run has the same run.name. "
+            f"Ray actor {name} already runs in namespace {namespace} of this Ray: another run has the same run.name. "
             "Stop that run (rayapp stop, ray job stop), or choose another run.name."
         ) from None
 

@@ -7,14 +7,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayapp.config.config import Config
-from rayapp.config.loading import load_config
-from rayapp.config.verl.importing import KeyRow
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
+
+if TYPE_CHECKING:
+    from rayapp.config.verl.importing import KeyRow
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
@@ -80,6 +81,10 @@ def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
         ConfigError: the configuration can't be read, or keys or values are wrong.
     """
     settings = list(as_settings(overrides))
+    if config is None and not settings:
+        return Config()
+    from rayapp.config.loading import load_config  # behind the defaults, which need no OmegaConf
+
     if isinstance(config, Config):
         if not settings:
             return config
@@ -111,7 +116,8 @@ def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
         return str(task)
     if not all(hasattr(task, name) for name in ("name", "render", "score")):
         raise InputError(
-            f"{type(task).__name__} is not a task: a task must have name, render and score, like rayapp.CodingTask"
+            f"an object of type {type(task).__name__} is not a task: a task must have the attributes `name`, `render` "
+            "and `score`, like rayapp.CodingTask"
         )
     return _noted(objects, task.name, task)
 
@@ -119,7 +125,7 @@ def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
 def _noted(objects: dict[str, object], name: str, given: object) -> str:
     key = f"{PREFIX}{name}"
     if objects.setdefault(key, given) is not given:
-        raise ConfigError(f"two different objects are called {name}: give one of them another name")
+        raise ConfigError(f"two different objects have the name {name!r}: give one of them another name")
     return key
 
 

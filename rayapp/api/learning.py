@@ -39,12 +39,13 @@ def trajectory(
     Raises:
         InputError: the prompt or the completion is empty, or the number of log-probs is wrong.
     """
-    if not len(prompt_ids) or not len(completion_ids):
-        raise InputError("a trajectory needs a prompt and a completion of at least one token")
+    for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
+        if not len(ids):
+            raise InputError(f"{name} is empty: a trajectory needs at least one token in its prompt and its completion")
     if log_probs is not None and len(log_probs) != len(completion_ids):
         raise InputError(
-            f"log_probs must have one value per token: completion_ids has {len(completion_ids)} tokens, log_probs "
-            f"{len(log_probs)}"
+            f"log_probs has {len(log_probs)} values, but completion_ids has {len(completion_ids)} tokens: give one "
+            "log-prob for each token"
         )
     token_ids = np.asarray([*prompt_ids, *completion_ids], np.int32)
     mask = np.arange(token_ids.size) >= len(prompt_ids)
@@ -118,7 +119,7 @@ class LocalLearner:
 
 def _group(number: int, members: Sequence[Trajectory]) -> Group:
     if not members:
-        raise InputError(f"group {number} has no trajectory")
+        raise InputError(f"group {number} has no trajectories: a group needs at least one")
     first = members[0]
     prompt_ids = first.token_ids[: int(np.argmax(first.response_mask))]
     return Group(group_id=number, prompt=Prompt(task="own", text="", token_ids=prompt_ids), trajectories=tuple(members))

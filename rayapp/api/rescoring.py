@@ -194,7 +194,7 @@ async def _scoring(run: Run, config: Config, reward: str, sandboxes: SandboxSour
         if group.prompt.source not in by_source:
             raise InputError(
                 f"trajectories of {run.uri} have the source {group.prompt.source!r}, but the config's sources are "
-                f"{', '.join(map(repr, by_source))}"
+                f"{', '.join(map(repr, by_source))}. Use the config of this run."
             )
         return await asyncio.gather(*(by_source[group.prompt.source].score(group, each) for each in trajectories))
 
@@ -207,7 +207,8 @@ async def _by_judge(run: Run, config: Config, name: str) -> AsyncIterator[Scorer
     if not chosen:
         there = ", ".join(each.name for each in config.judges) or "none"
         raise InputError(
-            f"the config has no judge {name!r}; its judges are {there}. Name another config with --config."
+            f"judge {name!r} is not in the config's `judges` ({there}). Choose one of them, or another config with "
+            "--config."
         )
     judges = Judges(chosen, config.run_folder if "://" in run.uri else Path(run.uri))
     judging = judges.of(RewardSection(judges={name: 1.0}, verdict_weight=0.0))
@@ -269,9 +270,9 @@ class _Verdicts:
         prompt = group.prompt
         if prompt.ground_truth is None and self._answers.custom is None:
             raise InputError(
-                f"trajectories of {prompt.task} in group {group.group_id} have no ground_truth: an older version wrote "
-                "them, the row's ground_truth has over 64 KiB, or the config has no such task. Score them with a "
-                "judge, or with a function that needs no ground_truth."
+                f"trajectories of {prompt.task} in group {group.group_id} have no ground_truth. Possible reasons: the "
+                "config lacks this task, the row's ground_truth is longer than 64 KiB, or an older version of rayapp "
+                "wrote them. Score them with a judge, or with a function that needs no ground_truth."
             )
         answer = Answer(
             completion_text=trajectory.completion_text,
@@ -315,10 +316,10 @@ class RecordedTasks:
         told = _told(prompt.messages)
         found = [task for task, asked in self._asked[prompt.task] if told and told in asked]
         if not found or any(task != found[0] for task in found):
+            matching = f"{len(found)} different ones of them have" if found else "none of them has"
             raise InputError(
-                f"{len(self._named[prompt.task])} tasks are called {prompt.task!r}, and {len(found) or 'none'} of them "
-                f"have the recorded prompt {prompt.text!r:.80}. Name the run's own task file, or use a judge or a "
-                "function"
+                f"task {prompt.task!r}: {len(self._named[prompt.task])} tasks have this name, and {matching} the "
+                f"recorded prompt {prompt.text!r:.80}. Use the run's own task file, a judge, or a function."
             )
         return found[0]
 

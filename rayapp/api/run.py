@@ -108,7 +108,8 @@ class Run:
         if not chosen:
             what = "evaluations" if purpose == "eval" else "trajectories"
             there = ", ".join(str(file.step) for file in sorted(files, key=lambda f: f.step)[:20]) or "none"
-            raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded steps: {there}")
+            of_steps = "" if wanted is None else f" of the steps {', '.join(map(str, sorted(wanted)[:20])) or 'none'}"
+            raise InputError(f"{self.uri} has no {what}{of_steps}; recorded steps: {there}")
         return chosen
 
     def trajectories(self, steps: Steps = None, *, purpose: Purpose = "train") -> pd.DataFrame:
@@ -165,7 +166,7 @@ def _picture(records: Sequence[dict[str, float]], keys: Sequence[str], *, title:
     found = {key: [(r["step"], r[key]) for r in records if key in r] for key in keys}
     shown = {key: points for key, points in found.items() if points}
     if not shown:
-        raise InputError(f"{title} has none of the metrics {', '.join(keys)}")
+        raise InputError(f"run {title!r} has none of the metrics {', '.join(keys)}; `Run.records` has all metrics")
     figure = Picture(figsize=(8, 2.2 * len(shown)), layout="constrained")
     for axes, (key, points) in zip(
         figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0], shown.items(), strict=True

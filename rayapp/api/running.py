@@ -23,8 +23,7 @@ from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 from rayapp.core.names import giving
 from rayapp.core.own_thread import awaited, work_apart
-from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
-from rayapp.storage.folders import MANIFEST
+from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_torn
 from rayapp.storage.models.check import adapter_rank
 
 if TYPE_CHECKING:
@@ -173,7 +172,10 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
         yield with_values(config, model={"path": str(path / "hf_model")})
         return
     if "model" not in checkpoint.contents:
-        raise InputError(f"checkpoint {path} holds {', '.join(checkpoint.contents)} and no weights to evaluate")
+        raise InputError(
+            f"checkpoint {path} has no weights to evaluate, only {', '.join(checkpoint.contents)}: its run's "
+            "checkpoint.save_contents lacks `model`. Choose a checkpoint of another run."
+        )
     with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as folder:
         _convert(path, Path(folder))
         yield with_values(config, model={"path": folder})
@@ -202,7 +204,7 @@ def with_adapter_folders(config: Config, adapters: Mapping[str, Path]) -> Iterat
 
 def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
     if not path.is_dir():
-        raise InputError(f"there is no folder {path}")
+        raise InputError(f"folder {path} does not exist")
     if not path.name.startswith("step="):
         return path.absolute()
     from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch, which takes seconds
@@ -210,10 +212,10 @@ def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
     _whole(path, config)
     own = _config_of_run(path)
     if own.learner.lora.rank == 0:
-        raise InputError(f"checkpoint {path} is of a run that trains all weights: serve it with --model")
+        raise InputError(f"checkpoint {path} has no adapter: its run trains all weights. Serve it with --model.")
     if Path(own.model.path).absolute() != Path(config.model.path).absolute():
         raise InputError(
-            f"checkpoint {path} adapts {own.model.path}, but {config.model.path} is served: give --model "
+            f"checkpoint {path} is an adapter of {own.model.path}, but {config.model.path} is served: give --model "
             f"{own.model.path}"
         )
     checkpoint_to_adapter(own, path / "learner", out)
@@ -224,8 +226,8 @@ def _whole(path: Path, config: Config) -> Checkpoint:
     found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
     if path.name not in found:
         raise InputError(
-            f"checkpoint {path} is incomplete: its {MANIFEST} is missing, or a file that it names is missing or "
-            f"changed. Complete checkpoints of this run: {', '.join(found) or 'none'}."
+            f"checkpoint {path} is incomplete: {why_torn(path)}. Complete checkpoints of this run: "
+            f"{', '.join(found) or 'none'}."
         )
     if wrong := damage(path):
         raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Choose another checkpoint.")
@@ -246,7 +248,7 @@ def _config_of_run(checkpoint: Path) -> Config:
     file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():
         raise InputError(
-            f"checkpoint {checkpoint} was saved without hf_model, and its run's {file}, which names the base model, is "
-            "missing: use the checkpoint in its run folder"
+            f"checkpoint {checkpoint} was saved without hf_model, so its base model must be read from its run's "
+            f"config, but {file} is missing. Use the checkpoint where its run wrote it."
         )
     return after_warmup(load_config(file))

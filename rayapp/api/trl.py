@@ -74,7 +74,7 @@ def trl_config(
     problems += _problems_of_rewards(rewards, known) + ([] if train_rows or environment_factory else [_NO_ROWS])
     adapters = _adapters(peft_config, problems)
     if problems:
-        raise ConfigError("settings of TRL that rayapp doesn't support:\n  " + "\n  ".join(dict.fromkeys(problems)))
+        raise ConfigError("settings of TRL that can't be imported:\n  " + "\n  ".join(dict.fromkeys(problems)))
     settings = settings_of(rows) | adapters | {"model.path": model}
     folder = Path(str(settings["run.output_dir"])) / _FOLDER
     weighted = WeightedRewards(tuple(rewards), tuple(known["reward_weights"] or [1.0] * len(rewards)))
@@ -157,11 +157,14 @@ def _rows(dataset: Any, what: str) -> list[dict[str, Any]]:
         return []
     if isinstance(dataset, str | Path | Mapping) or not isinstance(dataset, Iterable):
         raise InputError(
-            f"{what} is a {type(dataset).__name__}: give rows as mappings, e.g. load_dataset(..., split=...)"
+            f"{what} is a {type(dataset).__name__}: give an iterable of rows, e.g. load_dataset(..., split=...)"
         )
     rows = [dict(row) if isinstance(row, Mapping) else row for row in dataset]
-    if bad := next((row for row in rows if not isinstance(row, dict) or not row.get("prompt")), None):
-        raise InputError(f"{what}: a row has no prompt: {bad!r:.80}")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise InputError(f"{what}, row {index}: a row must be a mapping, not {row!r:.80}")
+        if not row.get("prompt"):
+            raise InputError(f"{what}, row {index} has no prompt: {row!r:.80}")
     return rows
 
 
@@ -176,7 +179,7 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         try:
             columns = json.dumps(row)
         except TypeError as error:
-            raise InputError(f"{path.stem} row {index}: a column has a value that JSON can't hold: {error}") from error
+            raise InputError(f"{path.stem}_dataset, row {index}: a value can't be written as JSON: {error}") from error
         made.append(
             {
                 "data_source": DATA_SOURCE,
@@ -296,11 +299,18 @@ def _sizes(values: Values) -> tuple[int, int, str]:
     sampled = values["generation_batch_size"] or per_pass * int(values["steps_per_generation"] or accumulated)
     per_update, group = per_pass * accumulated, int(values["num_generations"])
     whole = max(int(sampled), per_update)
-    if whole % group or whole % per_update or (whole // group) % (whole // per_update):
+    if whole % group:
+        wrong = f"is not a multiple of num_generations = {group}"
+    elif whole % per_update:
+        wrong = f"is not a multiple of the {per_update} completions of an optimizer step"
+    elif (whole // group) % (whole // per_update):
+        wrong = f"has {whole // group} groups, which can't be divided among {whole // per_update} optimizer steps"
+    else:
+        wrong = ""
+    if wrong:
         raise ConfigError(
-            f"{whole} completions of a generation batch ({per_pass} at a time, {per_update} per optimizer step) can't "
-            f"be split into groups of num_generations = {group} and equal optimizer steps of whole groups. Change "
-            "gradient_accumulation_steps or steps_per_generation."
+            f"a generation batch of {whole} completions {wrong}. Change gradient_accumulation_steps or "
+            "steps_per_generation."
         )
     return whole // group, whole // per_update, f"{whole} completions / {group}, {whole // per_update} optimizer steps"
 
@@ -317,7 +327,10 @@ def _num_steps(key: str, value: Any, values: Values) -> Landing:
     if not rows:
         return Landing(note="the number of steps is unknown without train_dataset: train.num_steps keeps its default")
     if rows < groups:
-        raise ConfigError(f"train_dataset has {rows} rows, fewer than the {groups} prompts of a batch")
+        raise ConfigError(
+            f"train_dataset has {rows} rows, fewer than the {groups} prompts of a generation batch. Give more rows, or "
+            "lower per_device_train_batch_size."
+        )
     return Landing(
         settings={"train.num_steps": max(1, int(epochs * (rows // groups)))},
         note=f"{epochs:g} epochs x {rows} rows / {groups}",
@@ -332,8 +345,11 @@ def _every(target: str, strategy: str) -> Rule:
         if when == "no":
             return Landing(settings={target: 0}, note=f"{strategy} is no")
         every = value if value is not None else values["logging_steps"]
-        if when != "steps" or float(every) != int(every):
-            raise ConfigError(f"{strategy} = {when!r} with {key} = {value!r} can't be imported: give a number of steps")
+        if when != "steps":
+            raise ConfigError(f"{strategy} = {when!r} can't be imported: it must be steps or no")
+        if float(every) != int(every):
+            name = key if value is not None else "logging_steps"
+            raise ConfigError(f"{name} = {every!r} can't be imported: give a whole number of steps")
         return Landing(settings={target: max(1, int(every) // _sizes(values)[1])})
 
     return rule
@@ -345,7 +361,11 @@ def _warmup(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={"learner.optimizer.warmup_steps": int(value or 0)})
     steps = _num_steps("max_steps", values["max_steps"], values)
     if not steps.settings:
-        raise ConfigError(f"{key} = {value!r} is a share of the steps, and {steps.note}: give max_steps")
+        name = "warmup_ratio" if values["warmup_ratio"] else key
+        raise ConfigError(
+            f"{name} = {share:g} is a share of the optimizer steps, whose number is unknown without train_dataset. "
+            "Give max_steps."
+        )
     total = int(steps.settings["train.num_steps"]) * _sizes(values)[1]
     return Landing(settings={"learner.optimizer.warmup_steps": int(share * total)}, note=f"{share:g} of {total}")
 
@@ -357,9 +377,10 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
         "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
         "cosine_with_min_lr": "cosine",
     }  # fmt: skip
-    if value not in names or more:
-        also = f" with lr_scheduler_kwargs {more}" if more else ""
-        raise ConfigError(f"{key} = {value!r}{also} can't be imported; supported are: {', '.join(names)}")
+    if value not in names:
+        raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {', '.join(names)}")
+    if more:
+        raise ConfigError(f"lr_scheduler_kwargs has {', '.join(more)}, which can't be imported for {key} = {value!r}")
     settings = {"learner.optimizer.schedule": names[value], "learner.optimizer.min_lr_ratio": float(floor)}
     return Landing(settings=settings)
 
@@ -419,10 +440,11 @@ _LOSSES: Mapping[str, dict[str, Any]] = {
 
 def _loss(key: str, value: Any, values: Values) -> Landing:
     by_sequence = values["importance_sampling_level"] == "sequence"
-    if value not in _LOSSES or (by_sequence and value != "grpo"):
-        level = " with importance_sampling_level='sequence'" if by_sequence else ""
+    if value not in _LOSSES:
+        raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {', '.join(_LOSSES)}")
+    if by_sequence and value != "grpo":
         raise ConfigError(
-            f"{key} = {value!r}{level} can't be imported; supported are: {', '.join(_LOSSES)}; grpo by sequence"
+            f"importance_sampling_level = 'sequence' can be imported only with {key} = 'grpo', not with {value!r}"
         )
     settings = {f"algorithm.{name}": setting for name, setting in _LOSSES[value].items()}
     if by_sequence:
@@ -470,10 +492,16 @@ def _correction(key: str, value: Any, values: Values) -> Landing:
     level, _, kind = str(value).partition("_")
     cap, floor = values["vllm_importance_sampling_cap"], values["vllm_importance_sampling_clip_min"]
     top = cap if cap is not None else values["vllm_importance_sampling_clip_max"]
-    if top is None or level not in ("token", "sequence") or (kind == "truncate" and floor is not None):
+    if level not in ("token", "sequence"):
         raise ConfigError(
-            f"{key} = {value!r} with clip_min = {floor}, clip_max = {top} can't be imported: weights need a clip_max, "
-            "and only masks may have a clip_min"
+            f"{key} = {value!r} can't be imported: use token_truncate, token_mask, sequence_truncate or sequence_mask"
+        )
+    if top is None:
+        raise ConfigError(f"{key} = {value!r} can't be imported without vllm_importance_sampling_clip_max: set it")
+    if kind == "truncate" and floor is not None:
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min = {floor} can't be imported with {key} = {value!r}: only masks have a "
+            "lower bound. Leave it out"
         )
     settings = {f"{section}.level": level, f"{section}.threshold": float(top)}
     if kind == "mask":
@@ -485,8 +513,8 @@ def _std(key: str, value: Any, values: Values) -> Landing:
     named = {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
     if named not in ("group", "none"):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: advantages can be scaled only by the group's standard deviation, or "
-            "not at all"
+            f"{key} = {value!r} can't be imported: advantages can be scaled only by the group's standard deviation "
+            "('group') or not at all ('none')"
         )
     return Landing(
         settings={"algorithm.norm_adv_by_std": named == "group"},
@@ -498,10 +526,11 @@ def _several(key: str, value: Any, values: Values) -> Landing:
     if value == "sum_then_normalize":
         return Landing(note="rewards are summed, and the sums are compared within the group")
     weights = values["reward_weights"] or [1.0]
-    if value != "normalize_then_sum" or set(weights) != {1.0}:
+    if value != "normalize_then_sum":
+        raise ConfigError(f"{key} = {value!r} can't be imported: it must be sum_then_normalize or normalize_then_sum")
+    if set(weights) != {1.0}:
         raise ConfigError(
-            f"{key} = {value!r} with reward_weights = {weights} can't be imported: with gdpo all rewards have the same "
-            "weight"
+            f"reward_weights = {weights} can't be imported with {key} = {value!r}: all weights must then be 1"
         )
     settings = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_terms": values["reward_funcs"]}
     return Landing(settings=settings)

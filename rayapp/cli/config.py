@@ -78,7 +78,9 @@ def runnable(file: Path | None, overrides: list[str]) -> Config:
     """
     found = imported(file, overrides)
     if found.uncounted:
-        raise ConfigError(f"trainer.total_training_steps is not set: {found.uncounted}. Set it.")
+        raise ConfigError(
+            f"trainer.total_training_steps is not set, and {found.uncounted}. Set trainer.total_training_steps."
+        )
     return found.config
 
 

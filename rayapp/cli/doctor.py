@@ -7,6 +7,7 @@ the name of the variable is reported.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -187,15 +188,26 @@ def _free_shared_memory() -> int:
 
 
 def _torch() -> Finding:
+    """Check that torch can be loaded. For a CPU build load only its libraries, because the import takes 3 s."""
+    version = installed("torch") or ""
     try:
+        if _is_cpu_build():
+            ctypes.CDLL(str(importlib.metadata.distribution("torch").locate_file("torch/lib/libtorch_python.so")))
+            return Finding("ok", "torch", f"{version.removeprefix('torch ')} (CPU build)")
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return Finding("problem", "torch", f"can't be imported: {error}", cure="make venv")
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Finding("ok", "torch", f"{torch.__version__} ({build}, {torch.get_num_threads()} threads)")
+    return Finding("ok", "torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})")
+
+
+def _is_cpu_build() -> bool:
+    return (installed("torch") or "").endswith("+cpu")
 
 
 def gpu_names() -> list[str]:
+    """Return the names of the GPUs that torch finds on this machine."""
+    if _is_cpu_build():
+        return []
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -69,7 +69,7 @@ def submit(
         _submit_to_slurm(config, overrides or (), sbatch or (), follow=follow, python=python)
         return
     if sbatch:
-        raise ConfigError("--sbatch is for jobs of Slurm: add --slurm")
+        raise ConfigError("--sbatch sets options of Slurm jobs only: add --slurm, or leave --sbatch out")
     job = plan_job(config, overrides or (), python=python or "python", now=datetime.now(UTC))
     submission_id = submit_job(job, address)
     typer.echo(
@@ -126,8 +126,10 @@ def stop(
 ) -> None:
     """Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."""
 
-    if bool(submission_ids) == all_jobs:
-        raise ConfigError("give either the jobs to stop, or --all")
+    if submission_ids and all_jobs:
+        raise ConfigError("--all stops every job, but jobs are named too: leave --all out, or the names")
+    if not submission_ids and not all_jobs:
+        raise ConfigError("no job is given: give the jobs to stop, or --all")
     for submission_id, status in stop_jobs(submission_ids or (), address, timeout_s=timeout_s).items():
         typer.echo(f"{submission_id}: {status}")
 
@@ -197,8 +199,9 @@ def _check_paths(config: Config, config_path: Path) -> None:
         )
     if not config.run_folder.is_absolute():
         raise ConfigError(
-            f"run.output_dir is {config.run.output_dir!r}: a job runs in a temporary copy of this folder, and "
-            f"checkpoints in it are deleted with it. Give a path of the cluster: run.output_dir={here / 'outputs'}"
+            f"run.output_dir is the relative path {config.run.output_dir!r}: a job runs in a temporary copy of this "
+            "folder, which is deleted with all checkpoints in it. Give an absolute path of the cluster, e.g. "
+            f"run.output_dir={here / 'outputs'}"
         )
     model = Path(config.model.path)
     if not model.is_absolute() and model.is_dir():
@@ -301,7 +304,9 @@ def _wait(client: Any, submission_id: str, *, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while (status := str(client.get_job_status(submission_id).value)) not in ENDED:
         if time.monotonic() >= deadline:
-            raise DeadlineError(f"job {submission_id} is still {status.lower()} after {timeout_s:g} s")
+            raise DeadlineError(
+                f"job {submission_id} is still {status.lower()} after {timeout_s:g} s. Wait longer with --timeout-s"
+            )
         time.sleep(POLL_S)
     return status
 
@@ -313,8 +318,8 @@ def _client(address: str) -> Any:
         raise InputError(f"Ray can't be imported ({error}): make venv, or pip install 'ray[default]'") from None
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"address {address!r} must be the address of Ray's dashboard, e.g. http://127.0.0.1:8265. With KubeRay: "
-            "kubectl port-forward service/NAME-head-svc 8265"
+            f"address {address!r} must begin with http:// or https://: give the URL of Ray's dashboard, e.g. "
+            "http://127.0.0.1:8265. With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         )
     token = token_for(address)
     return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)
@@ -355,8 +360,10 @@ def _explained(address: str) -> Iterator[None]:
             raise
         text = str(error)
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
-            raise ConfigError(f"{address} refuses the token ({first_line(error)}). {WRONG_TOKEN}") from None
-        raise ConfigError(f"{address} refused: {first_line(error)}") from None
+            raise ConfigError(
+                f"the Ray dashboard at {address} refuses the token ({first_line(error)}). {WRONG_TOKEN}"
+            ) from None
+        raise ConfigError(f"the Ray dashboard at {address} refused the request: {first_line(error)}") from None
 
 
 SCRIPT = Path(__file__).parents[2] / "configs" / "slurm" / "train.sh"

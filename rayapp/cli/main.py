@@ -17,19 +17,16 @@ import json
 import locale
 import logging
 import os
-import re
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, UserError, first_line
-from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -96,7 +93,8 @@ def load_command(name: str) -> TyperCommand | TyperGroup:
 def _loaded(place: str) -> TyperCommand | TyperGroup:
     module, _, variable = place.partition(":")
     typed: typer.Typer = getattr(importlib.import_module(f"rayapp.cli.{module}"), variable)
-    _show_as_written(typed)
+    typed.rich_markup_mode = None
+    _list_whole_sentences(typed)
     return typer.main.get_command(typed)  # type: ignore[return-value]
 
 
@@ -104,7 +102,7 @@ class _Commands(TyperGroup):
     """The commands of `COMMANDS`, then those defined in this module."""
 
     def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
-        deferred = {name: _Deferred(name, help=line) for name, (_, line) in COMMANDS.items()}
+        deferred = {name: _Deferred(name, short_help=line) for name, (_, line) in COMMANDS.items()}
         models = _Deferred("model", hidden=True)  # a second name of the group
         super().__init__(commands={**deferred, **commands, "models": models}, **settings)
 
@@ -115,14 +113,15 @@ app = typer.Typer(
     help="Post-train language models with GRPO on tasks where the model's own code runs in sandboxes.",
     epilog="Start with: rayapp doctor, then rayapp train configs/coding_warmup_cpu.yaml",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    context_settings={"max_content_width": 100},
+    rich_markup_mode=None,  # the import of rich's help takes as long as all other imports together
     pretty_exceptions_enable=False,
 )
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from rayapp.core.version import __version__
+        from rayapp.core import __version__
 
         typer.echo(f"rayapp {__version__}")
         raise typer.Exit
@@ -137,12 +136,10 @@ def _program(
     """Options of the program itself."""
 
 
-def _show_as_written(typed: typer.Typer) -> None:
-    """Escape brackets in help texts (YAML lists in examples), which rich would read as markup. Run once per Typer."""
+def _list_whole_sentences(typed: typer.Typer) -> None:
+    """Let the lists of commands show the first paragraph of each command's help, which they would cut to one line."""
     for command in typed.registered_commands:
-        # Join the source's lines: the terminal wraps them to its own width.
-        command.help = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command.callback) or ""))
-        command.epilog = escape(command.epilog or "")
+        command.short_help = " ".join((inspect.getdoc(command.callback) or "").partition("\n\n")[0].split())
 
 
 def main() -> None:
@@ -215,6 +212,7 @@ def sync_command(
     """Finish the uploads of a run on s3:// that ended or was killed before all its files were uploaded."""
     from rayapp.config.config import with_values
     from rayapp.config.loading import load_config
+    from rayapp.core.files import locked
     from rayapp.runs.mirror.layout import Ledger
     from rayapp.runs.mirror.mirror import mirroring
 
@@ -251,7 +249,7 @@ def plugins_command(
     is_well, there = True, installed()
     if unknown := set(names or ()) - {found.name for found in there}:
         known = ", ".join(sorted({found.name for found in there})) or "none"
-        raise InputError(f"no plug-in is called {', '.join(sorted(unknown))}; installed: {known}")
+        raise InputError(f"plug-ins that are not installed: {', '.join(sorted(unknown))}. Installed are: {known}")
     if not there:
         typer.echo("no plug-ins are installed", err=True)
     for found in there:
@@ -270,3 +268,6 @@ def plugins_command(
         typer.echo(json.dumps(line))
     if not is_well:
         raise typer.Exit(EXIT_FAILED)
+
+
+_list_whole_sentences(app)

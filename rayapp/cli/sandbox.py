@@ -161,12 +161,13 @@ def serve(
 
     sandboxes = loaded_config(config, overrides).sandbox
     if no_key and keys_file is not None:
-        raise InputError("--no-key and --keys-file exclude each other")
+        raise InputError("--no-key and --keys-file exclude each other: give one of them")
     key = os.environ.get(api_key_env, "")
     keys = {} if no_key else read_keys(keys_file) if keys_file is not None else {ONLY_CLIENT: key}
     if not all(keys.values()):
         raise ConfigError(
-            f"clients need a key: set {api_key_env} to it, name a file of clients with --keys-file, or pass --no-key"
+            f"clients need a key, but {api_key_env} is not set: set it to a key, name a file of clients with "
+            "--keys-file, or pass --no-key"
         )
     serving = partial(
         _serving,
@@ -247,7 +248,7 @@ def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
     if level not in (known := LEVELS + LOOPBACK_LEVELS):
-        raise InputError(f"unknown level {level!r}; use one of {', '.join(known)}")
+        raise InputError(f"--level {level!r} is unknown: use one of {', '.join(known)}")
     return (level,)
 
 
@@ -294,9 +295,8 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
     """Return a sandbox section with only the providers whose sandboxes are to be listed."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise InputError(
-            f"provider {unknown[0]!r} can't list the sandboxes of another process; use one of {', '.join(KINDS)}"
-        )
+        why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
+        raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(KINDS)}")
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
     chosen = [section for section in listed if not kinds or section.type in kinds]
@@ -367,16 +367,18 @@ def choose_provider(
         InputError: the provider doesn't support a given option.
     """
     if kind not in PROVIDERS:
-        raise SandboxConfigError(f"unknown provider {kind!r}; use one of {', '.join(PROVIDERS)}")
+        raise SandboxConfigError(f"provider {kind!r} is unknown: use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
         raise InputError(
-            f"--url is only for provider mcp, not for {kind}. Leave it out; a --config has other providers' endpoints"
+            f"--url is only for provider mcp, not for {kind}. Leave it out; give the endpoint of another provider in a "
+            "file with --config"
         )
     if kind == "local":
         return LocalProvider(levels=levels)
     if levels != LEVELS or packages:
+        option = "--package" if levels == LEVELS else "--level"
         raise InputError(
-            f"--level and --package are only for provider local, not for {kind}, whose sandboxes follow their template"
+            f"{option} is only for provider local: sandboxes of {kind} are made from a template. Leave it out"
         )
     return remote_provider(_section(kind, config, url))
 
@@ -393,7 +395,7 @@ def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
         case "daytona":
             return DaytonaConfig()
     if not url:
-        raise SandboxConfigError("provider mcp needs its server's endpoint: --url URL, or a --config that names it")
+        raise SandboxConfigError("provider mcp needs its server's endpoint: give --url URL, or a --config that has it")
     return McpConfig(url=url)
 
 

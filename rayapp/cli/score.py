@@ -78,7 +78,7 @@ def _read_lines(file: str, text: str) -> Iterator[GivenText]:
     for number, record in json_lines(text.split("\n"), file):
         completion = record.get("completion") if isinstance(record, dict) else None
         if not isinstance(completion, str):
-            raise InputError(f'{file}, line {number}: expected an object like {{"completion": "…"}}')
+            raise InputError(f'{file}, line {number} must be an object like {{"completion": "…"}}')
         yield GivenText(file=file, line=number, text=completion)
 
 

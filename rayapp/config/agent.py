@@ -26,6 +26,10 @@ BENCHMARK = "benchmark:"
 """Prefix of a reference to a benchmark, which may name its own file: benchmark:humaneval=FILE.jsonl."""
 SWE = "swe:"
 """Prefix of a file of tasks in SWE-bench's form: swe:FILE.parquet?mirrors=FOLDER."""
+GENERATED = "reasoning_gym:"
+"""Prefix of a generator of tasks: reasoning_gym:chain_sum?size=200."""
+TRUST = "trust_test_scripts=true"
+"""Option of a task folder whose test.sh may judge: FOLDER?trust_test_scripts=true."""
 AUTO = "auto"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import yaml
 
@@ -38,8 +38,8 @@ def check_agreement(config: Keys) -> None:
 
 def _model_servers_fit(config: Keys) -> None:
     names = [server.name for server in config.model_servers]
-    if len(set(names)) < len(names):
-        raise ValueError(f"model_servers: two have the same name ({', '.join(names)})")
+    if twice := _twice(names):
+        raise ValueError(f"model_servers: two servers have the name {twice!r}. Rename one of them.")
     asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
     asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
     for source, own in config.by_source():
@@ -49,9 +49,14 @@ def _model_servers_fit(config: Keys) -> None:
     for who, (base_url, key, model) in asked.items():
         name = server_named(base_url)
         if name and name not in names:
-            raise ValueError(f"{who}: base_url is {base_url}, but model_servers are {', '.join(names) or 'none'}")
+            raise ValueError(
+                f"{who}: base_url is {base_url}, but `model_servers` has {', '.join(names) or 'no server'}. Add "
+                f"this server{', or use the name of another one' if names else ''}."
+            )
         if name and model != name:
-            raise ValueError(f"{who}: {key} is {model!r}, but at {base_url} it is called {name!r}: use that name")
+            raise ValueError(
+                f"{who}: {key} is {model!r}, but the server at {base_url} calls its model {name!r}. Use that name."
+            )
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
@@ -63,8 +68,8 @@ def _model_servers_fit(config: Keys) -> None:
 def _teacher_fits(config: Keys) -> None:
     if config.distillation.base_url and config.rollout.temperature != 1.0:
         raise ValueError(
-            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server "
-            "computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
+            f"rollout.temperature is {config.rollout.temperature:g}, but distillation.base_url is set, and a teacher's "
+            "server computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
         )
 
 
@@ -92,8 +97,8 @@ def _sources_fit(config: Keys) -> None:
             most = config.group_deadline_s if key == "group_deadline_s" else getattr(config.rollout, key)
             if own > most:
                 raise ValueError(
-                    f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, for which its processes are "
-                    f"configured. Raise the run's rollout.{key} to {own:g}, or lower the source's."
+                    f"{where}: rollout.{key} is {own:g}, which is above the run's rollout.{key} = {most:g}. Raise the "
+                    f"run's rollout.{key} to {own:g}, or lower the source's."
                 )
 
 
@@ -112,23 +117,29 @@ def _external_agents_fit(config: Keys) -> None:
         if all(is_given) or not any(is_given):
             raise ValueError(
                 f"{where}agent.name is external_agent, and agent.external has "
-                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give one "
-                "(docs/agents.md)."
+                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give exactly "
+                "one of them (docs/agents.md)."
             )
         if external.inside and external.entry:
             raise ValueError(
                 f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
                 "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
             )
-        if (external.models == "endpoint") != bool(external.endpoint.base_url):
+        if external.models == "endpoint" and not external.endpoint.base_url:
             raise ValueError(
-                f"{where}agent.external.models is {external.models}, and agent.external.endpoint.base_url is "
-                f"{external.endpoint.base_url!r}: set both (models: endpoint), or neither (docs/agents.md)."
+                f"{where}agent.external.models is endpoint, but agent.external.endpoint.base_url is empty. Set "
+                "base_url, or leave agent.external.models out (docs/agents.md)."
+            )
+        if external.endpoint.base_url and external.models != "endpoint":
+            raise ValueError(
+                f"{where}agent.external.endpoint.base_url is set, but agent.external.models is {external.models}, "
+                "which doesn't use it. Set agent.external.models: endpoint, or leave endpoint out (docs/agents.md)."
             )
         if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
             raise ValueError(
-                f"{where}agent.external.structured is guide, and a teacher is set, which can't compute log-probs "
-                "over only the tokens that a form allows. Use free or refuse, or remove the teacher."
+                f"{where}agent.external.structured is guide, but the run has a teacher, and a teacher computes "
+                "log-probs over the whole vocabulary instead of the tokens that a form allows. Use free or refuse, or "
+                "remove the teacher."
             )
         others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
         if external.inside and others:
@@ -139,10 +150,9 @@ def _external_agents_fit(config: Keys) -> None:
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
             raise ValueError(
-                f"{where}agent.external.inside: an agent may run for agent.external.timeout_s = {external.timeout_s:g} "
-                f"s, but its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
-                ""
-                f"sandbox.lease_ttl_s to {least_s:g}, or lower timeout_s."
+                f"{where}sandbox.lease_ttl_s is {config.sandbox.lease_ttl_s:g}, but an agent inside a sandbox needs a "
+                f"lease of agent.external.timeout_s + 60 = {least_s:g} s. Raise sandbox.lease_ttl_s to {least_s:g}, or "
+                "lower agent.external.timeout_s."
             )
         if not config.learner.share_prefixes:
             raise ValueError(
@@ -154,16 +164,22 @@ def _external_agents_fit(config: Keys) -> None:
 
 def _judges_fit(config: Keys) -> None:
     judges = {judge.name: judge for judge in config.judges}
-    if len(judges) < len(config.judges):
-        raise ValueError(f"judges: two have the same name ({', '.join(judge.name for judge in config.judges)})")
+    if twice := _twice([judge.name for judge in config.judges]):
+        raise ValueError(f"judges: two judges have the name {twice!r}. Rename one of them.")
     for judge in config.judges:
         if judge.max_concurrent < config.rollout.num_workers:
             raise ValueError(
-                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, which rollout.num_workers = "
-                f"{config.rollout.num_workers} can't share. Raise max_concurrent, or lower rollout.num_workers."
+                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, but must be at least "
+                f"rollout.num_workers = {config.rollout.num_workers}, because the rollout workers share it. Raise "
+                "max_concurrent, or lower rollout.num_workers."
             )
     for name, own in config.by_source():
         _source_has_judges(own, _named(name), judges)
+
+
+def _twice(names: Sequence[str]) -> str:
+    """Return a name that occurs more than once; empty if there is none."""
+    return next((name for name in names if names.count(name) > 1), "")
 
 
 def _named(source: str) -> str:
@@ -172,10 +188,15 @@ def _named(source: str) -> str:
 
 def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]) -> None:
     reward, weight = own.reward, own.reward.verdict_weight
-    if (not reward.judges and weight != 1.0) or (not weight and not any(reward.judges.values())):
+    if not reward.judges and weight != 1.0:
         raise ValueError(
-            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names no judge with a weight, so "
-            "verdict_weight has no effect. Name a judge with a weight, or leave verdict_weight out."
+            f"{where}reward.verdict_weight is {weight:g}, but reward.judges is empty: without a judge the weight has "
+            "no effect. Name a judge in reward.judges, or leave reward.verdict_weight out."
+        )
+    if not weight and not any(reward.judges.values()):
+        raise ValueError(
+            f"{where}reward.verdict_weight and all weights in reward.judges are 0, so every reward would be 0. Give "
+            "one of them another weight."
         )
     for name, weight in reward.judges.items():
         if name not in judges:
@@ -198,8 +219,9 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
             )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
-                f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
-                f"{deadline_s:g}, within which a group must also be judged: lower timeout_s, or raise the deadline."
+                f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but must be below rollout.group_deadline_s "
+                f"= {deadline_s:g}, because a pairwise judge must answer before the group's deadline. Lower timeout_s, "
+                "or raise rollout.group_deadline_s."
             )
 
 
@@ -216,16 +238,19 @@ def _warmup_fits(config: Keys) -> None:
     warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
     if not warmup.num_steps:
         return
-    if isinstance(budget, int) and config.max_demonstration_tokens > budget * config.learner.sequence_parallel:
+    longest, parts = config.max_demonstration_tokens, config.learner.sequence_parallel
+    if isinstance(budget, int) and longest > budget * parts:
+        source = "warmup.max_tokens" if warmup.max_tokens else "the model's maximum length, as warmup.max_tokens is 0"
+        over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
-            f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
-            f"{budget}: the longest demonstration would not fit into a micro-batch. Raise "
-            "learner.max_tokens_per_microbatch, or lower warmup.max_tokens."
+            f"warmup: a demonstration may have {longest} tokens ({source}), but learner.max_tokens_per_microbatch is "
+            f"{budget}{over}, and a micro-batch must hold a whole demonstration. Raise "
+            "learner.max_tokens_per_microbatch, or set a lower warmup.max_tokens."
         )
     if not warmup.files and not all_tasks(config):
         raise ValueError(
             f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and the run has no tasks with "
-            "demonstrations. Name files to learn from (docs/sft.md), or set warmup.num_steps to 0."
+            "demonstrations. Name files in warmup.files (docs/sft.md), or set warmup.num_steps to 0."
         )
 
 
@@ -239,16 +264,16 @@ def _dapo_fits(config: Keys) -> None:
         )
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
-            "algorithm.dynamic_sampling drops groups of equal rewards, but distillation.reward_weight is 0: rewards "
-            "without a weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "algorithm.dynamic_sampling.enabled is true, but distillation.reward_weight is 0: rewards that don't count "
+            "would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
             "false, or raise distillation.reward_weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
         raise ValueError(
-            f"algorithm.dynamic_sampling drops groups of equal rewards, from which {estimator} still learns, because "
-            "its baseline is not the mean of the group's rewards. Set algorithm.dynamic_sampling.enabled: false, or "
-            "use grpo."
+            f"algorithm.dynamic_sampling.enabled is true, but algorithm.adv_estimator is {estimator}, which also "
+            "learns from groups of equal rewards, because its baseline is not the mean of the group's rewards. Set "
+            "algorithm.dynamic_sampling.enabled: false, or use grpo."
         )
 
 
@@ -259,12 +284,12 @@ def _groups_suffice(config: Keys) -> None:
     if estimator in NEEDS_GREEDY_BASELINE:
         raise ValueError(
             f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} takes the last trajectory of a group as "
-            "greedy baseline, so no trajectory would be left to train on. Use 2 or more."
+            "the greedy baseline, so no trajectory would be left to train on. Use 2 or more."
         )
     if config.compares_groups:
         raise ValueError(
-            f"rollout.group_size is 1, and algorithm.adv_estimator {estimator} compares the trajectories of a group: "
-            "no advantage would be left. Use 2 or more."
+            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} compares the trajectories of a group: "
+            "every advantage would be 0. Use 2 or more."
         )
 
 
@@ -274,15 +299,15 @@ def _kl_in_reward_fits(config: Keys) -> None:
         return
     if algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
         raise ValueError(
-            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads only the terms of "
-            "algorithm.gdpo_reward_terms, not this KL. Use algorithm.kl_loss_coef, or another estimator."
+            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads only the reward terms in "
+            "algorithm.gdpo_reward_terms, and the KL is none of them. Use algorithm.kl_loss_coef, or another estimator."
         )
     sequences = config.train.groups_per_step * config.rollout.group_size
     if section.control == "adaptive" and sequences >= 5 * section.horizon:
         raise ValueError(
-            f"algorithm.kl_in_reward.horizon is {section.horizon}, but a step has train.groups_per_step x "
-            f"rollout.group_size = {sequences} trajectories, which could change the coefficient by the factor 0.2 x "
-            f"{sequences} / {section.horizon}, to 0 or below. Use a horizon above {sequences // 5}."
+            f"algorithm.kl_in_reward.horizon is {section.horizon}, but must be above {sequences // 5}, a fifth of a "
+            f"step's {sequences} trajectories (train.groups_per_step x rollout.group_size): otherwise one step could "
+            "lower the coefficient to 0 or below. Raise the horizon."
         )
 
 
@@ -354,7 +379,9 @@ def _gpus_suffice(config: Keys) -> None:
         return
     bundles = bundles_of(config)
     if num_gpus_of(bundles) > have:
-        raise ValueError(f"GPUs: {gpu_arithmetic(bundles)}, but cluster.num_gpus is {have}. {fewer_gpus(config, have)}")
+        raise ValueError(
+            f"the run needs {gpu_arithmetic(bundles)} GPUs, but cluster.num_gpus is {have}. {fewer_gpus(config, have)}"
+        )
 
 
 def _placement_fits(config: Keys) -> None:
@@ -364,14 +391,15 @@ def _placement_fits(config: Keys) -> None:
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
     if servers * tp != learners:
         raise ValueError(
-            f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
-            f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
+            f"cluster.placement is colocated, so learner.num_learners = {learners} must equal the servers' GPUs: "
+            f"server.num_servers {servers} x server.tensor_parallel_size {tp} = {servers * tp}. Set "
+            f"learner.num_learners to {servers * tp}, or use placement split."
         )
     if config.train.partial_rollouts and config.learner.router_replay:
         raise ValueError(
-            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: there "
-            "servers compute kept tokens again with new weights, so the recorded experts would not be the ones that "
-            "sampled the tokens. Turn one of the two off, or use placement split."
+            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: on "
+            "shared GPUs the servers compute kept tokens again with new weights, so the recorded experts would not be "
+            "the ones that sampled the tokens. Turn one of the two off, or use placement split."
         )
     if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
@@ -399,9 +427,9 @@ def _minibatches_divide(config: Keys) -> None:
     groups, minibatches = config.train.groups_per_step, config.train.num_minibatches
     if groups % minibatches:
         raise ValueError(
-            f"train.groups_per_step = {groups} groups x rollout.group_size = {config.rollout.group_size} cannot be "
-            f"split into train.num_minibatches = {minibatches} equal parts of whole groups: "
-            f"{groups} / {minibatches} = {groups / minibatches:g}. Use a divisor of {groups}."
+            f"train.num_minibatches is {minibatches}, which does not divide train.groups_per_step = {groups}: all "
+            "mini-batches must have the same number of whole groups. Set train.num_minibatches to a divisor of "
+            f"{groups}."
         )
 
 
@@ -472,22 +500,22 @@ def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
     problems = []
     if server.kv_cache_dtype == "fp8" and capability < _FP8:
         problems.append(
-            f"server.kv_cache_dtype is fp8, which vLLM computes from compute capability 8.9 on; this GPU has {shown}: "
-            "use auto"
+            f"server.kv_cache_dtype is fp8, which needs compute capability 8.9 in vLLM, but this GPU has {shown}: use "
+            "auto"
         )
     if server.quantization == "fp8_per_channel" and capability < _FP8:
         problems.append(
-            f"server.quantization is fp8_per_channel, whose kernels need compute capability 8.9; this GPU has {shown}: "
-            "use fp8_per_tensor, which is slower there, or none"
+            "server.quantization is fp8_per_channel, whose kernels need compute capability 8.9, but this GPU has "
+            f"{shown}: use fp8_per_tensor, which is slower there, or none"
         )
     if config.run.deterministic and capability < _AMPERE:
         problems.append(
-            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels; this GPU has {shown}: "
-            "leave it out"
+            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels, but this GPU has "
+            f"{shown}: leave run.deterministic out"
         )
     if config.run.deterministic and server.quantization != "none" and capability < _FP8:
         problems.append(
-            f"run.deterministic and server.quantization need compute capability 8.9 together, as Marlin's kernels "
-            f"depend on the batch; this GPU has {shown}: use one of the two"
+            "run.deterministic together with server.quantization needs compute capability 8.9, because results of "
+            f"Marlin's kernels depend on the batch, but this GPU has {shown}: use only one of the two keys"
         )
     return problems

@@ -94,7 +94,8 @@ def check_loss_options(loss: str, options: Options) -> None:
             f"{name} belongs to {home}" for home, names in LOSS_OPTIONS.items() for name in names if name in unread
         ]
         raise ValueError(
-            f"algorithm.policy_loss_options has {', '.join(unread)}, which policy_loss {loss} does not read; it reads "
+            f"algorithm.policy_loss_options has {', '.join(unread)}, which policy_loss {loss} does not read. {loss} "
+            "reads "
             f"{', '.join(known) or 'no options'}." + (f" ({'; '.join(homes)}.)" if homes else "")
         )
     for name in sorted(set(options) - _TEXTS):
@@ -112,24 +113,33 @@ def check_loss_options(loss: str, options: Options) -> None:
 
 
 def _check_rejection(options: Options) -> None:
-    if ("rollout_rs" in options) != ("rollout_rs_threshold" in options):
-        raise ValueError("algorithm.policy_loss_options needs both rollout_rs and rollout_rs_threshold, or neither.")
+    given, missing = "rollout_rs", "rollout_rs_threshold"
+    if given not in options:
+        given, missing = missing, given
+    if given in options and missing not in options:
+        raise ValueError(
+            f"algorithm.policy_loss_options has {given} without {missing}. Add {missing}, or remove {given}."
+        )
     if "rollout_rs" not in options:
         return
     criteria = dict.fromkeys(part.strip() for part in str(options["rollout_rs"]).split(",") if part.strip())
     if not criteria or set(criteria) - set(REJECTION_CRITERIA):
         raise ValueError(
-            f"algorithm.policy_loss_options.rollout_rs is {options['rollout_rs']!r}: use "
+            f"algorithm.policy_loss_options.rollout_rs is {options['rollout_rs']!r}: use one of "
             f"{', '.join(REJECTION_CRITERIA)}, or several of them separated by commas."
         )
     limits = [part.strip() for part in str(options["rollout_rs_threshold"]).split(",") if part.strip()]
     whole = limits * len(criteria) if len(limits) == 1 else limits
-    if len(whole) != len(criteria) or not all(map(_is_limit, criteria, whole)):
+    shown = f"algorithm.policy_loss_options.rollout_rs_threshold is {options['rollout_rs_threshold']!r}"
+    if len(whole) != len(criteria):
         raise ValueError(
-            f"algorithm.policy_loss_options.rollout_rs_threshold is {options['rollout_rs_threshold']!r}: give one "
-            "positive number for all criteria of rollout_rs, or a number for each; criteria that end in k1 may also "
-            "have a range such as 0.5_2."
+            f"{shown}, which is {len(limits)} limits for {len(criteria)} criteria in rollout_rs: give one limit for "
+            "all criteria, or one for each."
         )
+    for criterion, limit in zip(criteria, whole, strict=True):
+        if not _is_limit(criterion, limit):
+            ranges = ", or a range such as 0.5_2" if criterion.endswith("k1") else ""
+            raise ValueError(f"{shown}, but the limit of {criterion} must be a number above 0{ranges}.")
 
 
 def _is_limit(criterion: str, text: str) -> bool:

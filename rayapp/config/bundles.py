@@ -67,7 +67,7 @@ def fewer_gpus(config: Keys, have: int) -> str:
     server, learners = config.server, config.learner.num_learners
     takes_turns = config.train.takes_turns and server.num_servers * server.tensor_parallel_size == learners
     if config.cluster.placement == "split" and takes_turns and learners <= have:
-        return "Let servers and learners take turns on them: cluster.placement=colocated."
+        return "Let servers and learners take turns on the same GPUs: cluster.placement=colocated."
     return "Lower server.num_servers, a tensor_parallel_size or learner.num_learners."
 
 

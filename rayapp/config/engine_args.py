@@ -17,6 +17,7 @@ from typing import Any, Literal, Optional, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rayapp.core import syntax
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import did_you_mean
 
@@ -50,8 +51,8 @@ HAS_KEY: Mapping[str, str] = {
 
 _PLACES = "Ray places the processes, and each server is on one node"
 _OFFLOAD = "vLLM's layer-wise reload, which loads new weights, does not work with weights in host memory"
-_MOVES = "experts would move between GPUs, and a weight sync loads them where they were at the start"
-_SAMPLING = "it would change the distribution that is sampled, which the learner computes log-probs of"
+_MOVES = "experts would move between GPUs, but a weight sync loads each expert on the GPU where it was at the start"
+_SAMPLING = "it would change the sampled distribution, whose log-probs the learner computes"
 _OWN = "rayapp's own class or setting is there, which weight syncs, cohorts and the detection of stalls rely on"
 _FILES = "tokenizer, config and weights are the files of model.path. Fetch the revision into a folder"
 REFUSED: Mapping[str, str] = {
@@ -173,7 +174,7 @@ class _Source:
     def __init__(self, site: Path, module: str) -> None:
         place = site.joinpath(*module.split("."))
         self._site = site
-        self.tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+        self.tree = syntax.module((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
 
     def type_of(self, annotation: ast.expr) -> Any:
         """Return the type that an annotation names; Any for what is not plain data."""
@@ -181,7 +182,7 @@ class _Source:
             case ast.Constant(value=None):
                 return None
             case ast.Constant(value=str(text)):
-                return self.type_of(ast.parse(text, mode="eval").body)
+                return self.type_of(syntax.expression(text))
             case ast.Name(id=name):
                 return _PLAIN[name] if name in _PLAIN else self.named(name)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):

@@ -58,8 +58,8 @@ class LoraSection(FrozenModel):
     def _vllm_has_the_rank(self) -> Self:
         if self.sends_adapter and self.rank > MAX_ADAPTER_RANK:
             raise ValueError(
-                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most {MAX_ADAPTER_RANK}. Lower it, "
-                "or set learner.lora.send: merged."
+                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of rank {MAX_ADAPTER_RANK} at most. "
+                "Lower learner.lora.rank, or set learner.lora.send: merged."
             )
         return self
 

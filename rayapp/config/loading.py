@@ -161,7 +161,9 @@ def to_yaml(config: Config) -> str:
 def _read(path: Path, parents: tuple[Path, ...] = ()) -> DictConfig:
     path = path.resolve() if parents else path
     if path.resolve() in parents:
-        raise ConfigError(f"{path} includes itself, by way of {' -> '.join(str(parent) for parent in parents)}")
+        raise ConfigError(
+            f"config file {path} includes itself, by way of {' -> '.join(str(parent) for parent in parents)}"
+        )
     loaded = _load_yaml(path)
     includes = loaded.pop(INCLUDE, [])
     chain = (*parents, path.resolve())
@@ -179,9 +181,9 @@ def _load_yaml(path: Path) -> DictConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"config file {path} is not YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: expected sections such as `train:`, not a list")
+        raise ConfigError(f"config file {path} must hold sections such as `train:`, not a list")
     return loaded
 
 
@@ -197,7 +199,11 @@ def _files_nearby(path: Path) -> str:
     names = sorted(str(file) for file in Path("configs").glob("*.yaml"))
     if near := difflib.get_close_matches(str(path), names, n=1):
         return f"Did you mean {near[0]}?"
-    return f"There are: {', '.join(names)}." if names else "Run this command in the folder that holds configs/."
+    return (
+        f"The files in configs/ are {', '.join(names)}."
+        if names
+        else "Run this command in the folder that holds configs/."
+    )
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
@@ -221,7 +227,10 @@ def _check_names(config: Config) -> None:
     )
     for key, kind, name, known in checked:
         if name not in known and not is_plugin(kind, name):
-            raise ConfigError(f"{key} = {name!r}{did_you_mean(name, known)} It must be one of {', '.join(known)}")
+            raise ConfigError(
+                f"{key} = {name!r} is unknown{did_you_mean(name, known)} Use one of {', '.join(known)}, or a plug-in's "
+                "name."
+            )
 
 
 def _indented(lines: str) -> str:

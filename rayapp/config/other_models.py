@@ -80,12 +80,15 @@ def plain_url(value: str) -> str:
     if server_named(value):
         return value
     url = urlsplit(value)
-    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
-        shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+    shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+    hidden = [name for name in ("username", "password", "query") if getattr(url, name)]
+    if hidden:
         raise ValueError(
-            f"{shown!r} must be http(s)://HOST[:PORT][/PATH] or run://NAME, without a user, a password or a query: a "
-            "key goes into the variable that api_key_env names"
+            f"URL {shown!r} was given with a {' and a '.join(hidden)} (not shown here), which is not allowed: a key "
+            "belongs in the environment variable that api_key_env names"
         )
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"URL {shown!r} must be of the form http(s)://HOST[:PORT][/PATH] or run://NAME")
     return value.rstrip("/")
 
 
@@ -201,16 +204,21 @@ class DistillationSection(ClientSection):
                 "distillation.teacher is policy and distillation.privileged is none: a policy that reads the same "
                 "text can't teach itself. Set distillation.privileged: verdict, or another teacher."
             )
-        if self.base_url and (self.is_policy or self.kl_over != "sampled"):
+        if self.base_url and self.is_policy:
             raise ValueError(
-                f"distillation.base_url is set, distillation.teacher is {self.teacher} and distillation.kl_over is "
-                f"{self.kl_over}: a server gives only log-probs of sampled tokens, of the model that `teacher` names. "
-                "Use distillation.kl_over: sampled and the model's name at the server, or leave base_url out."
+                "distillation.base_url is set, but distillation.teacher is policy, which no server has. Set "
+                "distillation.teacher to the name of the server's model, or leave distillation.base_url out."
+            )
+        if self.base_url and self.kl_over != "sampled":
+            raise ValueError(
+                f"distillation.base_url is set, but distillation.kl_over is {self.kl_over}: a server returns log-probs "
+                "of sampled tokens only. Set distillation.kl_over: sampled, or leave distillation.base_url out."
             )
         if self.privileged != "none" and self.kl_over != "sampled":
             raise ValueError(
                 f"distillation.privileged is {self.privileged} and distillation.kl_over is {self.kl_over}: text that "
-                "only the teacher reads shifts its token positions. Use distillation.kl_over: sampled."
+                "only the teacher reads shifts the teacher's token positions against the policy's. Use "
+                "distillation.kl_over: sampled."
             )
         return self
 
@@ -299,9 +307,12 @@ class JudgeSection(ClientSection):
         if self.kind != "reward_model" and not self.rubric:
             raise ValueError(f"kind {self.kind} needs a rubric, e.g. [{{name: correct, text: It is right.}}]")
         if self.kind == "reward_model" and (self.rubric or self.reference):
-            raise ValueError("a reward_model reads no rubric and no reference: leave `rubric` and `reference` out")
-        if len({"agrees", *(each.name for each in self.rubric)}) <= len(self.rubric):
+            raise ValueError("kind reward_model uses neither `rubric` nor `reference`: leave both out")
+        names = [each.name for each in self.rubric]
+        if "agrees" in names:
             raise ValueError(
-                "two criteria of the rubric have the same name, or one is called agrees, which is the name of a metric"
+                "rubric: a criterion can't have the name 'agrees', which is the name of a metric. Rename it."
             )
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"rubric: two criteria have the name {twice[0]!r}. Rename one of them.")
         return self

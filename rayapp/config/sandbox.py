@@ -220,7 +220,10 @@ class SandboxConfig(FrozenModel):
             raise ValueError("providers is empty: name at least one provider, e.g. providers: [{type: local}]")
         kinds = [provider.type for provider in self.providers]
         if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
-            raise ValueError(f"provider {', '.join(sorted(twice))} is listed twice; each kind may be listed once")
+            raise ValueError(
+                f"provider {', '.join(sorted(twice))} is listed twice: each kind may be listed once. Remove one of the "
+                "two."
+            )
         return self
 
     @property

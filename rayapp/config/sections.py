@@ -112,9 +112,9 @@ class RolloutSection(FrozenModel):
         found = [name for name in FILTERS if isinstance(values, dict) and name in values]
         if found:
             raise ValueError(
-                f"{', '.join(found)} would bias training: the engine would sample from another distribution than the "
-                "learner computes log-probs of. Leave this key out. (temperature is allowed: engine and learner both "
-                "apply it.)"
+                f"{', '.join(found)} can't be set for training: the engine would sample from a distribution other "
+                "than the one whose log-probs the learner computes. Leave it out. (temperature is allowed: engine and "
+                "learner both apply it.)"
             )
         return values
 
@@ -283,8 +283,9 @@ class ServerSection(FrozenModel):
     def _batch_holds_sequences(self) -> Self:
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but max_num_seqs is {self.max_num_seqs}, "
-                "and each sequence has a token in a step. Raise max_num_batched_tokens, or lower max_num_seqs."
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but must be at least max_num_seqs = "
+                f"{self.max_num_seqs}, because every sequence of a batch needs a token in an engine step. Raise "
+                "max_num_batched_tokens, or lower max_num_seqs."
             )
         return self
 

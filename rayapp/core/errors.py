@@ -289,8 +289,8 @@ def first_error(error: BaseException) -> BaseException:
 
 
 WRONG_TOKEN = (
-    "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's: on a workstation it is in ~/.ray/auth_token, with "
-    "KubeRay in the Secret named as the RayCluster, key auth_token."
+    "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's token. On a workstation the token is in "
+    "~/.ray/auth_token; with KubeRay it is the entry auth_token of the Secret that has the RayCluster's name."
 )
 
 

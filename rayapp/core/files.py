@@ -73,7 +73,7 @@ def explain_unwritable(path: Path) -> Iterator[None]:
             raise
         raise RunFolderError(
             f"{error.filename or path} can't be written: {error.strerror or error}. Choose a folder that this user may "
-            "write (run.output_dir; with s3:// run.staging_dir)."
+            "write: run.output_dir, or run.staging_dir for a run on s3://."
         ) from error
 
 
@@ -267,13 +267,14 @@ class Location:
             return cls(key=path)
         if scheme.group(1) != "s3":
             raise StorageConfigError(
-                f"{uri!r}: only s3://bucket/prefix and local paths are supported. For OSS and MinIO, too, write s3:// "
-                "and set RAYAPP_S3_PRESET (docs/data.md)."
+                f"storage location {uri!r}: only s3://bucket/prefix and local paths are supported. For OSS and MinIO, "
+                "write s3:// and set RAYAPP_S3_PRESET (docs/data.md)."
             )
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StorageConfigError(
-                f"{uri!r}: {bucket!r} is not a bucket name: use 3 to 63 lower-case letters, digits and hyphens"
+                f"storage location {uri!r}: {bucket!r} is not a bucket name. A bucket name has 3 to 63 lower-case "
+                "letters, digits, dots and hyphens, and begins and ends with a letter or digit."
             )
         return cls(bucket=bucket, key=key.strip("/"))
 
@@ -295,5 +296,8 @@ def check_key(key: str) -> str:
     """
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):
-        raise StorageConfigError(f"{key!r} is not a key: give names joined by single slashes, without . and ..")
+        raise StorageConfigError(
+            f"storage key {key!r} is invalid: a key consists of names joined by single slashes. A name must not be . "
+            "or .., and the key must not contain a backslash or a NUL character."
+        )
     return key

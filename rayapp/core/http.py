@@ -42,7 +42,9 @@ class KeyGuard:
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "").encode()
         if not self._key:
-            raise ConfigError(f"{KEY_VARIABLE} is not set: a model server needs a key")
+            raise ConfigError(
+                f"environment variable {KEY_VARIABLE} is not set: a model server does not start without a key"
+            )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         is_health = scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health")

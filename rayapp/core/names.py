@@ -55,8 +55,8 @@ def given(name: str) -> object:
         return _OBJECTS[name]
     except KeyError:
         raise InputError(
-            f"{name} is an object of the Python program that started this run, and this process doesn't have it: start "
-            "the run from that program (rayapp.train), or write the object into a file and name the file"
+            f"{name} is an object of the Python program that started the run, and this process doesn't have it. Start "
+            "the run from that program (rayapp.train), or write the object into a file and name the file."
         ) from None
 
 
@@ -138,10 +138,16 @@ def load_plugin(kind: Kind, name: str) -> Any:
     """
     found = [each for each in plugins(kind) if each.name == name]
     if not found:
-        raise ConfigError(f"no plug-in of rayapp.{kind} is called {name!r}{did_you_mean(name, plugin_names(kind))}")
+        raise ConfigError(
+            f"plug-in {name!r}: no installed package offers it in the entry-point group "
+            f"rayapp.{kind}{did_you_mean(name, plugin_names(kind))}"
+        )
     if len(found) > 1:
-        packages = " and ".join(each.package for each in found)
-        raise ConfigError(f"{packages} both offer {name!r} as rayapp.{kind}: uninstall one of them")
+        packages = ", ".join(each.package for each in found)
+        raise ConfigError(
+            f"plug-in {name!r}: several packages offer it in the entry-point group rayapp.{kind} ({packages}). "
+            "Uninstall all of them but one."
+        )
     return found[0].load()
 
 

@@ -70,7 +70,7 @@ class InHand:
         if self._begun and (age_s := self._clock() - self._oldest) >= limit_s:
             raise StalledError(
                 f"{who} answers, but one of the {len(self._begun)} {work} in progress has not ended after "
-                f"{age_s:.0f} s. It should have ended after rollout.group_deadline_s."
+                f"{age_s:.0f} s, although rollout.group_deadline_s has passed."
             )
 
     @property

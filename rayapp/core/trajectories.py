@@ -92,7 +92,7 @@ def storable(value: Any) -> float:
         TypeError, OverflowError: the value is not a number, or an int with hundreds of digits.
     """
     if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
-        raise ValueError(f"{value!r:.80} is not finite as a 32-bit float")
+        raise ValueError(f"{value!r:.80} must be finite as a 32-bit float")
     return float(value)
 
 

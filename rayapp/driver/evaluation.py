@@ -168,7 +168,7 @@ def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Calla
         InputError: the folder holds a run that was trained.
     """
     if (out / TRAJECTORIES).exists() or (out / CHECKPOINTS).exists():
-        raise InputError(f"{out} holds a run that was trained: choose another folder for its evaluation")
+        raise InputError(f"folder {out} holds a trained run: choose another folder for the evaluation")
     (out / EVALUATIONS).mkdir(parents=True, exist_ok=True)
     write_text(out / "config.yaml", to_yaml(config))
 

@@ -94,7 +94,10 @@ async def generate(
             raise
         except RayappError as error:
             raise GroupFailedError(f"{what} failed: {error}") from error
-    raise RestartsUsedUpError(f"{what} was lost {MAX_ISSUES} times; the log above has the reason of each loss")
+    raise RestartsUsedUpError(
+        f"{what} was lost {MAX_ISSUES} times; the log above has the reason of each loss. Correct the cause, then start "
+        "the same command again."
+    )
 
 
 @asynccontextmanager

@@ -85,9 +85,11 @@ def _term(summary: GroupSummary, metric: str) -> FloatArray:
     if values is None and not scored.any():
         return np.zeros_like(summary.rewards)
     if values is None or np.isnan(values[scored]).any():
+        lacking = "no reward" if values is None else "not every reward"
         raise TrainingAbortedError(
-            f"algorithm.dynamic_sampling.metric is {metric!r}, but rewards of {summary.task} have the terms "
-            f"{', '.join(sorted(terms)) or 'none'}. Set it to one of these terms, or leave it empty to compare rewards."
+            f"algorithm.dynamic_sampling.metric is {metric!r}, but {lacking} of task {summary.task} has this term "
+            f"(terms: {', '.join(sorted(terms)) or 'none'}). Choose a term that all rewards have, or leave the key "
+            "empty to compare rewards."
         )
     return np.nan_to_num(values)
 

@@ -83,7 +83,8 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
     if steps != list(range(1, len(files) + 1)):
         missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
         raise InputError(
-            f"{folder} has no trajectories of the steps {missing[:10]}: a replay needs every step from step 1 on."
+            f"{folder} has no trajectories of the steps {', '.join(map(str, missing[:10]))}: a replay needs every step "
+            "from step 1 on."
         )
     return files
 

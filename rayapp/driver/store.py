@@ -258,8 +258,9 @@ class TrajectoryStore(Generic[RefT]):
         staleness = self._version - summary.min_policy_version
         if staleness > self._max_staleness:
             raise AssertionError(
-                f"group {summary.group_id} was sampled by version {summary.min_policy_version} and would be trained by "
-                f"{self._version}: it is {staleness} steps stale, but train.max_staleness is {self._max_staleness}"
+                f"group {summary.group_id} was sampled by policy version {summary.min_policy_version} and would be "
+                f"trained at version {self._version}: it is {staleness} steps stale, but train.max_staleness is "
+                f"{self._max_staleness}"
             )
 
     async def release(self, version: int) -> None:

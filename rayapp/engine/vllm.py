@@ -153,7 +153,7 @@ class VllmEngine:
                 await self._engine.collective_rpc("check_adapter", args=(request.lora_int_id,))
             except Exception as error:  # vLLM may raise anything
                 raise EngineError(
-                    f"adapter {name} ({request.lora_path}) can't be loaded beside this model: {type(error).__name__}: "
+                    f"adapter {name} ({request.lora_path}) can't be loaded into the engine: {type(error).__name__}: "
                     f"{error}"
                 ) from error
             self._named_adapters[name] = request
@@ -260,9 +260,11 @@ class VllmEngine:
         # purposes: a cohort whose prompts an evaluation had cached would be computed in other batches.
         purpose = request.request_id.purpose
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
+            sampling = request.sampling
+            filtering = f"top_p {sampling.top_p:g}" if sampling.top_p < 1.0 else f"top_k {sampling.top_k}"
             raise EngineError(
-                f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
-                "the log-probs that training uses; they are only for evaluation"
+                f"{request.request_id}: {filtering} is for evaluation only, because it would bias the log-probs that "
+                "training uses"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
@@ -295,7 +297,10 @@ class VllmEngine:
             WeightSyncError: a worker is not ready, or an earlier update never ended; the engine must be replaced.
         """
         if self._updating is not None:
-            raise WeightSyncError("an earlier weight update never ended: the engine may hold a mixture of two versions")
+            raise WeightSyncError(
+                "no weight update can begin: an earlier weight update never ended, and the engine may hold a mixture "
+                "of two versions"
+            )
         self._updating = carried
         await self._hold()
         # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the update.
@@ -354,7 +359,9 @@ class VllmEngine:
         try:
             return await call
         except Exception as error:  # vLLM may raise anything
-            raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
+            raise WeightSyncError(
+                f"weight update failed in the phase {phase!r}: {type(error).__name__}: {error}"
+            ) from error
 
     async def sleep(self, *, keeps_requests: bool = False) -> bool:
         """Free the GPU's memory for the learners until the next weights arrive. Returns False on CPU. Idempotent.
@@ -387,7 +394,7 @@ class VllmEngine:
             self._load.forgive(self._versions.num_open)
         except Exception as error:  # vLLM may raise anything
             raise EngineDeadError(
-                f"the engine can't sleep and keeps its GPU memory: {type(error).__name__}: {error}"
+                f"the engine could not be put to sleep, so it keeps its GPU memory: {type(error).__name__}: {error}"
             ) from error
         self._is_asleep = True
         return True

@@ -111,14 +111,14 @@ def check_adapter(model_runner: Any, adapter_id: int) -> None:
     manager = model_runner.lora_manager._adapter_manager  # noqa: SLF001 - as in `load_adapter`
     # vLLM has packed the matrices by now: they have the names of its own modules.
     loras = manager.get_adapter(adapter_id).loras
-    check_places(loras, manager.modules, {}, way_out="It is an adapter of another model.")
+    check_places(loras, manager.modules, {}, way_out="This is an adapter of another model.")
 
 
 def check_places(
     loras: Mapping[str, Any],
     modules: Mapping[str, Any],
     packed: Mapping[str, Sequence[str]],
-    way_out: str = "Leave them out of learner.lora.target_modules, or set learner.lora.send: merged.",
+    way_out: str = "Leave these modules out of learner.lora.target_modules, or set learner.lora.send: merged.",
 ) -> None:
     """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
     adapter.
@@ -126,7 +126,10 @@ def check_places(
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
-        raise ValueError(f"vLLM has no modules for {len(lost)} of the adapters: {', '.join(lost[:3])}. {way_out}")
+        raise ValueError(
+            f"vLLM's model lacks {len(lost)} of the {len(loras)} modules that the adapter changes: "
+            f"{', '.join(lost[:3])}. {way_out}"
+        )
 
 
 WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"

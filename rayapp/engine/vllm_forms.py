@@ -59,7 +59,8 @@ class FormReader:
             mask_of[place] = numbers.setdefault(row.numpy().tobytes(), len(numbers))
             if not grammar.accept_tokens(request_id, [token]):
                 raise EngineError(
-                    f"{request_id}: token {token} was sampled at {place}, but the request's form does not allow it"
+                    f"{request_id}: the grammar of the request's form does not allow token {token}, which was sampled "
+                    f"at position {place}"
                 )
         masks = np.frombuffer(b"".join(numbers), np.int32).reshape(len(numbers), -1)
         return AllowedTokens(masks=masks, mask_of=mask_of)

@@ -251,7 +251,7 @@ def whole_completion(
     """
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(
-            f"vLLM ended {request_id} early, after {len(output.token_ids)} tokens (finish reason "
+            f"{request_id}: vLLM ended the request early, after {len(output.token_ids)} tokens (finish reason "
             f"{output.finish_reason})"
         )
     token_ids = np.array(output.token_ids, np.int32)
@@ -259,7 +259,9 @@ def whole_completion(
     experts = None if num_routed is None else output.routed_experts
     if num_routed is not None and (experts is None or len(experts) != num_routed):
         found = 0 if experts is None else len(experts)
-        raise EngineError(f"vLLM returned the experts of {found} tokens of {request_id}, but {num_routed} are needed")
+        raise EngineError(
+            f"{request_id}: vLLM returned the experts of {found} tokens, but those of {num_routed} tokens are needed"
+        )
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -284,7 +286,10 @@ def _log_probs(flat: Any, num_tokens: int) -> tuple[FloatArray, Int32Array | Non
     """
     values = np.array(flat.logprobs, np.float32)
     if num_tokens == 0 or values.size % num_tokens or values.size < num_tokens:
-        raise EngineError(f"vLLM gave {values.size} log-probs for {num_tokens} sampled tokens")
+        raise EngineError(
+            f"vLLM returned {values.size} log-probs for {num_tokens} sampled tokens: each token needs the same number, "
+            "at least 1"
+        )
     rows = values.reshape(num_tokens, -1)
     if rows.shape[1] == 1:
         return values, None, None

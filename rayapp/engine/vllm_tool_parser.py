@@ -69,6 +69,7 @@ load.
 """
 _EVENTS_PER_LOOK = 16
 """Number of function calls and returns between two readings of the clock, because each reading is a system call."""
+_OTHER_TEMPLATE = "Set agent.chat_template to a template whose calls can be parsed, such as the shipped chatml_hermes."
 _MALFORMED = (
     "the parser {name} can't read it: a call must be complete, valid JSON in the form that the system prompt shows"
 )
@@ -161,8 +162,12 @@ def load_parser(
         others = [other for other in _known() if other != name and _fitting(other, tokenizer, tools, sample)]
         raise ConfigError(
             f"vLLM's tool parser {name!r} doesn't find a call that this model's chat template writes: "
-            f"{sample.texts[0][:300]!r}. Set agent.tool_parser to a parser that finds it: "
-            f"{', '.join(others) or 'vLLM has none'}"
+            f"{sample.texts[0][:300]!r}. "
+            + (
+                f"Set agent.tool_parser to a parser that finds it: {', '.join(others)}."
+                if others
+                else f"No other parser finds it. {_OTHER_TEMPLATE}"
+            )
         )
     return found
 
@@ -177,7 +182,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
             return found
     raise ConfigError(
         f"none of vLLM's tool parsers finds a call that this model's chat template writes: {sample.texts[0][:300]!r}. "
-        "Set agent.chat_template to a template whose calls can be parsed, such as the shipped chatml_hermes."
+        f"{_OTHER_TEMPLATE}"
     )
 
 
@@ -226,7 +231,8 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
         return kind(tokenizer, tools)
     except Exception as error:  # parsers look up tokens of their family in the tokenizer
         raise ConfigError(
-            f"vLLM's tool parser {name!r} doesn't fit this model's tokenizer: {type(error).__name__}: {error}"
+            f"vLLM's tool parser {name!r} doesn't fit this model's tokenizer: {type(error).__name__}: {error}. Set "
+            "agent.tool_parser to another parser."
         ) from error
 
 
@@ -265,7 +271,7 @@ class _Deadline:
         if self._num_events % _EVENTS_PER_LOOK or called is sys.setprofile:
             return
         if time.thread_time() > self._ends_at:
-            raise TimeoutError("the parser took too long")
+            raise TimeoutError(f"the parser used more than {_PARSE_TIMEOUT_S:g} s of processor time")
 
 
 class _TimedPattern:

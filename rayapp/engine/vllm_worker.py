@@ -125,8 +125,8 @@ def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(found)} sampled tensors, as they {what} on this server, have other checksums than "
-            f"the learner's tensors: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(found)} compared tensors {what} on this server with other checksums than the "
+            f"learner's tensors: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
 

@@ -125,7 +125,7 @@ def packed_attention(
         LearnerError: the model uses an attention option that packed attention lacks.
     """
     if plan is None:
-        raise LearnerError("its layers don't pass their attention the arguments that packing needs")
+        raise LearnerError("the model's layers call attention without the arguments that packing needs")
     options = others | {"attention_mask": attention_mask, "dropout": dropout or None}
     options |= {"is_causal": is_causal if is_causal is False else None}
     if asked := sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS):

@@ -49,6 +49,11 @@ class TrainItem:
         """
         return sum(branch.size for branch in inputs_of(self))
 
+    @property
+    def num_attended(self) -> int:
+        """Number of pairs of a token and a token that it attends to, without shared prefixes."""
+        return sum(branch.size * (branch.size + 1) // 2 for branch in inputs_of(self))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -245,8 +250,8 @@ def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
         )
     if num_tokens > max_tokens:
         raise LearnerError(
-            f"a trajectory of group position {item.group} has {num_tokens} tokens, but "
-            f"learner.max_tokens_per_microbatch (x learner.sequence_parallel) is {max_tokens}, and a micro-batch must "
+            f"a trajectory of the step's group {item.group} has {num_tokens} tokens, but "
+            f"learner.max_tokens_per_microbatch x learner.sequence_parallel is {max_tokens}, and a micro-batch must "
             "hold a whole trajectory. Raise learner.max_tokens_per_microbatch."
         )
 

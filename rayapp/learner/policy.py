@@ -412,7 +412,10 @@ def fuse(causal_lm: Any, device: torch.device) -> None:
     for code in rotary:
         setattr(code, ROPE, _compiled(getattr(code, ROPE)))
     if not norms and not mlps and not rotary:
-        raise LearnerError(f"learner.compile is true, but {type(causal_lm).__name__} has no operators to compile")
+        raise LearnerError(
+            f"learner.compile is true, but {type(causal_lm).__name__} has no operators to compile. Set "
+            "learner.compile=false."
+        )
     log.info("compiling %d norms, %d MLPs, positions of %d models", len(norms), len(mlps), len(rotary))
 
 

@@ -72,13 +72,13 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
     heads, where = text.num_attention_heads, f"learner.sequence_parallel is {size}, but {text.model_type!r} has"
     if heads % size:
         raise InputError(
-            f"{where} {heads} attention heads, which {size} ranks can't share evenly. Use one of "
-            f"{', '.join(str(number) for number in range(1, heads + 1) if heads % number == 0)}."
+            f"{where} {heads} attention heads, which {size} ranks can't share evenly. Set learner.sequence_parallel to "
+            f"one of {', '.join(str(number) for number in range(1, heads + 1) if heads % number == 0)}."
         )
     if mixers := {type(mixer).__name__ for mixer in mixers_of(causal_lm)}:
         raise InputError(
             f"{where} layers that mix tokens outside of attention ({', '.join(sorted(mixers))}), but outside of "
-            "attention a rank has only its own tokens. Use 1."
+            "attention a rank has only its own tokens. Set learner.sequence_parallel: 1."
         )
 
 

@@ -109,7 +109,7 @@ class CheckpointFolder:
         if newest is None and self._tell_passed_over(None):
             raise RunFolderError(
                 f"no checkpoint in {self.path} can be used, and starting over would delete what the run has recorded. "
-                f"Put a complete one there, or choose another run.name, or delete {self.path} to start over."
+                f"Put a complete checkpoint there, choose another run.name, or delete {self.path} to start over."
             )
         return newest
 
@@ -132,7 +132,7 @@ class CheckpointFolder:
         newer = [path for path in torn if used is None or path.name > used.path.name]
         for path in newer:
             instead = f"; {used.path.name} is used instead" if used is not None else ""
-            log.warning("checkpoint %s is refused: %s%s", path, _why_torn(path), instead)
+            log.warning("checkpoint %s is refused: %s%s", path, why_torn(path), instead)
         return bool(newer)
 
     def what_is_safe(self) -> str:
@@ -220,17 +220,18 @@ def damage(path: Path) -> str | None:
     except OSError as error:
         return f"it can't be read: {error}"
     wrong = [name for name, digest in found.items() if digest != expected.get(name)]
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more} does not match its checksum" if wrong else None
+    more = f" (and {len(wrong) - 1} other files)" if len(wrong) > 1 else ""
+    return f"the checksum of {wrong[0]}{more} is wrong" if wrong else None
 
 
-def _why_torn(path: Path) -> str:
+def why_torn(path: Path) -> str:
+    """Return the reason why a checkpoint is not complete, as a clause about its files."""
     try:
         if (path / REFUSED).exists():
             return str(json.loads((path / REFUSED).read_text())["refused"])
         files = json.loads((path / MANIFEST).read_text())["files"]
         wrong = [
-            f"{name} should have {size} bytes, and {_has(path / name)}"
+            f"{name} should have {size} bytes, but {_has(path / name)}"
             for name, size in files.items()
             if _size(path / name) != size
         ]

@@ -20,13 +20,13 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from rayapp.config.agent import GENERATED
 from rayapp.core.errors import InputError
 from rayapp.core.names import did_you_mean
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, CallResult, ExecResult, Prompt, Reward, SandboxSpec
 from rayapp.tasks.verdict import judged_in_sandbox
 
-GENERATED = "reasoning_gym:"
 PACKAGE = "reasoning_gym"
 _SIZE, _SEED = 500, 0
 _TIMEOUT_S = 20.0

@@ -10,13 +10,14 @@
 | `swe:rows.parquet?mirrors=FOLDER` | all tasks of a file in SWE-bench's form |
 | a folder of task folders, an environment's YAML file | all tasks in it |
 
-The driver, the rollout workers and `rayapp score` call this module.
+The driver, the rollout workers and `rayapp score` call this module. The module of a kind of task is imported when a
+source names such a task: all of them take longer than the rest of `rayapp score`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -26,19 +27,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rayapp.config.agent import BENCHMARK, SWE
+from rayapp.config.agent import BENCHMARK, GENERATED, SWE, TRUST
 from rayapp.core.errors import InputError
 from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_plugin, plugin_names
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
-from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment, row_tasks
-from rayapp.tasks.environments.verifiers import verifiers_tasks
-from rayapp.tasks.generators import GENERATED, load_generated
-from rayapp.tasks.repository.folder import TRUST
-from rayapp.tasks.repository.swe import load_swe
-from rayapp.tasks.repository.task import load_repository
 
 _YAML = (".yaml", ".yml")
 REPOSITORIES = "repositories"
@@ -86,16 +80,29 @@ def load_source(source: str) -> Sequence[Task]:
         InputError: the task can't be used.
     """
     if source.startswith(BENCHMARK):
+        from rayapp.tasks.code.benchmarks import load_benchmark
+
         return load_benchmark(source)
     if source.startswith(GENERATED):
+        from rayapp.tasks.generators import load_generated
+
         return load_generated(source)
     if source.startswith(SWE):
+        from rayapp.tasks.repository.swe import load_swe
+
         return load_swe(source)
     folder, _ = _folder_of(source)
     if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
-        environment = parse_environment(data, folder)
-        return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
+        return _environment_tasks(data, folder)
     return [load_task(single) for single in single_tasks(source)]
+
+
+def _environment_tasks(data: Mapping[str, Any], file: Path) -> Sequence[Task]:
+    from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment, row_tasks
+    from rayapp.tasks.environments.verifiers import verifiers_tasks
+
+    environment = parse_environment(data, file)
+    return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
 
 
 def single_tasks(source: str) -> list[str]:
@@ -111,7 +118,7 @@ def single_tasks(source: str) -> list[str]:
         return [source]
     found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
     if not found:
-        raise InputError(f"folder {source} is not a task and has no task folder in it: there is no instruction.md")
+        raise InputError(f"folder {source} holds no task: neither it nor a folder in it has an instruction.md")
     return [f"{entry}?{TRUST}" if trusts_script else str(entry) for entry in found]
 
 
@@ -139,9 +146,9 @@ def load_task(source: str) -> Task:
     """
     path, trusts_script = _folder_of(source)
     if path.is_dir():
-        return load_repository(path, path.resolve().name, trusts_script=trusts_script)
+        return _repository_task(path, path.resolve().name, trusts_script=trusts_script)
     if source in shipped_repositories():
-        return load_repository(_library().joinpath(REPOSITORIES, source), source)
+        return _repository_task(_library().joinpath(REPOSITORIES, source), source)
     if is_given(source):
         task = _checked_task(given(source), f"{source} must be")
     elif path.suffix == ".py":
@@ -157,6 +164,12 @@ def load_task(source: str) -> Task:
     if isinstance(task, CodingTask):
         task.check()
     return task
+
+
+def _repository_task(folder: Traversable, name: str, *, trusts_script: bool = False) -> Task:
+    from rayapp.tasks.repository.task import load_repository
+
+    return load_repository(folder, name, trusts_script=trusts_script)
 
 
 def _of_plugin(name: str) -> Task:
@@ -207,7 +220,10 @@ def _yaml(text: str, source: str) -> dict[str, Any]:
 def _from_yaml(text: str, source: str) -> CodingTask:
     data = _yaml(text, source)
     if "environment" in data:
-        raise InputError(f"task {source} is an environment: it scores its own trajectories, not a text")
+        raise InputError(
+            f"task {source} is an environment: it scores its own trajectories, not a text. Train or evaluate with it "
+            "as the only entry of `tasks`, or in a separate source (docs/environments.md)"
+        )
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data
     data.setdefault("name", Path(source).stem)

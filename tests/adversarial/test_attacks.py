@@ -63,7 +63,7 @@ async def main():
     for attack in load_attacks():
         if attack.unisolated == "must-reach":
             sandbox = await provider.create(SandboxSpec(), labels={{}}, ttl_s=60, timeout_s=60)
-            with Canary(sandbox.slot) as canary:
+            async with Canary(sandbox.slot) as canary:
                 report = await sandbox.call_function(attack.source, "attack", [[canary.facts]], timeout_s=10)
             found[attack.name] = [report.exec.isolation, report.calls[0].value, report.calls[0].error]
             await sandbox.kill()
@@ -88,7 +88,7 @@ async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def canary(sandbox: LocalSandbox) -> AsyncIterator[Canary]:
-    with Canary(sandbox.slot) as canary:
+    async with Canary(sandbox.slot) as canary:
         yield canary
 
 
@@ -140,24 +140,29 @@ def run_python(program: str, *args: str, as_user: bool) -> subprocess.CompletedP
 
 
 @pytest.mark.usefixtures("namespaces")
-async def test_a_process_and_a_file_that_stay_after_an_execution_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("levels", [("ns+proc", "ns"), ("ll",)], ids=["namespaces", "ll"])
+async def test_a_process_and_a_file_that_stay_after_an_execution_are_found(
+    levels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if os.getuid() != 0:
         pytest.skip("processes are counted only where sandboxes have a user of their own")
     monkeypatch.setattr(doctor, "_SETTLED_AFTER_S", 0.5)
-    provider = LocalProvider(levels=("ns+proc", "ns"))
+    provider = LocalProvider(levels=levels)
     try:
         sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600, timeout_s=60)
-        with Canary(sandbox.slot) as canary:
+        async with Canary(sandbox.slot) as canary:
             await sandbox.run_code("print(1)", timeout_s=30)
-            assert canary.damage() == []
+            assert await canary.damage() == []
             # The interpreter of a session lives on after its execution, as a leftover would.
             await sandbox.run_code("x = 1", timeout_s=30, stateful=True)
+            while_no_child_waits = await canary.damage()
             await sandbox.run_code("print(2)", timeout_s=30)
             (Path(str(canary.facts["folder"])) / "planted").touch()
-            found = canary.damage()
+            found = await canary.damage()
     finally:
         await provider.close()
 
+    assert while_no_child_waits == ["processes of the sandbox's user: 0 before, 1 after"]
     assert [each.partition(":")[0] for each in found] == ["files", "processes of the sandbox's user"]
     assert "0 before, 1 after" in found[1]
 
@@ -180,7 +185,7 @@ async def test_sandboxes_on_images_hold_too(
         sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600, timeout_s=60)
         attacks = [each for each in ATTACKS if each.is_for(sandbox.isolation) and each.on_image != "never"]
         attacks = [each for each in attacks if families is None or each.family in families]
-        with Canary(sandbox.slot) as canary:
+        async with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
     finally:
         await provider.close()

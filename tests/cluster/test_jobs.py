@@ -87,7 +87,10 @@ def test_wrong_token_and_a_wrong_port_are_named(head: Any, tmp_path: Path) -> No
     if head.environment["RAY_AUTH_MODE"] == "token":
         refused = head.rayapp(*command, RAY_AUTH_TOKEN="wrong")
         assert refused.returncode == 2
-        assert re.match(r"error: http://\S+ refuses the token \(.+\)\. Set RAY_AUTH_MODE=token and", refused.stderr)
+        assert re.match(
+            r"error: the Ray dashboard at http://\S+ refuses the token \(.+\)\. Set RAY_AUTH_MODE=token and",
+            refused.stderr,
+        )
         attached = head.run(sys.executable, "-c", ATTACH, head.gcs, RAY_AUTH_TOKEN="wrong")
         assert attached.stdout.startswith(f"no Ray answers at '{head.gcs}' "), attached.stdout + attached.stderr
         assert "Ray may refuse the token. Set RAY_AUTH_MODE=token and" in attached.stdout

@@ -111,7 +111,7 @@ async def test_the_configs_provider_runs_what_is_scored(
     ("name", "text", "message"),
     [
         ("a.jsonl", "{", "a.jsonl, line 1 is not JSON"),
-        ("a.jsonl", '\n{"text": "x"}', 'a.jsonl, line 2: expected an object like {"completion": "…"}'),
+        ("a.jsonl", '\n{"text": "x"}', 'a.jsonl, line 2 must be an object like {"completion": "…"}'),
         ("nowhere.txt", None, "nowhere.txt can't be read"),
     ],
 )

@@ -204,7 +204,7 @@ def test_a_model_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyP
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError
 
-    with pytest.raises(ConfigError, match="a model server needs a key"):
+    with pytest.raises(ConfigError, match="a model server does not start without a key"):
         KeyGuard(app)
 
 

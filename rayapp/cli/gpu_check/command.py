@@ -25,10 +25,10 @@ import typer
 
 from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.cli.gpu_check.checks import BY_NAME, CHECKS, CheckContext, CheckResult, GpuCheck
+from rayapp.core import __version__
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 from rayapp.core.logs import visible
-from rayapp.core.version import __version__
 
 PATIENCE_S = 20.0
 """Seconds that a check may take to end after SIGTERM: a run must end Ray's processes."""
@@ -230,7 +230,7 @@ def _count(device: str, asked: int) -> int:
     have = gpus_here()
     if have == 0 or have < asked:
         raise InputError(
-            f"{asked or 'some'} GPUs were requested, but torch finds {have} on this machine. `nvidia-smi` shows the "
+            f"--gpus {asked or 'all'}: torch finds {have or 'no'} GPUs on this machine. `nvidia-smi` shows the "
             "driver; `make venv DEVICE=gpu` installs the build for GPUs; --device cpu tries the checks without a GPU."
         )
     return asked or min(have, 8)

@@ -132,7 +132,9 @@ async def _tokens_over_a_sleep(engine: Any, prompt: list[int], sampling: Samplin
             await engine.wake()
             return len((await running).token_ids) - before
     except TimeoutError:
-        raise DeadlineError(f"a completion did not go on within {KEPT_S:g} s of a sleep that keeps requests") from None
+        raise DeadlineError(
+            f"a completion did not continue within {KEPT_S:g} s after the engine slept and kept its requests"
+        ) from None
     finally:
         running.cancel()
 

@@ -71,7 +71,7 @@ def render_k8s(
         for file, text in sorted(files.items()):
             (out / file).write_text(text)
     except OSError as error:
-        raise InputError(f"{out} can't be written: {error.strerror}") from None
+        raise InputError(f"folder {out} can't be written: {error.strerror}") from None
     for file in sorted(files):
         typer.echo(str(out / file))
     needed = "".join(f"\n  - {line}" for line in before_apply(files, namespace))

@@ -41,15 +41,16 @@ def check_rayjob(job: Manifest) -> list[str]:
 def _name(job: Manifest) -> Iterator[str]:
     name = job["metadata"]["name"]
     if len(name) > MAX_NAME:
-        yield f"metadata.name {name!r} has {len(name)} characters, {MAX_NAME} are allowed"
+        yield f"metadata.name {name!r} has {len(name)} characters: at most {MAX_NAME} are allowed"
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        yield f"metadata.name {name!r}: only a-z, 0-9 and -, starting with a letter and not ending with -"
+        yield f"metadata.name {name!r}: use only a-z, 0-9 and -; begin with a letter, and don't end with -"
 
 
 def _one_cluster(job: Manifest) -> Iterator[str]:
     spec = job["spec"]
     if bool(spec.get("rayClusterSpec")) == bool(spec.get("clusterSelector")):
-        yield "give exactly one of rayClusterSpec and clusterSelector"
+        has = "both rayClusterSpec and" if spec.get("rayClusterSpec") else "neither rayClusterSpec nor"
+        yield f"the job has {has} clusterSelector: give exactly one of them"
 
 
 def _shutdown(job: Manifest) -> Iterator[str]:
@@ -57,7 +58,7 @@ def _shutdown(job: Manifest) -> Iterator[str]:
     shuts_down = spec.get("shutdownAfterJobFinishes", False)
     ttl = spec.get("ttlSecondsAfterFinished", 0)
     if ttl < 0:
-        yield f"ttlSecondsAfterFinished is {ttl}, but must not be negative"
+        yield f"ttlSecondsAfterFinished is {ttl}, but must be at least 0"
     if ttl > 0 and not shuts_down:
         yield f"ttlSecondsAfterFinished is {ttl}, which needs shutdownAfterJobFinishes: true"
     if spec.get("suspend") and not shuts_down:
@@ -71,10 +72,10 @@ def _shutdown(job: Manifest) -> Iterator[str]:
 def _limits(job: Manifest) -> Iterator[str]:
     spec = job["spec"]
     if (backoff := spec.get("backoffLimit", 0)) < 0:
-        yield f"backoffLimit is {backoff}, it must not be negative"
+        yield f"backoffLimit is {backoff}, but must be at least 0"
     for key in ("activeDeadlineSeconds", "preRunningDeadlineSeconds"):
         if key in spec and spec[key] <= 0:
-            yield f"{key} is {spec[key]}, it must be positive"
+            yield f"{key} is {spec[key]}, but must be above 0"
 
 
 def _sidecar(job: Manifest) -> Iterator[str]:
@@ -86,13 +87,13 @@ def _sidecar(job: Manifest) -> Iterator[str]:
             yield f"submissionMode SidecarMode and {key} exclude each other"
     policy = _head_pod(job).get("restartPolicy", "Never")
     if policy != "Never":
-        yield f"submissionMode SidecarMode: restartPolicy of the head is {policy}, it must be Never"
+        yield f"submissionMode SidecarMode: restartPolicy of the head is {policy}, but must be Never"
 
 
 def _interactive(job: Manifest) -> Iterator[str]:
     spec = job["spec"]
     if spec.get("submissionMode") == "InteractiveMode" and spec.get("backoffLimit", 0):
-        yield f"submissionMode InteractiveMode: backoffLimit is {spec['backoffLimit']}, it must be 0"
+        yield f"submissionMode InteractiveMode: backoffLimit is {spec['backoffLimit']}, but must be 0"
 
 
 def _entrypoint(job: Manifest) -> Iterator[str]:
@@ -121,7 +122,7 @@ def _autoscaler(job: Manifest) -> Iterator[str]:
     if not cluster.get("enableInTreeAutoscaling"):
         return
     if is_kueue:
-        yield "enableInTreeAutoscaling: Kueue admits clusters of a fixed size only"
+        yield "enableInTreeAutoscaling: Kueue admits only clusters of a fixed size. Leave enableInTreeAutoscaling out"
     for where, group in all_groups(job):
         policy = group["template"]["spec"].get("restartPolicy", "Never")
         if policy != "Never":
@@ -142,7 +143,7 @@ def _auth(job: Manifest) -> Iterator[str]:
         return
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < (2, 52):
-        yield f"authOptions.mode token needs rayVersion 2.52 or newer, it is {version or 'not set'}"
+        yield f"authOptions.mode token needs rayVersion 2.52 or newer, but rayVersion is {version or 'not set'}"
 
 
 def _head_pod(job: Manifest) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
         try:
             values = merged(values, helm.parse_set_string(setting))
         except helm.HelmError as error:
-            raise ConfigError(f"--set {setting!r} is not key.sub=value: {error}") from None
+            raise ConfigError(f"--set {setting!r} is not of the form key.sub=value: {error}") from None
     return values
 
 

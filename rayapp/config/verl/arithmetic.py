@@ -106,7 +106,8 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
     batch = int(values[_BATCH])
     if batch % min(int(value), batch):
         raise ConfigError(
-            f"{key} = {value} does not divide {_BATCH} = {batch}: a mini-batch must consist of whole groups"
+            f"{key} = {value} does not divide {_BATCH} = {batch}: all mini-batches of a step must have the same size. "
+            f"Use a divisor of {batch}."
         )
     return Landing(settings={"train.num_minibatches": batch // min(int(value), batch)}, note=f"{batch} / {value}")
 
@@ -142,8 +143,8 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
     served, names = (num_gpus(values, _ROLLOUT_GPUS), _ROLLOUT_GPUS) if is_split else (learners, _TRAINER_GPUS)
     if served % tp:
         raise ConfigError(
-            f"{' x '.join(names)} = {served} GPUs can't be split into servers of {_TP} = {tp}. Use a divisor of "
-            f"{served}."
+            f"{' x '.join(names)} = {served} GPUs can't be divided into servers of {_TP} = {tp} GPUs each. Set {_TP} "
+            f"to a divisor of {served}."
         )
     judges = sum(reward_model_gpus(section, values) for section in REWARD_MODELS)
     settings = {
@@ -192,16 +193,17 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={"train.num_steps": int(value)})
     epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
     if not values.get("data.train_files"):
-        return Landing(note="counts epochs of data.train_files, but they are not set")
+        return Landing(note="the steps of an epoch can't be computed, because data.train_files is not set")
     files = [str(file) for file in as_list(values["data.train_files"])]
     if absent := [file for file in files if not Path(file).is_file()]:
         return Landing(
-            note=f"steps of {epochs} epochs can't be computed, because the file {absent[0]} is not on this machine; "
-            f"set {STEPS}",
+            note=f"the steps of {epochs} epochs can't be computed, because the file {absent[0]} is not on this machine",
         )
     rows = sum(map(_num_rows, files))
     if rows < batch:
-        raise ConfigError(f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}")
+        raise ConfigError(
+            f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}. Lower {_BATCH}, or give more rows."
+        )
     note = f"{epochs} epochs x {rows} rows / {batch}; the rows include those that are filtered for their length"
     return Landing(settings={"train.num_steps": epochs * (rows // batch)}, note=note)
 
@@ -269,7 +271,7 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
     estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
     if estimator is None:
         known = ", ".join(KL_ESTIMATORS)
-        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; rayapp has {known}")
+        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; supported values are {known}")
     settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
     if control == "adaptive":
         settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
@@ -312,7 +314,10 @@ def replicas(key: str, value: Any, values: Values) -> Landing:
     """Map the learners that shard one copy of the model; -1, or the number of GPUs, means all."""
     total, size = num_gpus(values), int(value)
     if size > 0 and total % min(size, total):
-        raise ConfigError(f"{key} = {value} can't be imported: it must divide the {total} GPUs of the trainer")
+        raise ConfigError(
+            f"{key} = {value} can't be imported: it does not divide the trainer's {total} GPUs. Use a divisor of "
+            f"{total}."
+        )
     copies = total // min(size, total) if size > 0 else 1
     return Landing(settings={"learner.replicas": copies}, note=f"{copies} whole copies of the model")
 

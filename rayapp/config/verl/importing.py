@@ -151,9 +151,9 @@ def _yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"verl config {path} is not YAML: {error}") from error
     if data is not None and not isinstance(data, dict):
-        raise ConfigError(f"verl config {path}: sections such as `data:` were expected")
+        raise ConfigError(f"verl config {path} must hold sections such as `data:`, not a {type(data).__name__}")
     if data and not isinstance(data.get("defaults") or [], list):
-        raise ConfigError(f"verl config {path}: defaults must be a list, as Hydra reads it")
+        raise ConfigError(f"verl config {path}: `defaults` must be a list, as in Hydra")
     return data or {}
 
 
@@ -172,11 +172,11 @@ def _default(path: Path, entry: Any) -> dict[str, Any]:
         return {}
     if not file.is_file():
         raise ConfigError(
-            f"verl config {path}: its defaults name {entry!r}, but {file} does not exist. Only {', '.join(_BASES)} "
+            f"verl config {path}: its `defaults` name {entry!r}, but {file} does not exist. Only {', '.join(_BASES)} "
             f"need no file. Put the keys of {entry} into this file, or give them as overrides."
         )
     if file.resolve() == path.resolve():
-        raise ConfigError(f"verl config {path}: its defaults name itself")
+        raise ConfigError(f"verl config {path}: its `defaults` name the file itself. Remove this entry.")
     sections = (package or group.strip("/").replace("/", ".")).removeprefix("_global_").split(".")
     found = _load(file)
     for section in reversed([section for section in sections if section]):
@@ -334,7 +334,7 @@ def _needed(values: Values) -> dict[str, str]:
     }
     if not values.get("data.train_files"):
         wrong["data.train_files"] = (
-            "data.train_files is not set, by verl's file or by an override: give data.train_files=FILE"
+            "data.train_files is not set, neither in verl's file nor by an override: give data.train_files=FILE"
         )
     return wrong
 
@@ -385,7 +385,7 @@ def _unknown(key: str) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     near = [each for each in near if abs(len(each) - len(name)) <= _MOST_SLIPS]
     return f"{key}: " + (
-        f"did you mean {section}.{near[0]}?" if near else "rayapp has no rule for this key; leave it out"
+        f"unknown key; did you mean {section}.{near[0]}?" if near else "rayapp has no rule for this key; leave it out"
     )
 
 
@@ -400,7 +400,7 @@ def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
 def _our_setting(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigError(f"override {OURS}{override!r} is not of the form {OURS}key.sub=value")
+        raise ConfigError(f"override {OURS + override!r} is not of the form {OURS}key.sub=value")
     return key, yaml.safe_load(text)
 
 

@@ -84,7 +84,7 @@ def _kl(values: Values) -> dict[str, Any]:
     if (as_advantage, mode) not in _ESTIMATED:
         known = ", ".join(f"{known} with use_policy_gradient={on}" for on, known in _ESTIMATED)
         raise ConfigError(
-            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; rayapp has "
+            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; supported are "
             f"{known}, and forward_kl_topk with use_policy_gradient=False"
         )
     return {"kl": _ESTIMATED[as_advantage, mode], "kl_over": "sampled", "max_log_ratio": clamp}

@@ -84,7 +84,7 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value not in names:
             known = ", ".join(str(name) for name in names)
-            raise ConfigError(f"{key} = {value!r} can't be imported; rayapp has {known}")
+            raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {known}")
         return Landing(settings={target: names[value]}, note=note)
 
     return rule
@@ -150,7 +150,9 @@ def filter_metric(key: str, value: Any, values: Values) -> Landing:
 def template_variable(key: str, value: Any, values: Values) -> Landing:
     """Map one variable of the chat template."""
     name = key.removeprefix("data.apply_chat_template_kwargs.")
-    if "." in name or not isinstance(value, bool | int | float | str):
+    if "." in name:
+        raise ConfigError(f"{key} = {value!r} can't be imported: a template variable can't be a mapping")
+    if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{key} = {value!r} can't be imported: it must be a string, a number, true or false")
     return Landing(settings={f"agent.chat_template_kwargs.{name}": value})
 
@@ -192,7 +194,7 @@ def reward_model(key: str, value: Any, values: Values) -> Landing:
             f"Call a server of your own instead and set {key}=False, or make the model a judge (docs/judges.md)."
         )
     if not values.get(path_key):
-        raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set it.")
+        raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set {path_key}.")
     lengths = [values.get(f"{section}.rollout.{name}") for name in ("prompt_length", "response_length")]
     longest = {"max-model-len": sum(int(each) for each in lengths if each)} if all(lengths) else {}
     server = {
@@ -214,14 +216,16 @@ def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
     if not section.endswith(("overlong_buffer_cfg", "overlong_buffer")):
         if name == "max_resp_len":
             return same_as("data.max_response_length")(key, value, values)
-        raise ConfigError(f"{key} = {value!r} can't be imported: rayapp's rewards have no such argument")
+        raise ConfigError(f"{key} = {value!r} can't be imported: rayapp's rewards have no such argument. Leave it out.")
     is_on = bool(values.get(f"{section}.enable"))
     if name == "len":
         return Landing(settings={"algorithm.overlong.buffer_tokens": int(value) if is_on else 0})
     if name == "penalty_factor" and is_on:
         return Landing(settings={"algorithm.overlong.penalty": float(value)})
     if name not in ("enable", "log", "penalty_factor"):
-        raise ConfigError(f"{key} = {value!r} can't be imported: it may have only enable, len, penalty_factor and log")
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: {section} has only the keys enable, len, penalty_factor and log"
+        )
     return Landing(note="goes with overlong_buffer.len")
 
 
@@ -263,7 +267,9 @@ def same_as(other: str) -> Rule:
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value != values.get(other):
-            raise ConfigError(f"{key} = {value!r} can't be imported: it must be {other} = {values.get(other)!r}")
+            raise ConfigError(
+                f"{key} = {value!r} can't be imported: it must equal {other}, which is {values.get(other)!r}"
+            )
         return Landing(note=f"{other} counts")
 
     return rule

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import ConfigError
+from rayapp.core.syntax import expression
 
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
 """Last part of the names of modules that train with GRPO or a similar algorithm."""
@@ -66,7 +67,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
     try:
         shell.run(list(_commands(text)))
     except (IndexError, RecursionError, re.error) as error:
-        raise ConfigError(f"verl script {path}: it can't be read as a shell script: {error}") from error
+        raise ConfigError(f"verl script {path} can't be read as a shell script: {error}") from error
     launches = list(dict.fromkeys(map(_launch, shell.launches)))
     launches = [launch for launch in launches if _trains(launch)] or launches
     if len(launches) != 1:
@@ -96,8 +97,9 @@ def _trains(launch: Launch) -> bool:
 def _check_known(path: Path, launch: Launch, overridden: Collection[str]) -> None:
     if not _trains(launch):
         raise ConfigError(
-            f"verl script {path} runs {launch.module}, which is not one of {', '.join(TRAINERS)}. Supervised training "
-            "is `rayapp sft`, generation `rayapp eval`; asynchronous runs set rayapp.train.max_staleness."
+            f"verl script {path} runs {launch.module}, which is not one of {', '.join(TRAINERS)}. Use `rayapp sft` for "
+            "supervised training, `rayapp eval` for generation, and rayapp.train.max_staleness=1 for an asynchronous "
+            "run."
         )
     keys = [(word.partition("=")[0].lstrip("+"), word) for word in launch.arguments]
     unknown = [
@@ -577,7 +579,7 @@ def _arithmetic(text: str, shell: _Shell) -> str:
         raise ValueError
 
     try:
-        return str(number(ast.parse(expanded.strip(), mode="eval").body))
+        return str(number(expression(expanded)))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return unknown[0] if unknown else f"{_OPEN}$(({text})){_CLOSE}"
 

@@ -255,8 +255,8 @@ def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
         error = (held.float() - own.to(held).float()).norm() / own.float().norm().clamp_min(1e-30)
         if not error <= MAX_ROUNDING:
             raise ValueError(
-                f"{name}: the layer computes with another matrix than the learner sent: its columns differ by "
-                f"{error:.2g} of their norm, but rounding to 8 bits explains only {MAX_ROUNDING:g}"
+                f"{name}: the layer's rounded matrix differs from the learner's matrix by {error:.2g} of its norm, but "
+                f"rounding to 8 bits explains at most {MAX_ROUNDING:g}"
             )
         compared.add(name)
     sent.clear()
@@ -379,5 +379,5 @@ def check_computes(
     if not error <= MAX_ERROR:
         raise ValueError(
             f"{layer.layer_name}: after the weights were loaded, expert {number} does not compute the product with its "
-            f"matrices: the error is {error:.2g} of the largest value"
+            f"matrices: the error is {error:.2g} of the largest value, at most {MAX_ERROR:g} was expected"
         )

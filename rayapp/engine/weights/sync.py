@@ -207,7 +207,8 @@ class StoreCarrier:
                 buckets = [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
         except TimeoutError:
             raise WeightSyncError(
-                f"the learners did not export version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+                f"the learners did not export version {version} within server.sync_timeout_s = {self._timeout_s:g} s. "
+                "If the model is large, raise this timeout."
             ) from None
         exported = time.monotonic()
         answers = await asyncio.gather(*(self._load(version, server, buckets) for server in servers))

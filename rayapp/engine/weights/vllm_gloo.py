@@ -95,14 +95,14 @@ class GlooGroup:
             RuntimeError: a peer is gone, or the deadline passed, or `destroy` was called.
         """
         if self._destroyed.done():
-            raise RuntimeError("the group is destroyed")
+            raise RuntimeError("the gloo group of the weight sync is destroyed")
         # Broadcast in a thread, because gloo's own abort does not interrupt a waiting broadcast. The thread keeps a
         # reference to the group: freeing the group would also wait.
         group = self._group
         sent = in_thread(lambda: group.broadcast(tensor, src).wait(), name="weight-sync")
         wait((sent, self._destroyed), return_when=FIRST_COMPLETED)
         if not sent.done():
-            raise RuntimeError("the group was destroyed")
+            raise RuntimeError("the gloo group of the weight sync was destroyed during a broadcast")
         sent.result()
 
     def destroy(self) -> None:
@@ -118,7 +118,10 @@ def _wait_for(store: TCPStore, keys: list[str], timeout_s: float, is_hopeless: C
         is_hopeless()
         if time.monotonic() > deadline:
             missing = sum(not store.check([key]) for key in keys)
-            raise RuntimeError(f"{missing} of {len(keys)} members did not join within {timeout_s:g} s")
+            raise RuntimeError(
+                f"{missing} of {len(keys)} members did not join the gloo group of the weight sync within {timeout_s:g} "
+                "s"
+            )
         time.sleep(POLL_S)
 
 

@@ -124,7 +124,10 @@ def check_estimator(name: str) -> None:
             f"algorithm.adv_estimator {name!r} needs a critic, which rayapp doesn't have. Use one of {_names()}."
         )
     if name not in ADV_ESTIMATORS and not is_plugin("estimators", name):
-        raise ConfigError(f"algorithm.adv_estimator {name!r} is not an estimator of verl 0.9.1. Use one of {_names()}.")
+        raise ConfigError(
+            f"algorithm.adv_estimator {name!r} is neither an estimator of verl 0.9.1 nor a plug-in. Use one of "
+            f"{_names()}."
+        )
 
 
 def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
@@ -176,8 +179,8 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
         raise ConfigError(
-            f"algorithm.gdpo_reward_terms names {missing}, which some rewards lack; all rewards have only "
-            f"{sorted(whole)}"
+            f"algorithm.gdpo_reward_terms names {', '.join(missing)}, but some rewards lack these terms. Name only "
+            f"terms that all rewards have: {', '.join(sorted(whole)) or 'there are none'}."
         )
     prompts = torch.zeros(mask.shape[0], 0)
     terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
@@ -215,7 +218,9 @@ def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
 
 def _required(value: Any, estimator: str, name: str) -> Any:
     if value is None:
-        raise LearnerError(f"algorithm.adv_estimator {estimator!r} needs {name}, and the caller gave none")
+        raise LearnerError(
+            f"algorithm.adv_estimator {estimator!r} needs the input {name!r}, which the caller did not give"
+        )
     return value
 
 

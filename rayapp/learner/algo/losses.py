@@ -210,7 +210,8 @@ def check_policy_loss(name: str) -> None:
     """Check a loss's name. Raises ConfigError: verl 0.9.1 has no policy loss of this name."""
     if name not in POLICY_LOSSES and not is_plugin("losses", name):
         raise ConfigError(
-            f"algorithm.policy_loss {name!r} is not a policy loss of verl 0.9.1. Use one of {', '.join(POLICY_LOSSES)}."
+            f"algorithm.policy_loss {name!r} is neither a policy loss of verl 0.9.1 nor a plug-in. Use one of "
+            f"{', '.join(POLICY_LOSSES)}."
         )
 
 

@@ -70,7 +70,9 @@ def subject_of(name: str) -> CheckedFamily:
         kind = text_type(_config_of(folder))
         _check_refused(kind)
         return CheckedFamily(kind=kind, architecture=small_config(AutoConfig.from_pretrained(folder).get_text_config()))
-    if name not in FAMILIES or name not in CONFIG_MAPPING:
+    if name in FAMILIES and name not in CONFIG_MAPPING:
+        raise InputError(f"family {name!r} is not in the installed transformers: install a newer version")
+    if name not in FAMILIES:
         raise InputError(f"{name!r} is neither a model folder nor a known family: {', '.join(sorted(FAMILIES))}")
     _check_refused(name)
     values = TINY | {"vocab_size": VOCABULARY} | dict(FAMILIES[name].tiny)

@@ -65,8 +65,9 @@ class RouterReplay:
                 continue
             if experts.shape[1] != self.num_layers or experts.max() >= self.routed[0].num_experts:
                 raise LearnerError(
-                    f"the server's experts have shape {experts.shape} and numbers up to {experts.max()}, but the "
-                    f"learner has {self.num_layers} layers of {self.routed[0].num_experts} experts: another model"
+                    f"the server recorded experts of another model: {experts.shape[1]} layers and expert numbers up to "
+                    f"{experts.max()}, but the learner's model has {self.num_layers} layers of "
+                    f"{self.routed[0].num_experts} experts"
                 )
             # A router never chooses an expert twice: all zeros mean that the server did not record the layer.
             if experts.shape[2] > 1 and (empty := (experts[:, routed] == 0).all(2)).any():

@@ -183,7 +183,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
         raise LearnerError(
             f"learner.max_tokens_per_microbatch is auto, but a micro-batch of the longest trajectory, {longest} tokens "
             f"(rollout.max_prompt_tokens + rollout.max_completion_tokens), takes {need.of(longest) / MIB:.0f} MiB with "
-            f"its gradients and logits, and {room / MIB:.0f} MiB are free: {max(0, fits)} tokens fit. Set "
+            f"its gradients and logits, and {room / MIB:.0f} MiB are free, enough for {max(0, fits)} tokens. Set "
             "learner.activation_checkpointing=true, lower learner.log_prob_chunk_tokens or the lengths, or raise "
             "learner.num_learners."
         )
@@ -213,8 +213,8 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     if first.size != second.size:
         raise LearnerError(
             f"learner.max_tokens_per_microbatch is auto, but this model runs {first.size} operators for {few} tokens "
-            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set it "
-            "to a number."
+            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set "
+            "learner.max_tokens_per_microbatch to a number."
         )
     shape, per_token = model_shape(config), (second - first) / few
     # Frozen models score just before the update, and the weights that they gathered still take memory.

@@ -83,7 +83,7 @@ def begin_save(
     writing: list[Future[Any]] = []
     state = {name: on_host(value) for name, value in _state(learner).items() if name.split(".")[0] in contents}
     if wrong := learner.ranks.first_of(not_finite(state)):
-        raise CheckpointError(f"training diverged: {wrong}. No checkpoint is saved.")
+        raise CheckpointError(f"training diverged: there are {wrong}. No checkpoint is saved.")
     if state:
         state |= _beside_tensors(learner, version)
         writing.append(_async_save(state, folder, learner.ranks.save_group))

@@ -227,7 +227,7 @@ def checkpoint_to_adapter(config: Config, learner_folder: Path, out: Path) -> No
             if isinstance(entry, TensorStorageMetadata) and name.startswith(_WEIGHTS) and ADAPTER in name
         }
         if not held:
-            raise ValueError("it has no tensors of adapters")
+            raise ValueError("the folder has no adapter tensors")
         load(held, checkpoint_id=learner_folder, no_dist=True)
     except (CheckpointException, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the adapters in {learner_folder} can't be read: {error}") from error
@@ -285,7 +285,8 @@ def _check_names(expected: set[str], folder: Path) -> None:
     stored = {name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     found = {name for name in stored if name.startswith(_WEIGHTS)}
     if found != expected:
-        odd = sorted(found ^ expected)
+        odd = min(found ^ expected)
         raise ValueError(
-            f"it has {len(found)} tensors and the model has {len(expected)}; only one of them has {odd[0]}"
+            f"the checkpoint has {len(found)} tensors and the model has {len(expected)}; {odd} is missing in the "
+            f"{'checkpoint' if odd in expected else 'model'}"
         )

@@ -131,7 +131,7 @@ def _files(path: str) -> list[str]:
         if index := cached_file(path, f"{name}.index.json", _raise_exceptions_for_missing_entries=False):
             files, _ = get_checkpoint_shard_files(path, index)
             return [str(file) for file in files]
-    raise OSError("it has neither model.safetensors nor pytorch_model.bin, nor an index of the parts of one")
+    raise OSError("it has neither model.safetensors nor pytorch_model.bin, and no .index.json that lists their parts")
 
 
 def _opened(file: str) -> Iterator[tuple[str, Any]]:
@@ -210,7 +210,10 @@ def _read(
         return
     for pattern, names in source.names.items():
         if stacked and len(names) != len(targets[first]):
-            raise InputError(f"model.path has only {len(names)} of {len(targets[first])} tensors {pattern} for {first}")
+            raise InputError(
+                f"model.path has only {len(names)} of the {len(targets[first])} tensors {pattern} that form {first}: "
+                "the download is incomplete, or config.json belongs to another model."
+            )
         for name in names[rows] if stacked and rows is not ... else names:
             converter.add_tensor(first, name, pattern, files[name][...])
     for target, found in converter.convert(first, model=causal_lm, config=causal_lm.config).items():
@@ -279,6 +282,6 @@ def _shape(tensor: Any) -> Any:
 def _check_shape(name: str, found: list[int], target: Tensor) -> None:
     if found != list(target.shape):
         raise InputError(
-            f"model.path: {name} has the shape {tuple(found)} in the files, but {tuple(target.shape)} by config.json: "
-            "the files belong to different models."
+            f"model.path: tensor {name} has the shape {tuple(found)} in the files, but {tuple(target.shape)} by "
+            "config.json: the files belong to different models."
         )

@@ -115,10 +115,10 @@ class Formats:
             RefusedError: the prompt is empty, or has ids that the tokenizer doesn't have.
         """
         ids = self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if not ids or not 0 <= min(ids) <= max(ids) <= self._last_id:
-            raise RefusedError(
-                "invalid", f"a prompt must be a non-empty string, or token ids from 0 to {self._last_id}"
-            )
+        if not ids:
+            raise RefusedError("invalid", "prompt is empty: it must have at least one token")
+        if not 0 <= min(ids) <= max(ids) <= self._last_id:
+            raise RefusedError("invalid", f"prompt: token ids must be from 0 to {self._last_id}")
         return ids
 
     @cached_property
@@ -147,7 +147,9 @@ class Formats:
                 return Format(key, chat, NoCalls())
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
         except Exception as error:  # boundary: a template or parser may raise anything
-            raise RefusedError("invalid", f"these tools and variables can't be put into the prompt: {error}") from error
+            raise RefusedError(
+                "invalid", f"the chat template can't write this call's tools and variables: {error}"
+            ) from error
         _collect_less_garbage()
         return Format(key, chat, parser)
 

@@ -322,8 +322,9 @@ class Session:
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
             raise RefusedError(
                 "turns",
-                f"the session has had {self._num_sides - number} turns under other models' names: at most "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
+                f"the session has had {self._num_sides - number} turns under other models' names, and the maximum is "
+                f"{_SIDE_CALLS_A_TURN * self.limits.max_turns} ({_SIDE_CALLS_A_TURN} times agent.max_assistant_turns). "
+                f"Name the model {MODEL!r}",
             )
 
     def _side(self, request_id: RequestId) -> Session:
@@ -429,7 +430,8 @@ class Session:
         if not ask.prompts and (not messages or messages[-1].role == "assistant"):
             raise RefusedError("invalid", "the last message must have the role user or tool: the policy replies to it")
         if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
-            raise RefusedError("invalid", f"n is {num_choices}: it must be from 1 to {MOST_CHOICES}")
+            what = "n times the number of prompts" if len(ask.prompts) > 1 else "n"
+            raise RefusedError("invalid", f"{what} is {num_choices}: it must be from 1 to {MOST_CHOICES}")
         if ask.options and not self.follows_requests:
             name, value = next(iter(ask.options.items()))
             raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
@@ -507,7 +509,7 @@ class Session:
     def _too_long(self, what: str) -> RefusedError:
         return RefusedError(
             "tokens",
-            f"{what}: this exceeds the maximum context length of {self.limits.max_tokens} tokens "
+            f"{what}: this can't fit into the maximum context length of {self.limits.max_tokens} tokens "
             "(rollout.max_prompt_tokens + rollout.max_completion_tokens)",
         )
 
@@ -516,7 +518,9 @@ class Session:
         self._tool_sets.add(chat_format.key)
         if len(self._tool_sets) > _MAX_TOOL_SETS:
             raise RefusedError(
-                "invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools and variables"
+                "invalid",
+                f"this call has new tools or template variables, and the session has had {_MAX_TOOL_SETS} different "
+                "lists of them, which is the maximum. Send the tools and variables of an earlier call",
             )
         return chat_format
 
@@ -574,9 +578,9 @@ class Session:
         if left < 1:
             raise RefusedError(
                 "tokens",
-                f"the prompt has {num_new} tokens that are new to the session, and {self.tree.size} of the session's "
-                f"{self.limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) are used: its "
-                "maximum context length is reached",
+                f"the session's maximum context length is reached: of {self.limits.max_tokens} tokens "
+                f"(rollout.max_prompt_tokens + rollout.max_completion_tokens) {self.tree.size} are used, and the "
+                f"prompt has {num_new} more",
             )
         return left
 

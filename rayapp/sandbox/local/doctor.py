@@ -14,6 +14,7 @@ with a secret in its environment.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -34,9 +35,7 @@ import yaml
 from rayapp.core.errors import IsolationUnavailableError, SandboxError
 from rayapp.core.types import CallReport, SandboxSpec
 from rayapp.sandbox.local.levels import landlock, seccomp
-from rayapp.sandbox.local.levels.landlock import Landlocked
 from rayapp.sandbox.local.levels.limits import longest_s
-from rayapp.sandbox.local.levels.namespaces import Namespaces
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import Slot
@@ -48,22 +47,19 @@ _SETTLED_AFTER_S = 10.0
 
 
 class Canary:
-    """Context manager that makes the decoys to attack, and removes them at its end."""
+    """Asynchronous context manager that makes the decoys to attack, and removes them at its end."""
 
     def __init__(self, slot: Slot) -> None:
         """
         Args:
             slot: slot of the attacking sandbox.
         """
-        self._uid = slot.uid
-        self._zygote = slot.pid
-        self._is_nested = slot.level.startswith("ns")
-        self._has_loopback = slot.listener is not None
+        self._slot = slot
         self._stack = contextlib.ExitStack()
         self.facts: dict[str, object] = {}
         """Paths, ports and ids of the decoys, as plain data that each attack gets."""
 
-    def __enter__(self) -> Canary:
+    async def __aenter__(self) -> Canary:
         with contextlib.ExitStack() as stack:
             secret = secrets.token_hex(16)
             folder = self._make_folder(stack, secret)
@@ -77,40 +73,42 @@ class Canary:
                 "pid": os.getpid(),
                 "group": os.getpgrp(),
                 "neighbour": self._neighbour.pid,
-                "has_loopback": self._has_loopback,
+                "has_loopback": self._slot.listener is not None,
                 "numbers": dict(seccomp.NUMBERS[seccomp.this_machine()]),
                 **_make_sockets(stack, folder),
                 **_make_shared_memory(stack, secret),
             }
-            self._before = self._state()
+            self._before = self._state(await _own_processes(self._slot))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
 
-    def damage(self) -> list[str]:
+    async def damage(self) -> list[str]:
         """Return the changes that attacks have made to the decoys; empty if there are none.
 
         This function waits a moment, because processes that an execution leaves are killed just after its answer is
         sent.
         """
         until = time.monotonic() + _SETTLED_AFTER_S
-        while (found := self._differences()) and time.monotonic() < until:
-            time.sleep(0.01)
-        return found
+        while True:
+            found = self._differences(await _own_processes(self._slot))
+            if not found or time.monotonic() > until:
+                return found
+            await asyncio.sleep(0.01)
 
-    def _differences(self) -> list[str]:
-        now = self._state()
+    def _differences(self, own_processes: set[int]) -> list[str]:
+        now = self._state(own_processes)
         return [
             f"{what}: {self._before.get(what)} before, {now[what]} after"
             for what in now
             if now[what] != self._before.get(what)
         ]
 
-    def _state(self) -> dict[str, object]:
+    def _state(self, own_processes: set[int]) -> dict[str, object]:
         folder = Path(str(self.facts["folder"]))
         return {
             "files": sorted(path.name for path in folder.iterdir()),
@@ -120,7 +118,7 @@ class Canary:
             **_state_of("this process", os.getpid()),
             **_state_of("the neighbour", self._neighbour.pid),
             "the neighbour ended": self._neighbour.poll() is not None,
-            "processes of the sandbox's user": _survivors(self._uid, self._zygote, is_nested=self._is_nested),
+            "processes of the sandbox's user": _num_survivors(self._slot, own_processes | {self._neighbour.pid}),
         }
 
     def _make_folder(self, stack: contextlib.ExitStack, secret: str) -> Path:
@@ -132,14 +130,14 @@ class Canary:
             (folder / name).chmod(mode)
         (folder / "own").write_text(_WRITABLE)
         if os.geteuid() == 0:
-            os.chown(folder / "own", self._uid, self._uid)
+            os.chown(folder / "own", self._slot.uid, self._slot.uid)
         return folder
 
     def _start_neighbour(self, stack: contextlib.ExitStack, secret: str) -> subprocess.Popen[bytes]:
         neighbour = subprocess.Popen(
             ["/bin/sleep", "600"],
             env={"SECRET": secret},
-            user=self._uid if os.geteuid() == 0 else None,
+            user=self._slot.uid if os.geteuid() == 0 else None,
             start_new_session=True,
         )
         stack.callback(neighbour.wait)
@@ -163,34 +161,37 @@ def _state_of(who: str, pid: int) -> dict[str, object]:
         return {f"{who} is gone": True}
 
 
-def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
-    """Count processes of the sandbox's user besides the zygote's own. Return 0 if the sandbox has this process's user
-    id.
-
-    The zygote's own processes are the one that was started, a second one inside namespaces, the template, and the
-    template's children that wait for the next jobs.
+def _has_own_user(slot: Slot) -> bool:
+    """Return False if this process has the sandbox's user: then that user has other processes, which start and end at
+    any time.
     """
-    if uid == os.getuid():
-        return 0  # this user has other processes, which start and end at any time
+    return slot.uid != os.getuid()
+
+
+async def _own_processes(slot: Slot) -> set[int]:
+    """Return the processes that are not counted as survivors."""
+    return await slot.own_processes() if _has_own_user(slot) else set()
+
+
+def _num_survivors(slot: Slot, own: set[int]) -> int:
+    """Return the number of processes of the sandbox's user besides `own`; 0 if the sandbox has no user of its own."""
+    if not _has_own_user(slot):
+        return 0
     parents: dict[int, int] = {}
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and entry.stat().st_uid == uid:
+            if entry.name.isdigit() and entry.stat().st_uid == slot.uid:
                 stat = Path(entry.path, "stat").read_text()
                 parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-    if is_nested:
+    found = set(parents)
+    if slot.level.startswith("ns"):
         # Count only descendants of this zygote: zygotes for images share one user. A process can't leave its pid
         # namespace.
-        below = {zygote}
+        below = {slot.pid}
         while more := {pid for pid, parent in parents.items() if parent in below} - below:
             below |= more
-        parents = {pid: parent for pid, parent in parents.items() if pid in below}
-    chain = [zygote]
-    for _ in range(2 if is_nested else 1):
-        chain += sorted(child for child, parent in parents.items() if parent == chain[-1])[:1]
-    waiting = [child for child, parent in parents.items() if parent == chain[-1]]
-    level = Namespaces if is_nested else Landlocked
-    return len(set(parents) - set(chain)) - min(level.num_spares, len(waiting))
+        found &= below
+    return len(found - own)
 
 
 def _make_sockets(stack: contextlib.ExitStack, folder: Path) -> dict[str, object]:
@@ -430,7 +431,7 @@ async def run_doctor(
             and attack.is_for(sandbox.isolation)
             and not (template and attack.on_image == "never")
         ]
-        with Canary(sandbox.slot) as canary:
+        async with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
         return IsolationReport(
             level=sandbox.isolation,
@@ -450,7 +451,7 @@ async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> A
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
         problems = [
             *judge(attack, report, on_image=sandbox.has_image),
-            *canary.damage(),
+            *await canary.damage(),
             *await _honest_problems(sandbox),
         ]
     except SandboxError as error:

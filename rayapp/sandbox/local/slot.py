@@ -86,7 +86,7 @@ class Slot:
             wire.send(slot._channel, {**settings, "packages": packages, "paths": python.paths})
             header, given = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
-            raise BootError(f"the zygote ended while it started: {slot.close_and_explain()}") from error
+            raise BootError(f"the sandbox's interpreter ended while it started: {slot.close_and_explain()}") from error
         except BaseException:
             slot.close()
             raise
@@ -174,12 +174,21 @@ class Slot:
         self.num_jobs += 1
         header: dict[str, object] = {"id": self.num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session, "image": image}
-        try:
-            self._send(header, job, *([stdin] if stdin else ()))
-            reply, bodies = await self._reply(longest_s(timeout_s) + GRACE_S)
-        except (EOFError, OSError) as error:
-            raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
+        given = (job, stdin) if stdin else (job,)
+        reply, bodies = await self._ask(header, *given, within_s=longest_s(timeout_s) + GRACE_S)
         return _read_answer(reply, bodies, self.num_jobs)
+
+    async def own_processes(self) -> set[int]:
+        """Return the process ids of the zygote, its template and the children that wait for the next jobs. Every other
+        process of the sandbox's user was started by candidate code, or serves a session.
+
+        Raises:
+            SandboxGoneError: the zygote died.
+            SandboxDeadlineError: the zygote does not answer.
+        """
+        await self._finish_cancelled()
+        reply, _ = await self._ask({"own_processes": True}, within_s=GRACE_S)
+        return {self.pid, *reply["own_processes"]}  # type: ignore[misc]
 
     async def _finish_cancelled(self) -> None:
         """Wait for the end of an execution that is killed because its call was cancelled."""
@@ -191,6 +200,13 @@ class Slot:
         except TimeoutError:
             self.close()
             raise SandboxDeadlineError("the sandbox's interpreter does not end a cancelled execution") from None
+        except (EOFError, OSError) as error:
+            raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
+
+    async def _ask(self, header: dict[str, object], *bodies: bytes, within_s: float) -> Packet:
+        try:
+            self._send(header, *bodies)
+            return await self._reply(within_s)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
 

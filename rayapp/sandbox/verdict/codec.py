@@ -134,7 +134,7 @@ def decode_value(packed: object, depth: int = 0) -> object:
         ValueError, TypeError: `pack` never writes this input.
     """
     if depth > MAX_DEPTH + 1:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"the value is nested more than {MAX_DEPTH} levels deep")
     if isinstance(packed, list):
         return [decode_value(part, depth + 1) for part in packed]
     if not isinstance(packed, tuple):

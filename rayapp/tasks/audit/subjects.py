@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rayapp.config.agent import BENCHMARK, is_data_file
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import AgentTask, SandboxSource, Task
 from rayapp.core.types import Reward, SandboxSpec
@@ -39,7 +40,6 @@ from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.extraction import extract_code
 from rayapp.tasks.generators import GeneratedTask
 from rayapp.tasks.loading import load_source, load_task, single_tasks
-from rayapp.tasks.repository.grading import run_tests
 from rayapp.tasks.repository.named_tests import NamedTests, why_failed
 from rayapp.tasks.repository.scripts import SOLVE
 from rayapp.tasks.repository.swe import PATCH
@@ -104,7 +104,7 @@ def _contradictions(task: CodingTask) -> Iterator[str]:
 
 def _is_telling(expression: str) -> bool:
     """Return True if an expression computes a value. Such an expression does not occur in a prompt by chance."""
-    tree = ast.parse(expression.strip(), mode="eval")
+    tree = syntax.expression(expression)
     return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
 
@@ -211,7 +211,7 @@ async def _run_hidden_tests(
             reward, seconds = await task.judge_by_script(repository, sandbox)
             problem = "" if reward.value >= 1.0 else reward.detail or f"it earns {reward.value:g}"
             return (TestRun(name="tests/test.sh", problem=problem, seconds=seconds),)
-        outcomes = await run_tests(sandbox, repository, tests, timeout_s=task.folder.timeout_s)
+        outcomes = await task.run_tests(repository, sandbox, tests)
     return tuple(
         TestRun(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
         for test, outcome in zip(tests, outcomes, strict=True)

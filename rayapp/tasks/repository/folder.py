@@ -2,28 +2,32 @@
 
     instruction.md      the agent's instruction
     task.toml           limits; `[metadata.rayapp]` says which files belong to an answer, and how it is scored
-    environment/        the repository at the start; optionally a Dockerfile
+    environment/        the repository at the start; or a Dockerfile, and the files that it copies into the repository
     tests/test_*.py     hidden tests (`hidden_tests.py`); or tests/test.sh, if the user trusts it (`scripts.py`)
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
 A Dockerfile that only copies its folder into an image of Python, Debian or Ubuntu needs no image. A Dockerfile that
 only copies its folder into some other image needs that image. Any other Dockerfile has to be built
-(docs/environments.md).
+(docs/environments.md): then the image has the repository, and no file is written into a workspace.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import posixpath
 import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rayapp.config.agent import TRUST
 from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
 from rayapp.sandbox.images.reference import PREFIX
@@ -106,6 +110,52 @@ def _of_base(image: str) -> str:
     return "" if _BARE.fullmatch(image) else "it is not plain Python, Debian or Ubuntu"
 
 
+def copied_files(dockerfile: str, files: Mapping[str, str], workdir: str) -> dict[str, str]:
+    """Return the files that a Dockerfile copies into the folder `workdir`: path there -> text.
+
+    Args:
+        files: path -> text of the files beside the Dockerfile.
+    """
+    return {
+        str(place.relative_to(workdir)): files[path]
+        for _, path, place in _copies(dockerfile, files, workdir)
+        if place.is_relative_to(workdir)
+    }
+
+
+def _copies(dockerfile: str, paths: Iterable[str], workdir: str) -> Iterator[tuple[str, str, PurePosixPath]]:
+    """Yield the copies that a Dockerfile makes: its line, the path of a file beside the Dockerfile, and the path to
+    which the file is copied.
+
+    Args:
+        workdir: working folder before the first WORKDIR.
+    """
+    at = PurePosixPath(workdir)
+    for number, words in _instructions(dockerfile):
+        if words[0].upper() == "WORKDIR":
+            at /= words[-1]
+        if words[0].upper() not in ("COPY", "ADD") or any(word.startswith("--from") for word in words):
+            continue
+        *sources, target = [word for word in words[1:] if not word.startswith("--")] or [""]
+        is_folder = len(sources) > 1 or posixpath.basename(target) in ("", ".", "..") or at / target == at
+        for source in sources:
+            for path in paths:
+                place = _place(path, posixpath.normpath(source.lstrip("/") or "."), at / target, is_folder=is_folder)
+                if place is not None:
+                    yield f"line {number}, `{' '.join(words)[:80]}`", path, place
+
+
+def _place(path: str, source: str, target: PurePosixPath, *, is_folder: bool) -> PurePosixPath | None:
+    """Return the path to which a file is copied; None if the copy's source does not name the file."""
+    if source == "." or path.startswith(f"{source}/"):
+        place = target / posixpath.relpath(path, source)
+    elif fnmatch.fnmatchcase(path, source) and path.count("/") == source.count("/"):
+        place = target / posixpath.basename(path) if is_folder else target
+    else:
+        return None
+    return PurePosixPath(posixpath.normpath(place))
+
+
 def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
     """Return the instructions of a Dockerfile as pairs (number of the first line, words)."""
     found: list[tuple[int, list[str]]] = []
@@ -124,7 +174,6 @@ def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
 
 MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
-TRUST = "trust_test_scripts=true"
 _SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0
 """Default time limits in seconds: Harbor's for test.sh, and rayapp's for hidden tests."""
 _UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -189,6 +238,10 @@ class TaskFolder:
     name: str
     instruction: str
     repository: Mapping[str, str]
+    """Path -> text of the repository's files."""
+    is_in_image: bool = False
+    """True if the image already has the repository, which the Dockerfile's commands may have changed after it was
+    copied. Then workspaces and verdicts use the image's files, and `repository` only names what was copied."""
     tests: tuple[HiddenTest, ...]
     script: TestScript | None
     """Script that judges instead of `tests`; None without a trusted script."""
@@ -203,7 +256,7 @@ class TaskFolder:
     images: Mapping[str, str]
     """Image that workspaces or verdicts need -> the reason for it."""
     workdir: str
-    """Folder at which Harbor's scripts expect the repository; empty without scripts."""
+    """Folder at which Harbor's scripts expect the repository, or in which an image has it; empty without both."""
     image_workdir: str
     """Folder of the repository in the image; empty for the image's working folder."""
     env: tuple[tuple[str, str], ...]
@@ -227,36 +280,40 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
         if not (found.is_file() or found.is_dir()):
             raise InputError(f"{where}: it has no {part} (docs/environments.md)")
     toml = _read_toml(folder.joinpath("task.toml"), where)
-    environment = dict(_texts(folder.joinpath("environment"), where))
+    beside = folder.joinpath("environment")
+    recipe = {name: _text(file, where) for name in sorted(_DOCKER) if (file := beside.joinpath(name)).is_file()}
     tests = dict(_files(folder.joinpath("tests"), where))
     solution = dict(_texts(folder.joinpath("solution"), where)) if folder.joinpath("solution").is_dir() else {}
     instruction = _text(folder.joinpath("instruction.md"), where).strip()
     if not instruction:
         raise InputError(f"{where}: its instruction.md is empty")
-    dockerfile = environment.get("Dockerfile", "")
+    dockerfile = recipe.get("Dockerfile", "")
     is_script = trusts_script and "test.sh" in tests
     workdir = toml.environment.workdir or workdir_of(dockerfile) or WORKDIR
-    has_workdir = is_script or SOLVE in solution
-    image, why = _image(toml.environment, environment, name)
-    if has_workdir and workdir != WORKDIR and not image:
+    image, why = _image(toml.environment, recipe, name, workdir)
+    has_scripts = is_script or SOLVE in solution
+    if has_scripts and workdir != WORKDIR and not image:
         base = base_image(dockerfile)
         image, why = (
             f"{PREFIX}{base}" if base else _built(name),
             f"its working folder is {workdir}, which exists only in an image",
         )
+    is_in_image = bool(dockerfile and (toml.environment.docker_image or image == _built(name)))
+    files = {path: text for path, text in _texts(beside, where, only_texts=is_in_image) if path not in _DOCKER}
     script, script_why = _script(tests, toml.verifier, (image, why), name, where) if is_script else (None, "")
     images = {image: why} | ({script.image: script_why} if script else {})
     return TaskFolder(
         name=name,
         instruction=instruction,
-        repository={path: text for path, text in environment.items() if path not in _DOCKER},
+        repository=copied_files(dockerfile, files, workdir) if dockerfile else files,
+        is_in_image=is_in_image,
         tests=() if is_script else _tests(tests, where),
         script=script,
         solution=solution,
         own=toml.metadata.rayapp,
         image=image,
         images={each: why for each, why in images.items() if each},
-        workdir=workdir if has_workdir else "",
+        workdir=workdir if has_scripts or is_in_image else "",
         image_workdir=(toml.environment.workdir or workdir_of(dockerfile)) if image else "",
         env=tuple(variables_of(dockerfile).items()) if image else (),
         timeout_s=toml.verifier.timeout_sec or (_SCRIPT_TIMEOUT_S if is_script else _TESTS_TIMEOUT_S),
@@ -274,18 +331,34 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
         raise InputError(f"{where}: its task.toml: {explain(error, _Toml)}") from error
 
 
-def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
+def _image(section: _TaskEnvironment, recipe: Mapping[str, str], name: str, workdir: str = "") -> tuple[str, str]:
     """Return the image that the task needs, and the reason for it; two empty strings if any sandbox with Python is
     enough.
+
+    Args:
+        recipe: name -> text of the files that say how the image is built.
+        workdir: folder to which the Dockerfile must copy its files, or else an image has to be built; empty for any.
     """
     if section.docker_image:
         return f"{PREFIX}{section.docker_image}", "task.toml names it"
-    compose = next((file for file in environment if file.startswith("docker-compose")), "")
-    why = why_an_image(environment.get("Dockerfile", ""))
-    if why and not compose and (base := base_image(environment.get("Dockerfile", ""))):
+    dockerfile = recipe.get("Dockerfile", "")
+    other = next((file for file in sorted(recipe) if file in _DOCKER - {"Dockerfile"}), "")
+    why, elsewhere = why_an_image(dockerfile), _copied_elsewhere(dockerfile, workdir) if workdir else ""
+    if why and not other and not elsewhere and (base := base_image(dockerfile)):
         return f"{PREFIX}{base}", f"its Dockerfile, {why}"
-    why = f"its Dockerfile, {why}" if why else compose and f"it has a {compose}"
+    why = why or elsewhere
+    why = f"its Dockerfile, {why}" if why else other and f"it has a {other}"
     return (_built(name) if why else ""), why
+
+
+def _copied_elsewhere(dockerfile: str, workdir: str) -> str:
+    """Return the first line of a Dockerfile that copies its folder to another folder than `workdir`; empty if there is
+    none.
+    """
+    lines = (
+        line for line, file, place in _copies(dockerfile, ("file",), workdir) if place.parent != PurePosixPath(workdir)
+    )
+    return next((f"{line}: it copies to another folder than {workdir}, the working folder" for line in lines), "")
 
 
 def _script(
@@ -297,7 +370,7 @@ def _script(
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(
             f"{where}: its verifier.env.{secret} takes its value from an environment variable of this machine, which "
-            "may not enter a sandbox. Leave it out"
+            "may not enter a sandbox. Leave this key out"
         )
     texts = {path: files.get(path, b"").decode(errors="replace") for path in ("Dockerfile", "test.sh")}
     if not interpreter_of(texts["test.sh"].partition("\n")[0]):
@@ -342,20 +415,33 @@ def _mebibytes(size: object) -> object:
         return size
 
 
-def _texts(folder: Traversable, where: str) -> Iterator[tuple[str, str]]:
-    """Yield pairs (relative path, text) of every file, in order."""
-    for path, data in _files(folder, where):
-        yield path, _decoded(path, data, where)
+def _texts(folder: Traversable, where: str, *, only_texts: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield pairs (relative path, text) of every file, in order.
+
+    Args:
+        only_texts: True: leave out files that are too large or not text. False: raise InputError for them.
+    """
+    for path, entry in _entries(folder):
+        try:
+            yield path, _decoded(path, _read(entry, where), where)
+        except InputError:
+            if not only_texts:
+                raise
 
 
-def _files(folder: Traversable, where: str, above: str = "") -> Iterator[tuple[str, bytes]]:
+def _files(folder: Traversable, where: str) -> Iterator[tuple[str, bytes]]:
+    for path, entry in _entries(folder):
+        yield path, _read(entry, where)
+
+
+def _entries(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.name in _SKIPPED:
             continue
         if entry.is_dir():
-            yield from _files(entry, where, f"{above}{entry.name}/")
+            yield from _entries(entry, f"{above}{entry.name}/")
         else:
-            yield above + entry.name, _read(entry, where)
+            yield above + entry.name, entry
 
 
 def _text(file: Traversable, where: str) -> str:

@@ -20,11 +20,18 @@ from rayapp.tasks.text_process import holds
 
 _ENTRY = "_rayapp_entry"
 _INSIDE = f"""
-def {_ENTRY}(files, source):
-    import os, sys, tempfile
+def {_ENTRY}(files, source, image_folder):
+    import os, shutil, sys, tempfile
     folder = tempfile.mkdtemp()
+    if image_folder:
+        start = image_folder if os.path.isdir(image_folder) else os.getcwd()
+        shutil.copytree(start, folder, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns('.git'))
     for path, text in files.items():
         target = os.path.join(folder, path)
+        if os.path.lexists(target) and (text is None or os.path.islink(target)):
+            os.unlink(target)
+        if text is None:
+            continue
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, 'w', encoding='utf-8', newline='') as file:
             file.write(text)
@@ -58,12 +65,19 @@ class TestOutcome:
 
 
 async def run_tests(
-    sandbox: Sandbox, repository: Mapping[str, str], tests: Sequence[HiddenTest], *, timeout_s: float
+    sandbox: Sandbox,
+    repository: Mapping[str, str | None],
+    tests: Sequence[HiddenTest],
+    *,
+    timeout_s: float,
+    image_folder: str = "",
 ) -> list[TestOutcome]:
     """Run every test, each in its own interpreter.
 
     Args:
-        repository: all files of the repository, by relative path.
+        repository: relative path -> text of the repository's files; None for a deleted file.
+        image_folder: folder of the image that holds the repository, to a copy of which `repository` is added. If the
+            sandbox has no such folder, its working folder is copied. Empty for no folder.
         timeout_s: time limit for all tests together. Only the time in which tests run counts. Tests that have not run
             when the limit is reached fail.
     Raises:
@@ -75,7 +89,7 @@ async def run_tests(
         if left_s <= 0:
             outcomes.append(TestOutcome(problem="out of time", seconds=0.0))
             continue
-        inputs = [[dict(repository), test.source]]
+        inputs = [[dict(repository), test.source, image_folder]]
         report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=left_s)
         (call,), ran = report.calls, report.exec
         left_s -= ran.duration_s

@@ -124,9 +124,10 @@ def interpreter_of(first_line: str) -> str:
 
 
 def without_steering(
-    base: Mapping[str, str], changed: Mapping[str, str], told: Sequence[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Undo changes to files that control a test runner. Return the repository, and the paths of the undone changes.
+    base: Mapping[str, str], changed: Mapping[str, str | None], told: Sequence[str]
+) -> tuple[dict[str, str | None], list[str]]:
+    """Undo changes to files that control a test runner. Return the repository (None for a deleted file), and the paths
+    of the undone changes.
 
     The files that control a test runner are its configuration, Python's start-up code, metadata of packages (which
     names plug-ins), and new top-level modules with the name of a module of Python or pytest. Files whose names are in
@@ -136,7 +137,7 @@ def without_steering(
     left_out = [
         path
         for path in sorted(base.keys() | changed.keys())
-        if base.get(path) != changed.get(path) and _steers(path, base) and PurePosixPath(path).name not in words
+        if base.get(path, "\0") != changed.get(path) and _steers(path, base) and PurePosixPath(path).name not in words
     ]
     kept = {path: text for path, text in changed.items() if path not in left_out}
     return kept | {path: base[path] for path in left_out if path in base}, left_out
@@ -152,9 +153,8 @@ def _steers(path: str, base: Mapping[str, str]) -> bool:
 async def judge_by_script(
     sandbox: Sandbox,
     script: TestScript,
-    repository: Mapping[str, str],
+    repository: Mapping[str, str | None],
     *,
-    gone: Sequence[str],
     workdir: str,
     timeout_s: float,
     sentinels: Sequence[Sentinel] = (),
@@ -162,16 +162,16 @@ async def judge_by_script(
     """Run `test.sh`. Return the reward that it writes, and the seconds that it took.
 
     Args:
+        repository: path -> text of the files to write; None for a file to delete.
         sentinels: expectations of the tests to replace by wrong ones before the script runs.
-        gone: paths of files to delete from the image's repository.
     Raises:
         SandboxConfigError: Harbor's folders (/tests, /logs and the repository's) can't be made in these sandboxes.
         SandboxError: the sandbox failed.
     """
     tests = {f"/tests/{path}": data for path, data in with_sentinels(script.files, sentinels).items()}
-    code = {f"{workdir}/{path}": text.encode() for path, text in repository.items()}
+    code = {f"{workdir}/{path}": text.encode() for path, text in repository.items() if text is not None}
     rewards = [f"{_LOGS}/reward.json", f"{_LOGS}/reward.txt"]
-    missing = [*(f"{workdir}/{path}" for path in gone), *rewards]
+    missing = [*(f"{workdir}/{path}" for path, text in repository.items() if text is None), *rewards]
     await _fill(sandbox, {**code, **tests}, folders=(workdir, "/tests", "/logs", _LOGS), gone=missing)
     argv = ["env", *(f"{name}={value}" for name, value in script.env), *in_folder(workdir, "/tests/test.sh")]
     ran = await sandbox.run_command(argv, timeout_s=timeout_s)

@@ -28,7 +28,8 @@ from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.folder import TaskFolder, read_folder
-from rayapp.tasks.repository.grading import no_answer, run_tests, verdict
+from rayapp.tasks.repository.grading import TestOutcome, no_answer, run_tests, verdict
+from rayapp.tasks.repository.hidden_tests import HiddenTest
 from rayapp.tasks.repository.named_tests import NamedTests, PreparedTests, TestRun, named_verdict, passed_sentinels
 from rayapp.tasks.repository.scripts import (
     LINK_WORKDIR,
@@ -51,9 +52,11 @@ _TIMEOUT_S = 30.0
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
 _START = "refs/rayapp/start"
 """Git reference to the commit with which the workspace starts."""
+_SNAPSHOT = f"{HARBOR}/start"
+"""List of the files, with their digests, with which a workspace on an image starts."""
 _PROGRAM = """
 import hashlib, json, os, subprocess, sys
-known, most, skipped, start = json.loads(sys.stdin.read())
+known, most, skipped, start, snapshot = json.loads(sys.stdin.read())
 files, size, problem = {}, 0, ''
 def git(*words):
     told = subprocess.run(['git', '-c', 'safe.directory=*', '-c', 'core.hooksPath=/dev/null', *words],
@@ -73,6 +76,10 @@ except FileNotFoundError:
     sys.exit()
 except subprocess.CalledProcessError as error:
     folders, problem = [], "the workspace's git history is damaged: " + error.stderr.decode(errors='replace')[-200:]
+if snapshot and os.path.isfile(snapshot):
+    with open(snapshot, encoding='utf-8', errors='surrogateescape') as file:
+        known = {line[66:]: line[:64] for line in file.read().split('\\n') if line[64:68] == '  ./'}
+        known = {os.path.normpath(path): digest for path, digest in known.items()}
 if start:
     known = dict.fromkeys((path for _, names in folders for path in names), '')
 for folder, names in folders:
@@ -103,27 +110,34 @@ _MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)
 """MAX_BYTES, and room for JSON's escapes. Reading more bytes would block the event loop."""
 
 
-async def changed_files(sandbox: Sandbox, base: Mapping[str, str], *, by_git: bool = False) -> dict[str, str | None]:
+async def changed_files(
+    sandbox: Sandbox, base: Mapping[str, str], *, by_git: bool = False, by_snapshot: bool = False
+) -> dict[str, str | None]:
     """Return path -> text of the files that were changed or created since the workspace's start; None for a deleted
     file.
 
     Args:
         by_git: True: git lists the changes since the workspace's start, without files that it ignores. False: the files
             are compared with `base`.
+        by_snapshot: compare the files with the list that the workspace's setup made, if it is still there.
     Raises:
         SandboxConfigError: the sandbox has no git, which `by_git` needs.
         UnusableWorkError: the changes are too large.
         SandboxError: the sandbox failed.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
-    told = json.dumps([{} if by_git else known, MAX_BYTES, _SKIPPED, _START if by_git else ""])
+    start, snapshot = _START if by_git else "", _SNAPSHOT if by_snapshot else ""
+    told = json.dumps([{} if by_git else known, MAX_BYTES, _SKIPPED, start, snapshot])
     ran = await sandbox.run_code(_PROGRAM, timeout_s=_TIMEOUT_S, stdin=told, max_output_bytes=_MAX_OUTPUT_BYTES)
     if ran.stopped_for is not None:
-        raise UnusableWorkError(f"the workspace could not be read: stopped for {ran.stopped_for.value}")
+        raise UnusableWorkError(f"the workspace could not be read: reading was stopped for {ran.stopped_for.value}")
     try:
         found = json.loads(ran.stdout)
         if "lacks" in found:
-            raise SandboxConfigError(f"sandboxes of {sandbox.provider} lack git, which shows what an agent has changed")
+            raise SandboxConfigError(
+                f"sandboxes of {sandbox.provider} lack git, which shows what an agent has changed. Install it in "
+                "their image"
+            )
         problem, files = found["problem"], dict(found["files"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise SandboxProtocolError(f"the workspace could not be read: {ran.error or 'no answer'}") from None
@@ -164,15 +178,6 @@ def _is_change(item: tuple[object, object]) -> bool:
     return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
 
 
-def applied(
-    base: Mapping[str, str], files: Mapping[str, str | None], allowed: Sequence[str] = ("*",)
-) -> dict[str, str]:
-    """Return the repository with the changes to paths that match one of the patterns `allowed`."""
-    counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
-    both = {**base, **counted}
-    return {path: text for path, text in both.items() if text is not None}
-
-
 TOOLS = ("bash", "edit", "python", "submit_work")
 _GIT = "git init -q . && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out'"
 _NEW_GIT = f"""
@@ -186,6 +191,10 @@ fi
 git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out' && git update-ref {_START} HEAD
 """
 """Shell commands that replace a repository's history by one commit, because the history may contain the solution."""
+_TAKE_SNAPSHOT = f"""
+mkdir -p {HARBOR}
+find . '(' -name .git -o -name {HARBOR} ')' -prune -o -type f -exec sha256sum {{}} + > {_SNAPSHOT} || rm -f {_SNAPSHOT}
+"""
 _SETUP_TIMEOUT_S = 30.0
 _PROCESSES = 64
 """Maximum number of processes in a sandbox. Git needs several, because it starts helper processes."""
@@ -233,14 +242,15 @@ class RepositoryTask:
         folder = self.folder
         told = f"{folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
         git = _NEW_GIT if folder.named else f"{LINK_WORKDIR}{_GIT}" if folder.workdir else _GIT
+        snapshot = _TAKE_SNAPSHOT if folder.is_in_image else ""
         return AgentStart(
             messages=({"role": "user", "content": told},),
-            files=folder.repository,
+            files={} if folder.is_in_image else folder.repository,
             tools=TOOLS,
             tools_kwargs={"submit": {"create_kwargs": {"collect": self.collect}}},
             spec=self.spec,
             images=folder.images,
-            setup=("bash", "-c", git, folder.workdir),
+            setup=("bash", "-c", f"{git}{snapshot}", folder.workdir),
         )
 
     async def collect(self, sandbox: Sandbox) -> str:
@@ -250,8 +260,9 @@ class RepositoryTask:
             UnusableWorkError: the changes are too large.
             SandboxError: the sandbox failed.
         """
-        by_git = self.folder.named is not None
-        return as_answer(await changed_files(sandbox, {} if by_git else self.folder.repository, by_git=by_git))
+        folder, by_git = self.folder, self.folder.named is not None
+        base = {} if by_git else folder.repository
+        return as_answer(await changed_files(sandbox, base, by_git=by_git, by_snapshot=folder.is_in_image))
 
     async def solve(self, sandboxes: SandboxSource) -> str | None:
         """Return the solution as an answer; None if the folder has no solution. If the solution is a `solve.sh`, run it
@@ -290,9 +301,13 @@ class RepositoryTask:
                 found = Reward.invalid(error.kind, str(error))
         return replace(found, time_score_s=time.monotonic() - started)
 
-    def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the repository with these changes. Changes to files that don't belong to an answer are left out."""
-        return applied(self.folder.repository, files, self.folder.own.answer)
+    def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return the repository with these changes: path -> text, None for a deleted file. Changes to files that don't
+        belong to an answer are left out.
+        """
+        allowed = self.folder.own.answer
+        counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
+        return {**self.folder.repository, **counted}
 
     async def _verdict(self, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int) -> Reward:
         if self.folder.named is not None:
@@ -305,13 +320,28 @@ class RepositoryTask:
             return found
         return await self._unless_forged(found, self.folder.script, repository, sandboxes, seed)
 
-    async def _judge(self, repository: Mapping[str, str], sandbox: Sandbox) -> Reward:
+    async def _judge(self, repository: Mapping[str, str | None], sandbox: Sandbox) -> Reward:
         tests = self.folder.tests
-        outcomes = await run_tests(sandbox, repository, tests, timeout_s=self.folder.timeout_s)
+        outcomes = await self.run_tests(repository, sandbox, tests)
         return verdict(tests, outcomes, pays_share=self.folder.own.score == "share")
 
+    async def run_tests(
+        self, repository: Mapping[str, str | None], sandbox: Sandbox, tests: Sequence[HiddenTest]
+    ) -> list[TestOutcome]:
+        """Run hidden tests on the repository with its changes (`with_changes`)."""
+        folder = self.folder
+        if folder.is_in_image:
+            return await run_tests(
+                sandbox, self._changes(repository), tests, image_folder=folder.workdir, timeout_s=folder.timeout_s
+            )
+        return await run_tests(sandbox, repository, tests, timeout_s=folder.timeout_s)
+
+    def _changes(self, repository: Mapping[str, str | None]) -> dict[str, str | None]:
+        base = self.folder.repository
+        return {path: text for path, text in repository.items() if path not in base or text != base[path]}
+
     async def _by_script(
-        self, repository: Mapping[str, str], sandboxes: SandboxSource, sentinels: Sequence[Sentinel] = ()
+        self, repository: Mapping[str, str | None], sandboxes: SandboxSource, sentinels: Sequence[Sentinel] = ()
     ) -> Reward:
         async def judge(sandbox: Sandbox) -> Reward:
             return (await self.judge_by_script(repository, sandbox, sentinels))[0]
@@ -319,7 +349,12 @@ class RepositoryTask:
         return await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
 
     async def _unless_forged(
-        self, found: Reward, script: TestScript, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int
+        self,
+        found: Reward,
+        script: TestScript,
+        repository: Mapping[str, str | None],
+        sandboxes: SandboxSource,
+        seed: int,
     ) -> Reward:
         """Return the script's verdict `found`, or the verdict on a forgery if the code also passes sentinels, which
         right code fails.
@@ -427,27 +462,22 @@ class RepositoryTask:
         """
         base, told = self.folder.repository, (self.folder.instruction, *self.folder.solution.values())
         own = {path: text for path, text in files.items() if path not in tests.own_files}
-        _, left_out = without_steering(
-            {path: base[path] for path in own if path in base},
-            {path: "\0" if text is None else text for path, text in own.items()},
-            told,
-        )
+        _, left_out = without_steering({path: base[path] for path in own if path in base}, own, told)
         return {path: text for path, text in own.items() if path not in left_out}
 
     async def judge_by_script(
-        self, changed: Mapping[str, str], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
+        self, changed: Mapping[str, str | None], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
     ) -> tuple[Reward, float]:
         """Run the folder's `test.sh`. Return its reward, and the seconds that it took."""
         folder = self.folder
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
         repository, left_out = without_steering(folder.repository, changed, told)
-        gone = sorted(folder.repository.keys() - repository.keys())
+        is_in_image = folder.is_in_image and folder.script.image == folder.image
         reward, seconds = await judge_by_script(
             sandbox,
             folder.script,
-            repository,
-            gone=gone,
+            self._changes(repository) if is_in_image else repository,
             workdir=folder.workdir,
             timeout_s=folder.timeout_s,
             sentinels=sentinels,

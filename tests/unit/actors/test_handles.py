@@ -64,9 +64,7 @@ async def test_a_death_that_the_actor_met_is_not_its_own() -> None:
     # As Ray raises it: an instance of both classes. The weights that the server fetched were in a learner's process.
     met = task_error(ActorUnavailableError("learner-0 is unavailable", b"0" * 16)).as_instanceof_cause()
     assert isinstance(met, ActorUnavailableError)
-    with pytest.raises(
-        ObjectsLostError, match=r"vllm-server-0\.load_weights: an object that it needs was in a process"
-    ):
+    with pytest.raises(ObjectsLostError, match=r"vllm-server-0\.load_weights: an object that this call needs was lost"):
         await answer(raising(met), timeout_s=5, what="vllm-server-0.load_weights")
 
 

@@ -53,9 +53,9 @@ def test_a_task_and_a_reward_of_a_program_have_names_in_the_configuration_and_ar
 def test_two_objects_of_one_name_and_what_is_no_task_are_refused() -> None:
     other = DOUBLE.model_copy(update={"prompt": "Other."})
 
-    with pytest.raises(ConfigError, match="two different objects are called double"):
+    with pytest.raises(ConfigError, match="two different objects have the name 'double'"):
         make_job(None, tasks=[DOUBLE, other])
-    with pytest.raises(InputError, match="a task must have name, render and score"):
+    with pytest.raises(InputError, match="a task must have the attributes `name`, `render` and `score`"):
         make_job(None, tasks=[object()])  # type: ignore[list-item]
 
 

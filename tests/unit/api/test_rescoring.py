@@ -167,7 +167,9 @@ def test_a_benchmarks_trajectories_are_scored_by_the_problem_that_each_answers(t
 
     found = rayapp.rescore(save(tmp_path / "run", {1: groups}, **config), "verdict")
     assert [row["after"] for row in found.rows] == [1.0, 1.0]
-    with pytest.raises(InputError, match="164 tasks are called 'humaneval', and none of them have the recorded prompt"):
+    with pytest.raises(
+        InputError, match="task 'humaneval': 164 tasks have this name, and none of them has the recorded"
+    ):
         rayapp.rescore(save(tmp_path / "changed", {1: [unknown]}, **config), "verdict")
 
 
@@ -197,7 +199,7 @@ async def test_a_judge_rescores_and_what_it_said_once_costs_nothing_again(tmp_pa
     assert (first.summary["judged/requests"], num_asked) == ({"rubric": 3, "pairwise": 6}[kind],) * 2
     assert (again.summary["judged/requests"], again.summary["judged/cached"]) == (0.0, num_asked)
     assert len(stub.bodies) == num_asked
-    with pytest.raises(InputError, match="the config has no judge 'p'; its judges are q"):
+    with pytest.raises(InputError, match=r"judge 'p' is not in the config's `judges` \(q\)"):
         rayapp.rescore(folder, "judge:p")
 
 

@@ -29,9 +29,9 @@ def test_trajectories_of_one_step_and_of_all_are_tables_and_frames(run: rayapp.R
     frame = run.trajectories([2])
     assert set(frame["step"]) == {2}
     assert isinstance(frame["reward_terms"][0], dict)
-    with pytest.raises(InputError, match=r"no trajectories of steps 9; recorded steps: 1, 2"):
+    with pytest.raises(InputError, match=r"no trajectories of the steps 9; recorded steps: 1, 2"):
         run.table(9)
-    with pytest.raises(InputError, match="no evaluations of steps at all"):
+    with pytest.raises(InputError, match="has no evaluations; recorded steps: none"):
         run.table(purpose="eval")
 
 

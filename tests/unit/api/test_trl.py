@@ -135,9 +135,9 @@ def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
         ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
         ({"top_p": 0.9}, "bias the importance ratio"),
         ({"num_iterations": 2}, "trained on once"),
-        ({"lr_scheduler_type": "polynomial"}, "supported are: linear"),
-        ({"per_device_train_batch_size": 3}, "can't be split into groups"),
-        ({"eval_strategy": "epoch"}, "give a number of steps"),
+        ({"lr_scheduler_type": "polynomial"}, "supported values are linear"),
+        ({"per_device_train_batch_size": 3}, "not a multiple of num_generations"),
+        ({"eval_strategy": "epoch"}, "eval_strategy = 'epoch' can't be imported: it must be steps or no"),
         ({"reward_weights": [1.0]}, "1 weights for 2 reward_funcs"),
         ({"optim": "adafactor"}, "AdamW"),
         ({"fp16": True}, "bf16=True"),
@@ -163,8 +163,9 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     for rows, reason in (
-        (["x"], "no prompt"),
-        ([{"prompt": "a", "b": b"x"}] * 9, "a column has a value that JSON can't hold"),
+        (["x"], "row 0: a row must be a mapping"),
+        ([{"prompt": ""}], "row 0 has no prompt"),
+        ([{"prompt": "a", "b": b"x"}] * 9, "train_dataset, row 0: a value can't be written as JSON"),
         ("f", "a str"),
     ):
         with pytest.raises(InputError, match=reason):

@@ -220,7 +220,7 @@ def test_an_unknown_check_or_device_and_missing_gpus_are_told(
     assert run(["gpu-check", "--device", "tpu"]) == 2
     monkeypatch.setattr("rayapp.cli.gpu_check.command.gpus_here", lambda: 1)
     assert run(["gpu-check", "--gpus", "2"]) == 2
-    assert "2 GPUs were requested, but torch finds 1" in capsys.readouterr().err
+    assert "--gpus 2: torch finds 1 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.long

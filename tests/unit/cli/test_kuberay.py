@@ -206,7 +206,7 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
         ({"storage": {"models": {"kind": "s3"}}}, "set storage.models.bucket and storage.models.endpoint"),
         ({"storage": {"outputs": {"create": False}}}, "run folders must outlive the pods"),
         ({"secrets": {"create": True}}, "secrets.data is empty"),
-        ({"head": {"gpus": 4}}, "8 servers x TP 1 on those of 8 learners = 8, but cluster.num_gpus is 4"),
+        ({"head": {"gpus": 4}}, "8 servers x TP 1 on those of 8 learners = 8 GPUs, but cluster.num_gpus is 4"),
     ],
 )
 def test_impossible_values_are_refused_with_the_reason(values: Manifest, message: str) -> None:
@@ -216,7 +216,7 @@ def test_impossible_values_are_refused_with_the_reason(values: Manifest, message
 
 def test_name_that_is_too_long_for_kuberay_is_refused() -> None:
     # 48 characters: KubeRay appends 6 and keeps 63 for the longest of its services' names.
-    with pytest.raises(ConfigError, match="has 48 characters, 47 are allowed"):
+    with pytest.raises(ConfigError, match="has 48 characters: at most 47 are allowed"):
         render(config(), Release(name="x" * 48, namespace="rl"), {})
 
 
@@ -234,7 +234,7 @@ def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--values", "missing.yaml"], "values file missing.yaml can't be read: "),
         (["--values", "list.yaml"], "values file list.yaml must hold sections such as `run:`, not a list"),
-        (["--set", "head.gpus"], "--set 'head.gpus' is not key.sub=value: "),
+        (["--set", "head.gpus"], "--set 'head.gpus' is not of the form key.sub=value: "),
         (["--set", "head.gpus=99"], "head.gpus: maximum: got 99, want 16"),
         (["--out", "list.yaml"], "list.yaml can't be written: "),
         (["--chart", "nowhere"], "there is no Helm chart in nowhere"),
@@ -546,12 +546,12 @@ def broken(change: Callable[[Manifest, Manifest], None]) -> list[str]:
     ("change", "complaint"),
     [
         (lambda job, ray: job.update(shutdownAfterJobFinishes=False), "needs shutdownAfterJobFinishes"),
-        (lambda job, ray: job.update(ttlSecondsAfterFinished=-1), "must not be negative"),
+        (lambda job, ray: job.update(ttlSecondsAfterFinished=-1), "must be at least 0"),
         (lambda job, ray: job.update(deletionStrategy={"deletionRules": [{}]}), "exclude each other"),
         (lambda job, ray: job.update(clusterSelector={"ray.io/cluster": "x"}), "exactly one of"),
         (lambda job, ray: job.update(submitterPodTemplate={"spec": {}}), "SidecarMode and submitterPodTemplate"),
         (lambda job, ray: job.update(submitterConfig={"backoffLimit": 1}), "SidecarMode and submitterConfig"),
-        (lambda job, ray: job.update(submissionMode="InteractiveMode"), "backoffLimit is 2, it must be 0"),
+        (lambda job, ray: job.update(submissionMode="InteractiveMode"), "backoffLimit is 2, but must be 0"),
         (lambda job, ray: job.update(backoffLimit=-1), "backoffLimit is -1"),
         (lambda job, ray: job.update(activeDeadlineSeconds=0), "activeDeadlineSeconds is 0"),
         (lambda job, ray: job.update(entrypoint="python -m rayapp train x && rm -r y"), "entrypoint has '&'"),
@@ -563,8 +563,8 @@ def broken(change: Callable[[Manifest, Manifest], None]) -> list[str]:
             lambda job, ray: ray["workerGroupSpecs"][0]["template"]["spec"].update(containers=[]),
             "there is no container",
         ),
-        (lambda job, ray: ray.update(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, it is 2.51.0"),
-        (lambda job, ray: ray.update(rayVersion=""), "it is not set"),
+        (lambda job, ray: ray.update(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, but rayVersion is 2.51.0"),
+        (lambda job, ray: ray.update(rayVersion=""), "but rayVersion is not set"),
     ],
 )
 def test_what_kuberay_refuses_is_found(change: Callable[[Manifest, Manifest], None], complaint: str) -> None:

@@ -26,7 +26,7 @@ def rayapp(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -58,7 +58,9 @@ def test_help_imports_no_command_and_no_library_but_that_of_the_command_line() -
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
 
     imported = set(done.stderr.split())
-    assert not imported & {"numpy", "pydantic", "yaml", "omegaconf", "torch", "ray", "httpx", "starlette", "asyncio"}
+    assert not imported & {
+        *("numpy", "pydantic", "yaml", "omegaconf", "torch", "ray", "httpx", "starlette", "asyncio", "rich", "hmac"),
+    }
     assert {name for name in imported if name.startswith("rayapp.cli.")} == {"rayapp.cli.arguments", "rayapp.cli.main"}
     assert len(imported) < 400
 
@@ -135,7 +137,7 @@ def test_help_shows_lists_in_examples_as_they_must_be_typed(capsys: pytest.Captu
 def test_a_shell_completes_commands() -> None:
     # As the script that `rayapp --install-completion` installs asks for them.
     typed = {"COMP_WORDS": "rayapp config ", "COMP_CWORD": "2", "_RAYAPP_COMPLETE": "complete_bash"}
-    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=60)
+    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=240)
 
     assert {"show", "import-verl"} <= set(words.split())
 
@@ -153,7 +155,7 @@ def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
 
 def test_a_plug_in_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plugins", "nope"]) == 2
-    assert "no plug-in is called nope" in capsys.readouterr().err
+    assert "plug-ins that are not installed: nope" in capsys.readouterr().err
 
 
 def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseException]) -> None:

@@ -75,14 +75,19 @@ def test_what_is_no_adapter_of_the_served_model_is_refused(tmp_path: Path, tiny_
         return str(caught.value)
 
     other = with_values(config_of(tiny_model), model={"path": "other/model"})
-    assert f"adapts {tiny_model}, but other/model is served: give --model {tiny_model}" in refused(path, other)
-    assert "adapter a: there is no folder" in refused(tmp_path / "none")
-    assert "adapter_config.json can't be read as peft writes it" in refused(odd)
-    for settings in ({"peft_type": "IA3", "r": 4}, {"peft_type": "LORA", "r": 1024}):
+    assert f"is an adapter of {tiny_model}, but other/model is served: give --model {tiny_model}" in refused(
+        path, other
+    )
+    assert "none does not exist" in refused(tmp_path / "none")
+    assert "adapter_config.json is not an adapter configuration of peft" in refused(odd)
+    for settings, problem in (
+        ({"peft_type": "IA3", "r": 4}, "vLLM serves only LORA"),
+        ({"peft_type": "LORA", "r": 1024}, "vLLM serves ranks from 1 to 512"),
+    ):
         (odd / "adapter_config.json").write_text(json.dumps(settings))
-        assert "vLLM serves adapters of type LORA and of a rank of at most 512" in refused(odd)
+        assert problem in refused(odd)
     (tmp_path / "config.yaml").write_text(to_yaml(config_of(tiny_model, rank=0)))
-    assert "is of a run that trains all weights: serve it with --model" in refused(path)
+    assert "has no adapter: its run trains all weights. Serve it with --model" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_what_is_no_adapter_of_the_served_model_is_refused(tmp_path: Path, tiny_
         (["--adapter", "policy=x"], "another model is called 'policy' already"),
         (["--adapter", "a=x", "--adapter", "a=y"], "another model is called 'a' already"),
         (["--running", "--adapter", "a=x"], "leave --model, --adapter and --max-tokens out"),
-        (["--adapter", "a=no/such/folder"], "adapter a: there is no folder no/such/folder"),
+        (["--adapter", "a=no/such/folder"], "adapter a: folder no/such/folder does not exist"),
     ],
 )
 def test_an_adapter_that_can_not_be_served_ends_the_command_before_anything_starts(

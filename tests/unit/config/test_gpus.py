@@ -71,7 +71,7 @@ def test_the_sum_is_shown_with_its_parts(run: Config, processes: dict[str, bool]
 
 
 def test_one_gpu_for_a_server_and_a_learner_is_shared_by_taking_turns() -> None:
-    with pytest.raises(ValueError, match=r"1 servers x TP 1 \+ 1 learners = 2, .*: cluster.placement=colocated"):
+    with pytest.raises(ValueError, match=r"1 servers x TP 1 \+ 1 learners = 2 GPUs, .*: cluster.placement=colocated"):
         Config.model_validate({"cluster": {"num_gpus": 1}})
     with pytest.raises(ValueError, match=r"Lower server\.num_servers"):
         Config.model_validate({"cluster": {"num_gpus": 1}, "train": {"max_staleness": 1}})

@@ -71,11 +71,11 @@ def test_an_agents_endpoint_may_be_a_server_of_the_run() -> None:
 
 def test_an_agents_endpoint_that_can_not_work_is_refused() -> None:
     for external, message in (
-        ({}, "set both"),
-        ({"models": "train", "endpoint": {"base_url": "http://a/v1"}}, "set both"),
-        ({"endpoint": {"base_url": "run://other"}}, "base_url is run://other, but model_servers are helper"),
-        ({"endpoint": {"base_url": "run://helper", "model": "b"}}, "it is called 'helper'"),
-        ({"endpoint": {"base_url": "http://user:secret@host/v1"}}, "without a user, a password or a query"),
+        ({}, "base_url is empty. Set base_url"),
+        ({"models": "train", "endpoint": {"base_url": "http://a/v1"}}, "models is train, which doesn't use it"),
+        ({"endpoint": {"base_url": "run://other"}}, "base_url is run://other, but `model_servers` has helper"),
+        ({"endpoint": {"base_url": "run://helper", "model": "b"}}, "calls its model 'helper'"),
+        ({"endpoint": {"base_url": "http://user:secret@host/v1"}}, "given with a username and a password"),
     ):
         with pytest.raises(ValidationError, match=message):
             with_agent(**external)
@@ -89,12 +89,15 @@ def test_a_judge_that_no_source_names_needs_no_server() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_servers": []}, r"judges \(quality\): base_url is run://critic, but model_servers are none"),
+        ({"model_servers": []}, r"judges \(quality\): base_url is run://critic, but `model_servers` has no server"),
         (
             {"distillation": {"teacher": "models/large", "base_url": "run://large"}},
-            "distillation: teacher is 'models/large', but at run://large it is called 'large'",
+            "distillation: teacher is 'models/large', but the server at run://large calls its model 'large'",
         ),
-        ({"model_servers": [{"name": "critic", "path": "a"}, {"name": "critic", "path": "b"}]}, "the same name"),
+        (
+            {"model_servers": [{"name": "critic", "path": "a"}, {"name": "critic", "path": "b"}]},
+            "two servers have the name 'critic'",
+        ),
         (
             {"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]},
             "the run itself sets '--port'",

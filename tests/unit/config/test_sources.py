@@ -79,10 +79,13 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
         ),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but tasks are played in one turn"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be set for a source: learners"),
-        ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, for which its processes"),
+        (
+            {"rollout": {"max_completion_tokens": 999}},
+            "is 999, which is above the run's rollout.max_completion_tokens = 256",
+        ),
         (
             {"rollout": {"group_deadline_s": 999}},
-            "rollout.group_deadline_s is 999, but the run's is 300, for which its",
+            "rollout.group_deadline_s is 999, which is above the run's",
         ),
         ({"tasks": []}, "sources[0] (code) has no tasks"),
         (

@@ -181,5 +181,5 @@ async def test_an_evaluation_alone_is_a_folder_that_the_page_shows(tmp_path: Pat
 def test_an_evaluation_never_goes_into_the_folder_of_a_training(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
 
-    with pytest.raises(InputError, match="holds a run that was trained"):
+    with pytest.raises(InputError, match="holds a trained run"):
         evaluation_folder(Config(), tmp_path).__enter__()

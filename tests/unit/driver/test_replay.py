@@ -29,7 +29,7 @@ def test_a_folder_without_trajectories_is_refused_with_the_way_out(tmp_path: Pat
 
 
 def test_a_missing_step_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"has no trajectories of the steps \[2, 4\]"):
+    with pytest.raises(InputError, match=r"has no trajectories of the steps 2, 4"):
         trajectory_files(recorded(tmp_path, 1, 3, 5), num_steps=5)
 
 

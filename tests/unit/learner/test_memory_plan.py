@@ -166,7 +166,7 @@ def test_generation_that_misses_a_deadline_is_told_with_the_value_that_does_not(
     short = with_values(config(), rollout={"group_deadline_s": 100.0}, server={"request_timeout_s": 4000.0})
     assert list(late(short, 90.0)) == []
     assert list(late(short, 300.0)) == [
-        "generating takes about 300 s, but rollout.group_deadline_s is 100: set 600",
+        "generating takes about 300 s, but rollout.group_deadline_s is 100: use 600",
     ]
 
 

@@ -118,7 +118,12 @@ def test_a_checkpoint_of_another_model_or_without_all_of_it_is_refused_with_the_
 @pytest.mark.parametrize(
     ("family", "changes", "size", "reason"),
     [
-        ("llama", {}, 3, r"has 4 attention heads, which 3 ranks can't share evenly\. Use one of 1, 2, 4"),
+        (
+            "llama",
+            {},
+            3,
+            r"4 attention heads, which 3 ranks can't share evenly\. Set learner.sequence_parallel to one of 1, 2, 4",
+        ),
         ("qwen3_next", EXPERTS, 2, r"mix tokens outside of attention \(Qwen3NextGatedDeltaNet"),
         ("jamba", {}, 2, r"mix tokens outside of attention \(JambaMambaMixer"),
     ],

@@ -351,7 +351,7 @@ async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) ->
         ("hangs_async", "reward_timeout", "more than 0.05 s"),
         ("nan", "reward_nonsense", "not a finite number"),
         ("text", "reward_nonsense", "'good'"),
-        ("no_score", "reward_nonsense", "without the key score"),
+        ("no_score", "reward_nonsense", "without the key `score`"),
         ("raises_unreadable", "reward_error", "Unreadable: (its message can't be read)"),
         ("exits", "reward_error", "SystemExit: 3"),
         ("exits_async", "reward_error", "SystemExit: 3"),

@@ -28,12 +28,13 @@ from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.checks import audit
 from rayapp.tasks.audit.subjects import repository_subject, subjects_of
 from rayapp.tasks.loading import load_source, load_task, shipped_repositories
-from rayapp.tasks.repository.folder import why_an_image
+from rayapp.tasks.repository.folder import copied_files, why_an_image
 from rayapp.tasks.repository.hidden_tests import PROBE, all_hold, read_hidden_tests
 from rayapp.tasks.repository.scripts import without_steering
 from rayapp.tasks.repository.task import RepositoryTask, as_answer, load_repository, read_answer
 from rayapp.tasks.text_child import is_held
 from rayapp.tasks.text_process import holds
+from support.images import PROGRAMS, MachineImages, entry, layer, machine_layer, write_oci
 
 LIBRARY = Path(__file__).parents[3] / "rayapp" / "tasks" / "library" / "repositories"
 real = pytest.mark.asyncio(loop_scope="module")
@@ -357,7 +358,7 @@ def test_a_text_that_hands_nothing_in_is_no_answer(text: str) -> None:
         (spoil("tests/test_hidden.py", "def test_x(:"), "tests/test_hidden.py is not Python"),
         (
             spoil("tests/test_hidden.py", "def test_x():\n    for a in [1]:\n        assert a == 1"),
-            "line 3: an assert inside another statement",
+            "line 3: an assert or a pytest call inside another statement",
         ),
         (
             spoil("tests/test_hidden.py", "def test_x():\n    assert f(1)"),
@@ -460,6 +461,9 @@ def test_a_dockerfile_is_honoured_without_building_or_told_by_its_line(dockerfil
         ("FROM node:20\nRUN npm ci\n", "", "image:build:mine", "", {}),
         ("", "[environment]\ndocker_image = 'a/b:1'\nworkdir = '/w'\n", "image:a/b:1", "/w", {}),
         ("FROM a AS x\nFROM b\nCOPY --from=x /y /y\n", "", "image:build:mine", "", {}),
+        ("FROM python:3\nWORKDIR /srv\nCOPY . .\n", "", "", "", {}),
+        ("FROM python:3\nWORKDIR /srv\nCOPY . /data\n", "", "image:build:mine", "/srv", {}),
+        ("FROM node:20\nCOPY . /data\nWORKDIR /srv\n", "", "image:build:mine", "/srv", {}),
     ],
 )  # fmt: skip
 def test_an_image_is_taken_as_it_is_or_has_to_be_built(
@@ -471,6 +475,73 @@ def test_an_image_is_taken_as_it_is_or_has_to_be_built(
     spec = load_repository(folder, "mine").spec
 
     assert (spec.template, spec.workdir, dict(spec.env)) == (template, workdir, env)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "copied"),
+    [
+        ("FROM python:3\nWORKDIR /app\nCOPY . /app\n", {"a.py", "src/b.py", "src/deep/c.txt"}),
+        ("FROM python:3\nWORKDIR /app\n", set()),
+        ("FROM python:3\nRUN x\nWORKDIR /app\nCOPY a.py new.py\nADD --chown=me ./src lib/\n",
+         {"new.py", "lib/b.py", "lib/deep/c.txt"}),
+        ("FROM python:3\nRUN x\nWORKDIR /srv\nCOPY src/*.py a.py ../app/in/\nWORKDIR /app\n", {"in/b.py", "in/a.py"}),
+        ("FROM python:3\nCOPY --from=x . /app\nCOPY src/deep /data/\n", set()),
+    ],
+)  # fmt: skip
+def test_only_files_that_the_dockerfile_copies_belong_to_the_repository(dockerfile: str, copied: set[str]) -> None:
+    files = dict.fromkeys(("a.py", "src/b.py", "src/deep/c.txt"), "text")
+
+    assert copied_files(dockerfile, files, "/app") == dict.fromkeys(copied, "text")
+
+
+def test_a_dockerignore_needs_a_built_image(folder: Path) -> None:
+    (folder / "environment" / ".dockerignore").write_text("stats.py\n")
+
+    assert load_repository(folder, "mine").folder.images == {"image:build:mine": "it has a .dockerignore"}
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("trusts_script", [False, True])
+async def test_where_an_image_has_the_repository_its_files_are_the_start_of_agents_and_verdicts(
+    images: MachineImages, folder: Path, trusts_script: bool
+) -> None:
+    built = {"stats.py": "x = 1\n", "built.txt": "by RUN\n", "old.txt": "", "more/mine.txt": "left as it is\n"}
+    programs = machine_layer(with_python=True, programs=(*PROGRAMS, "find", "sha256sum", "git"))
+    image = Path(images.cache).parent / f"built-{trusts_script}"
+    app = layer(entry("app"), entry("app/more"), *(entry(f"app/{path}", text) for path, text in built.items()))
+    write_oci(image, [programs, app], config={"WorkingDir": "/", "Env": ["PATH=/usr/local/bin:/usr/bin"]})
+    (folder / "task.toml").write_text(f"[environment]\ndocker_image = 'oci:{image}'\n")
+    environment, tests = folder / "environment", folder / "tests"
+    (environment / "Dockerfile").write_text("FROM python:3\nWORKDIR /app\nCOPY . .\nRUN rm test_stats.py; make\n")
+    (environment / "picture").write_bytes(b"\xff\xfe")
+    (tests / "test_hidden.py").write_text(
+        "import os\n\n\ndef test_files():\n"
+        "    assert sorted(os.listdir()) == ['built.txt', 'more', 'stats.py']\n"
+        "    assert open('built.txt').read() + open('more/mine.txt').read() == 'mended\\nleft as it is\\n'\n"
+    )
+    (tests / "test.sh").write_text(
+        '#!/bin/sh\ncase "$(echo $(ls; cat built.txt more/mine.txt))" in\n'
+        '"built.txt more stats.py mended left as it is") echo 1 ;; *) echo 0 ;; esac > /logs/verifier/reward.txt\n'
+    )
+    task = load_repository(folder, "mine", trusts_script=trusts_script)
+
+    providers = [{"type": "local", "image_cache": images.cache}]
+    async with open_pool(SandboxConfig.model_validate({"providers": providers}), "test-image") as (source, _):
+        start = task.agent_start()
+        async with source.lease(task.spec, timeout_s=60.0) as sandbox:
+            await sandbox.run_command(start.setup, timeout_s=60.0)
+            listed = await sandbox.run_command(["ls"], timeout_s=60.0)
+            untouched = read_answer(await task.collect(sandbox))
+            await sandbox.run_command(["sh", "-c", "echo mended > built.txt; rm old.txt"], timeout_s=60.0)
+            answer = await task.collect(sandbox)
+        mended, nothing = [await score(task, each, source) for each in (answer, as_answer({}))]
+
+    assert (dict(start.files), listed.stdout.split()) == ({}, ["built.txt", "more", "old.txt", "stats.py"])
+    assert untouched == {}
+    assert read_answer(answer) == {"built.txt": "mended\n", "old.txt": None}
+    assert (mended.value, nothing.value) == (1.0, 0.0), (mended, nothing)
 
 
 def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: Path) -> None:
@@ -486,7 +557,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(
         ConfigError,
-        match=r"provider e2b can't use images, only its own templates: build one, and name it in images: \{mine",
+        match=r"provider e2b can't use images, only its own .* name it in sandbox.providers\[\].images: \{mine",
     ):
         check_tasks(config({"type": "e2b"}), training=True)
     check_tasks(
@@ -509,7 +580,7 @@ def test_a_folder_of_task_folders_is_all_of_them(tmp_path: Path) -> None:
 
     for source in (str(tmp_path), f"{tmp_path}?trust_test_scripts=true"):
         assert [task.name for task in load_source(source)] == ["add_to_roman", "fix_median"]
-    with pytest.raises(InputError, match="is not a task and has no task folder in it"):
+    with pytest.raises(InputError, match="holds no task: neither it nor a folder in it"):
         load_source(str(tmp_path / "fix_median" / "tests"))
 
 

@@ -64,6 +64,8 @@ class Zygote:
                 if header.get("reset"):
                     self._reset()
                     wire.send(self._channel, header)
+                elif header.get("own_processes"):
+                    wire.send(self._channel, {"own_processes": self._own_processes()})
                 elif descriptors:
                     self._execute(header, descriptors)
                 # any other message is a cancellation that came after the end of its execution
@@ -190,6 +192,12 @@ class Zygote:
         """Return the process ids of all children except `running`."""
         self._template.settle()
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
+
+    def _own_processes(self) -> list[int]:
+        """Return the process ids, in the /proc that `Usage` reads, of this process, the template and the spares."""
+        self._template.settle()
+        spares = self._usage.ids_of_children({spare.pid for spare in self._spares})
+        return [int(self._usage.id_of_this_process()), int(self._template.seen_as), *spares]
 
     def _end(self, pid: int) -> tuple[int, bool]:
         """End a child with `Template.end`, but keep another child that serves a session."""

@@ -240,6 +240,12 @@ class Usage:
     def _children(self, pid: str) -> list[str]:
         return self._read(f"{pid}/task/{pid}/children").split()
 
+    def ids_of_children(self, known_as: Collection[int]) -> list[int]:
+        """Return the ids, as `proc` shows them, of children that have the ids `known_as` in the pid namespace of their
+        parent.
+        """
+        return [int(pid) for pid in self._children(self.own_pid) if self._known_as(pid) in known_as]
+
     def _known_as(self, pid: str) -> int:
         """Return a process's id in the pid namespace of its parent; 0 if the process has just ended."""
         ids = self._ids(pid)
