@@ -36,7 +36,7 @@ SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    async with mcp_serving(SANDBOXES, api_key=KEY, lease_timeout_s=2.0) as address:
+    async with mcp_serving(SANDBOXES, api_key=KEY, lease_timeout_s=60.0) as address:
         yield address
 
 
@@ -176,8 +176,13 @@ async def test_execution_timeout_of_the_header_is_kept(url: str) -> None:
     assert caught.value.code == -32005
 
 
-async def test_no_free_sandbox_is_an_error_of_the_protocol(url: str) -> None:
-    async with client(url) as first, client(url) as second, client(url) as third:
+async def test_no_free_sandbox_is_an_error_of_the_protocol() -> None:
+    async with (
+        mcp_serving(SANDBOXES, api_key=KEY, lease_timeout_s=10.0) as url,
+        client(url) as first,
+        client(url) as second,
+        client(url) as third,
+    ):
         await first.call_tool("run_code", {"code": "1"})
         await second.call_tool("run_code", {"code": "1"})
         with pytest.raises(MCPError, match="no sandbox is available") as caught:

@@ -288,7 +288,7 @@ def run_where_refused(*options: str) -> str:
         [sys.executable, "-c", REFUSING, *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )

@@ -256,7 +256,7 @@ def test_a_wrong_file_of_clients_is_one_line(tmp_path: Path, lines: str, message
     keys = tmp_path / "clients.txt"
     keys.write_text(lines)
     command = [sys.executable, "-m", "rayapp", "sandbox", "serve", "--keys-file", str(keys)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert message in ended.stderr

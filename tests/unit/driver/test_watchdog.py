@@ -131,7 +131,7 @@ async def main():
         await hang_here()
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert "Timeout (0:00:0" in done.stderr
     assert "hang_here" in done.stderr or "thread.py" in done.stderr

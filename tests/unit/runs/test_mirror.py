@@ -431,7 +431,7 @@ def test_of_many_that_start_at_once_one_gets_the_folder(config: Config, settings
     async def race() -> list[int]:
         async with open_storage(config.run_uri, settings=settings) as storage:
             taken = await asyncio.gather(
-                *(locks.acquire(storage, lease_s=2.0, poll_s=0.05, settle_s=0.05) for _ in range(3)),
+                *(locks.acquire(storage, lease_s=5.0, poll_s=0.05, settle_s=0.05) for _ in range(3)),
                 return_exceptions=True,
             )
             return sorted(lock.generation for lock in taken if isinstance(lock, locks.RunLock))

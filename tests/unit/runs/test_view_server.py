@@ -262,7 +262,7 @@ def test_the_command_serves_until_interrupted_and_leaves_the_run_as_it_was(
     program.send_signal(signal.SIGINT)
 
     assert reply.json()[0]["name"] == "run"
-    assert program.wait(timeout=60) in (0, 130)
+    assert program.wait(timeout=240) in (0, 130)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -297,7 +297,7 @@ def test_a_missing_package_is_told_with_the_way_out(run: Path, command: str) -> 
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
 
     assert done.returncode == 2

@@ -111,7 +111,7 @@ def test_a_package_that_the_index_does_not_have_is_an_input_error_and_leaves_not
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -288,7 +288,7 @@ def test_checking_a_local_folder_loads_neither_torch_nor_vllm(model: Path) -> No
         "print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=240, check=False
     )
 
     assert done.stdout.strip() == "[]", done.stderr

@@ -277,7 +277,7 @@ def test_a_function_may_have_the_name_of_one_of_pythons() -> None:
     ],
 )
 def test_a_constant_that_takes_long_is_not_made(constant: str) -> None:
-    with takes_at_most_s(2):
+    with takes_at_most_s(8):
         (test,) = mbpp_tests([f"assert f(1) == {constant}"], "").tests
 
     assert isinstance(test, InsideTest)

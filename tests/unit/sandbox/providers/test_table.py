@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -103,3 +105,15 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     assert why({"type": "e2b"}) == told
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
     assert why({"type": "local"}, template="") == ""
+
+
+def test_daytonas_sdk_is_loaded_with_its_client_and_not_within_the_first_calls_deadline() -> None:
+    program = (
+        "import sys\n"
+        "from rayapp.sandbox.providers.daytona import sdk\n"
+        "found, before = sdk(), len(sys.modules)\n"
+        "found.AsyncDaytona, found.CreateSandboxFromSnapshotParams, found.ListSandboxesQuery, found.SandboxState\n"
+        "print(len(sys.modules) - before)\n"
+    )
+
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True, timeout=240) == "0\n"
