@@ -42,6 +42,7 @@ class Benchmark:
 
 
 BENCHMARKS = {
+    "starts": Benchmark(is_default=True),
     "agent_loop": Benchmark(is_default=True),
     "gateway": Benchmark(is_default=True),
     "driver": Benchmark(arguments=("--groups", "200", "--steps", "8"), is_default=True),
