@@ -131,6 +131,8 @@ def _fault(name: str, value: Any, fields: Mapping[str, Any] | None) -> str:
         TypeAdapter(fields[name], config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError as error:
         return f"{name} is {value!r}, which vLLM does not take: {error.errors()[0]['msg']}"
+    if name == "structured_outputs_config" and not (isinstance(value, dict) and "backend" not in value):
+        return f"{name} is {value!r:.200}: it must be a mapping without backend, because masks are read from xgrammar's"
     if name == "speculative_config" and value and value.get("rejection_sample_method") == "synthetic":
         return "rejection_sample_method is synthetic, which accepts tokens that the policy did not sample. Leave it out"
     return ""

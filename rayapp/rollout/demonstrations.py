@@ -72,7 +72,7 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
                 "shorten the row, or set warmup.filter_overlong: true"
             )
     if not result.rows:
-        left_out = f"all {result.num_left_out} rows are longer than {limit} tokens (warmup.max_tokens)"
+        left_out = f"all {result.num_left_out} rows are longer than warmup.max_tokens = {limit}. Raise this key"
         raise InputError(
             f"the warm-up has no demonstrations: {left_out if result.num_left_out else 'the files have no rows'}"
         )

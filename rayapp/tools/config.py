@@ -107,7 +107,7 @@ def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
     def value(match: re.Match[str]) -> str:
         name = match.group(1)
         if not environ.get(name):
-            raise ConfigError(f"{where} needs the environment variable {name}, which is not set")
+            raise ConfigError(f"{where} needs the environment variable {name}, which is not set or is empty")
         return environ[name]
 
     return _VARIABLE.sub(value, text)

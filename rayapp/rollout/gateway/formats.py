@@ -97,12 +97,13 @@ class Formats:
         if not tools and not read:
             return self.plain
         told = [(tool.name, tool.description, tool.parameters) for tool in tools]
-        key: Key = (json.dumps(told), json.dumps(read, sort_keys=True))
-        if (found := self._made.get(key)) is None:
-            # Run in the thread of the parsers: importing vLLM takes seconds, and parsers keep state.
-            found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools), read)
-            self._made[key] = found
-        self._made.move_to_end(key)
+        key: Key = (json.dumps(told) if tools else "", json.dumps(read, sort_keys=True) if read else "")
+        if (found := self._made.get(key)) is not None:
+            self._made.move_to_end(key)
+            return found
+        # Run in the thread of the parsers: importing vLLM takes seconds, and parsers keep state.
+        found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools), read)
+        self._made[key] = found
         while len(self._made) > _MOST_KEPT or sum(len(str(made)) for made in self._made) > _MOST_KEPT_CHARS:
             self._made.popitem(last=False)
         return found

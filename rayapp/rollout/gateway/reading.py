@@ -69,7 +69,10 @@ def parsed(data: bytes) -> Mapping[str, Any]:
         RefusedError: the body is not a JSON object.
     """
     try:
-        body = without_surrogates(json.loads(data))
+        written = data.decode(json.detect_encoding(data), "surrogatepass")
+        body = json.loads(written)
+        if "\\u" in written or not written.isascii():  # other texts have no surrogates
+            body = without_surrogates(body)
     except (ValueError, RecursionError) as error:
         raise refuse(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

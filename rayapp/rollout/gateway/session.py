@@ -201,39 +201,36 @@ class Session:
     _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that forward requests to the endpoint."""
 
-    async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
-        """Read the body of a request, and return it as a call.
+    async def read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
+        """Read the body of a request, and return it as a call. If the endpoint answers the call, count the call, and
+        return the body as data.
 
         Args:
-            read: function that parses the body. It runs in a thread if the body is large.
+            read: function that reads the body's data. It runs in a thread if the body is large.
         Raises:
-            RefusedError: the body is too large, or is not a call of the API.
+            RefusedError: the body is too large, or is not a call of the API; or the session has used up its calls of
+                other models.
         """
         self._check_body(body)
-        ask = await self._beside(len(body), lambda: read(body))
+        ask = await self._beside(len(body), lambda: self._read(read, body))
+        if not isinstance(ask, Ask):
+            self._check_open()
+            self._take_side_calls(1)
+            return ask
         if ask.form is None or self.structured != "free":
             return ask
         return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
+
+    def _read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
+        data = parsed(body)
+        is_forwarded = self.forwarder is not None and data.get("model", MODEL) != MODEL
+        return data if is_forwarded else read(data)
 
     def _check_body(self, body: bytes) -> None:
         if len(body) > self.limits.max_body_bytes:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
-
-    async def other_models_call(self, body: bytes) -> Mapping[str, Any] | None:
-        """Count a call that names a model other than MODEL, and return its body as data. Return None for other calls.
-
-        Raises:
-            RefusedError: the body is not a JSON object, or the session has used up its calls of other models.
-        """
-        self._check_body(body)
-        data = await self._beside(len(body), lambda: parsed(body))
-        if data.get("model", MODEL) == MODEL:
-            return None
-        self._check_open()
-        self._take_side_calls(1)
-        return data
 
     @contextmanager
     def cancelling_at_end(self) -> Iterator[None]:
@@ -615,10 +612,9 @@ class Session:
             self._running.difference_update(tasks)
 
     async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
-        if sampling.seed is not None:
-            # Give each turn its own seed, so that the same prompt gets a new answer when it is sent again.
-            sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
-        sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
+        # Give each turn its own seed, so that the same prompt gets a new answer when it is sent again.
+        seed = None if sampling.seed is None else seed_of_call(sampling.seed, number)
+        sampling = replace(sampling, seed=seed, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
         request_id = self.request_id._replace(turn=number)
         sampled = await self.engine.generate(request_id, wanted.prompt_ids, sampling, on_tokens)

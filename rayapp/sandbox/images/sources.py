@@ -355,7 +355,7 @@ def _named_in(index: bytes, reference: Reference) -> bytes:
         entries = [entry for entry, name in zip(entries, names, strict=True) if name == reference.tag]
         if not entries:
             raise ImageError(
-                f"image {reference}: its index has no tag {reference.tag!r}, only "
-                f"{', '.join(map(str, names)) or 'no tags'}"
+                f"image {reference}: its index has no tag {reference.tag!r}; the index has "
+                f"{', '.join(map(str, filter(None, names))) or 'no tags'}"
             )
     return json.dumps({**found, "manifests": entries}).encode()

@@ -139,7 +139,7 @@ def decode_value(packed: object, depth: int = 0) -> object:
         return [decode_value(part, depth + 1) for part in packed]
     if not isinstance(packed, tuple):
         if type(packed) not in _LEAVES:
-            raise TypeError(f"unexpected {type(packed).__name__}")
+            raise TypeError(f"values of type {type(packed).__name__} are not allowed")
         return packed
     tag, content = packed
     if isinstance(content, str):

@@ -111,7 +111,7 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
         task = BenchmarkTask(name=name, prompt=prompt, problem=problem, mode=mode, reference=reference)  # type: ignore[arg-type]
         tasks.append(task)
     if not tasks:
-        raise InputError(f"benchmark {name}: {file} has no problems")
+        raise InputError(f"benchmark {name}: {file} has no rows")
     return tuple(tasks)
 
 

@@ -195,11 +195,13 @@ def _of_livecodebench(fields: Fields) -> dict[str, Any]:
     public = _loaded(_text(fields, "public_test_cases"), "public_test_cases")
     private = _private_cases(fields.get("private_test_cases") or "[]")
     cases = [*public, *private]
-    kinds = {case.get("testtype") for case in cases if isinstance(case, dict)}
-    if not all(isinstance(case, dict) for case in cases) or kinds not in ({"stdin"}, {"functional"}):
+    if not all(isinstance(case, dict) for case in cases):
+        raise InputError("each of its test cases must be an object")
+    kinds = {case.get("testtype") for case in cases}
+    if kinds not in ({"stdin"}, {"functional"}):
+        found = ", ".join(sorted(map(str, kinds))) or "none"
         raise InputError(
-            "its test cases must be objects that all have the testtype stdin, or all functional; the testtypes are "
-            f"{', '.join(sorted(map(str, kinds))) or 'missing'}"
+            f"its test cases must all have the testtype stdin, or all functional; the testtypes are {found}"
         )
     metadata = _loaded(fields.get("metadata") or "{}", "metadata")
     function = metadata.get("func_name") if kinds == {"functional"} else None

@@ -238,7 +238,7 @@ def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
             raise InputError(f"it has no {' or '.join(COLUMNS[name][:2])}")
     name = str(fields["instance_id"])
     if _NAME.fullmatch(name) is None:
-        raise InputError("its instance_id may have only letters, digits, dots, - and _")
+        raise InputError(f"its instance_id is {name[:80]!r}: it may have only letters, digits, dots, - and _")
     image = _image(fields, options)
     if not image and options.mirrors is None:
         raise InputError("it names no image: give mirrors=FOLDER of clones, or image=NAME with {instance_id}")

@@ -130,7 +130,7 @@ def test_longer_rows_are_left_out_and_counted_where_that_is_asked_for(read: Read
     short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a" * 400, "completion": "b"}
     found = read(short, long, filter_overlong=True)
     assert (len(found.rows), found.num_left_out) == (1, 1)
-    with pytest.raises(InputError, match="all 1 rows are longer than 300 tokens"):
+    with pytest.raises(InputError, match=r"all 1 rows are longer than warmup\.max_tokens = 300"):
         read(long, filter_overlong=True)
 
 

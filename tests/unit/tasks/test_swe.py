@@ -176,7 +176,7 @@ BAD: dict[str, dict[str, Any]] = {
     "it must be OWNER/NAME": {"repo": "../../etc"},
     f"has no commit {'0' * 40}: run `git fetch`": {"base_commit": "0" * 40},
     "must be a commit's hexadecimal id": {"base_commit": "--output=/tmp/x"},
-    "its instance_id must have letters": {"instance_id": "a/b"},
+    "its instance_id is 'a/b': it may have only letters": {"instance_id": "a/b"},
 }  # fmt: skip
 
 
