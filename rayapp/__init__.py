@@ -10,7 +10,7 @@ Everything is loaded at its first use: importing this module loads neither torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rayapp.core.version import __version__
+from rayapp.core import __version__
 
 if TYPE_CHECKING:
     from rayapp.api.rescoring import Rescored, rescore

@@ -10,7 +10,6 @@ Each framework is installed from PyPI or npm into a folder of its own, because t
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import json
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
+from rayapp.core import syntax
 from rayapp.core.types import RequestId, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
@@ -74,7 +74,7 @@ class Framework:
         if not self.command[0].endswith(".py"):
             return 0
         source = (PROGRAMS / self.command[0]).read_text()
-        first = ast.parse(source).body[1].lineno
+        first = syntax.module(source).body[1].lineno
         return sum(bool(line.strip()) for line in source.splitlines()[first - 1 :])
 
 

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from rayapp.config.config import Config
+from rayapp.core import syntax
 from rayapp.core.validation import values_of
 
 Section = type[BaseModel]
@@ -158,7 +159,7 @@ def _docstrings(section: Section) -> dict[str, str]:
 
 def _own_docstrings(section: Section) -> dict[str, str]:
     source = Path(inspect.getfile(section)).read_text(encoding="utf-8")
-    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    classes = (node for node in syntax.module(source).body if isinstance(node, ast.ClassDef))
     body = next(node.body for node in classes if node.name == section.__name__)
     found: dict[str, str] = {}
     for field, note in itertools.pairwise(body):

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rayapp.core import syntax
 from rayapp.core.errors import InputError
 
 FOLDER = Path(__file__).parents[1] / "rayapp" / "tasks" / "data" / "library"
@@ -109,7 +110,7 @@ def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
                 return numbers[name]
         raise InputError(f"{expression!r} is not arithmetic")
 
-    return value(ast.parse(expression, mode="eval").body)
+    return value(syntax.expression(expression))
 
 
 def _draw_all(template: Template) -> Iterator[dict[str, Any]]:

@@ -121,7 +121,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from rayapp.core.version import __version__
+        from rayapp.core import __version__
 
         typer.echo(f"rayapp {__version__}")
         raise typer.Exit

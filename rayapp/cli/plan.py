@@ -44,7 +44,7 @@ from rayapp.rollout.images import each_once, images_of_prompts
 from rayapp.sandbox.providers.table import image_source
 
 if TYPE_CHECKING:
-    from rayapp.driver.forecast import Plays
+    from rayapp.driver.forecast import Forecast, Plays
 
 app = typer.Typer()
 
@@ -91,8 +91,9 @@ def plan_command(config: Config, gpu: Gpu, *, fake_tensors: bool = False) -> boo
 COLUMNS_SIMULATED = ("s/step", "tokens/s", "servers idle", "learners idle", "staleness", "late", "cost/step")
 LEGEND = """
 tokens/s: sampled tokens that were trained. idle: share of the time without work; GPUs that servers and learners share
-are idle in turns. staleness: versions, mean over groups. late: trajectories dropped at the group's deadline. cost/step:
-GPUs and nodes by `budget`. Servers, store and groups run as in a run; the seconds are the plan's (docs/scale.md)."""
+are idle in turns. staleness: versions, mean over groups; below the table, the share of groups of each. late:
+trajectories dropped at the group's deadline. cost/step: GPUs and nodes by `budget`. Servers, store and groups run as in
+a run; the seconds are the plan's (docs/scale.md)."""
 
 
 def compare_variants(
@@ -102,25 +103,31 @@ def compare_variants(
     for number, overrides in enumerate(variants):
         print(f"{number}: {overrides or 'as configured'}")
     print(f"\n{'':<3}" + "".join(f"{name:>15}" for name in COLUMNS_SIMULATED))
-    fits = True
+    fits, shares = True, list[str]()
     for number, given in enumerate(variants.values()):
         shape = model_shape(given)
         config = without_autos(shape, given, gpu)
         if plan_gpu(shape, config, gpu).fits:
-            print(f"{number:<3}" + "".join(f"{cell:>15}" for cell in _simulated(shape, config, gpu, plays, num_steps)))
+            found = _simulated(shape, config, gpu, plays, num_steps)
+            print(f"{number:<3}" + "".join(f"{cell:>15}" for cell in _cells(config, found)))
+            shares.append(f"{number:<3}" + "   ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items()))
         else:
             fits = False
             print(f"{number:<3} DOES NOT FIT: rayapp plan without --simulate shows why")
-    print(LEGEND)
+    print("\ngroups by staleness", *shares, LEGEND, sep="\n")
     return fits
 
 
 def _simulated(
     shape: ModelShape, config: Config, gpu: Gpu, plays: Callable[[Config], Plays], num_steps: int
-) -> Iterator[str]:
+) -> Forecast:
     from rayapp.driver.forecast import Seconds, forecast
 
-    found = forecast(config, Seconds.planned(shape, config, gpu), plays(config), num_steps=num_steps)
+    return forecast(config, Seconds.planned(shape, config, gpu), plays(config), num_steps=num_steps)
+
+
+def _cells(config: Config, found: Forecast) -> Iterator[str]:
+    """Yield the cells of a variant's row in the table."""
     yield from (f"{found.step_s:.1f}", f"{found.tokens_per_s:.0f}", f"{found.servers_idle:.0%}")
     yield from (f"{found.learners_idle:.0%}", f"{found.mean_staleness:.2f}", str(found.num_late))
     *_, hourly = hourly_price(config)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Optional, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rayapp.core import syntax
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import did_you_mean
 
@@ -130,6 +131,8 @@ def _fault(name: str, value: Any, fields: Mapping[str, Any] | None) -> str:
         TypeAdapter(fields[name], config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError as error:
         return f"{name} is {value!r}, which vLLM does not take: {error.errors()[0]['msg']}"
+    if name == "structured_outputs_config" and not (isinstance(value, dict) and "backend" not in value):
+        return f"{name} is {value!r:.200}: it must be a mapping without backend, because masks are read from xgrammar's"
     if name == "speculative_config" and value and value.get("rejection_sample_method") == "synthetic":
         return "rejection_sample_method is synthetic, which accepts tokens that the policy did not sample. Leave it out"
     return ""
@@ -171,7 +174,7 @@ class _Source:
     def __init__(self, site: Path, module: str) -> None:
         place = site.joinpath(*module.split("."))
         self._site = site
-        self.tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+        self.tree = syntax.module((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
 
     def type_of(self, annotation: ast.expr) -> Any:
         """Return the type that an annotation names; Any for what is not plain data."""
@@ -179,7 +182,7 @@ class _Source:
             case ast.Constant(value=None):
                 return None
             case ast.Constant(value=str(text)):
-                return self.type_of(ast.parse(text, mode="eval").body)
+                return self.type_of(syntax.expression(text))
             case ast.Name(id=name):
                 return _PLAIN[name] if name in _PLAIN else self.named(name)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):

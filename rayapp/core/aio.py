@@ -225,9 +225,12 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of all coroutines in order. The first error cancels the other coroutines and is raised,
     without an exception group around it.
     """
+    coroutines = list(work)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     with one_error():
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in work]
+            running = [tasks.create_task(each) for each in coroutines]
     return [task.result() for task in running]
 
 

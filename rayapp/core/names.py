@@ -189,11 +189,13 @@ kernels."""
 
 
 def module_of(file: str | Path, name: str) -> ModuleType:
-    """Run a Python file as a module of this name and return it. The module is not added to sys.modules."""
+    """Run a Python file as a module of this name and return it. The module is added to sys.modules, where pydantic and
+    dataclasses look up annotations that are texts.
+    """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

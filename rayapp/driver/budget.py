@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -45,6 +46,7 @@ class Costs:
     spent: dict[str, float] = field(default_factory=dict)
     _lived_s: dict[str, float] = field(default_factory=dict)
     """Sandbox seconds by provider, as the pool counted them at the last tick."""
+    _saving: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, prices: BudgetSection, num_gpus: int, folder: Path, warmup: float = 0.0) -> Costs:
@@ -88,8 +90,9 @@ class Costs:
             self.spent[item] = self.spent.get(item, 0.0) + cost
 
     def save(self) -> None:
-        """Write the sums to costs.json, atomically."""
-        write_text(self.file, json.dumps(self.spent))
+        """Write the sums to costs.json, atomically. Any thread may call it: the file has the sums of the last call."""
+        with self._saving:
+            write_text(self.file, json.dumps(self.spent))
 
     def metrics(self) -> dict[str, float]:
         """Return `cost/*` metrics; nothing if no price is set and nothing was spent."""

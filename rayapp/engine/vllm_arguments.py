@@ -189,7 +189,6 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
         "enable_prefix_caching": True,
         # Return log-probs of the sampled distribution; vLLM's default are log-probs before the temperature is applied.
         "logprobs_mode": "processed_logprobs",
-        "structured_outputs_config": {"backend": BACKEND},
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
         "seed": config.run.seed,
         # Ignore the model's generation_config.json: its top_k or repetition penalty would bias log-probs.
@@ -204,6 +203,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
         **_transfer_args(config),
         **adapter_args(config, adapters),
         **server.engine_args,
+        "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
 
 

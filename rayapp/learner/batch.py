@@ -49,6 +49,11 @@ class TrainItem:
         """
         return sum(branch.size for branch in inputs_of(self))
 
+    @property
+    def num_attended(self) -> int:
+        """Number of pairs of a token and a token that it attends to, without shared prefixes."""
+        return sum(branch.size * (branch.size + 1) // 2 for branch in inputs_of(self))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:

@@ -12,6 +12,7 @@ from rayapp.core.errors import InputError
 from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
+from rayapp.learner.memory.speed import mfu_meter
 from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
@@ -39,6 +40,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         model=model,
         optimizer=make_optimizer(model, config.learner.optimizer),
         frozen=frozen,
+        mfu=mfu_meter(config, ranks.device),
         kl_coef=config.algorithm.kl_in_reward.coef,
         verdicts=None
         if told.privileged == "none"

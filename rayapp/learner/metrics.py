@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from rayapp.learner.memory.speed import MfuMeter
+
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +87,12 @@ class MicroBatchFacts:
     num_input_tokens: int
     """Number of tokens that would have gone through the model without shared prefixes."""
     num_trained_tokens: int
+    num_heads: int
+    """Number of positions whose logits were computed."""
+    num_attended: int
+    """Number of pairs of a token and a token that it attends to."""
+    num_input_attended: int
+    """The same without shared prefixes."""
     loss: float
     """Micro-batch's part of the mini-batch's loss; the parts add up to the loss."""
     metrics: dict[str, float]
@@ -197,6 +205,29 @@ def timing_metrics(watch: Stopwatch) -> dict[str, float]:
     """Return `timing_s/learner/*`; all but `total` add up to `total`."""
     seconds, total_s = watch.seconds(STRETCHES)
     return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}
+
+
+def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: float) -> dict[str, float]:
+    """Return `perf/*`: useful TFLOP/s of each GPU during forward and backward, and their share of the GPU's peak.
+
+    `perf/mfu` counts each computed token once, as `rayapp plan` does. `perf/mfu_unshared` counts as programs without
+    shared prefixes do: each trajectory by itself, with the logits of all its tokens (docs/scale.md).
+
+    Args:
+        micro: micro-batches of all ranks.
+        seconds: seconds of forward and backward.
+    """
+    if not micro or seconds <= 0:
+        return {}
+    names = ("num_computed_tokens", "num_heads", "num_attended", "num_input_tokens", "num_input_attended")
+    computed, heads, attended, inputs, input_attended = (sum(getattr(fact, name) for fact in micro) for name in names)
+    tflops = meter.tflops(computed, heads, attended, seconds)
+    unshared = meter.tflops(inputs, inputs, input_attended, seconds)
+    return {
+        "perf/tflops_per_gpu": tflops,
+        "perf/mfu": tflops / meter.gpu.tflops,
+        "perf/mfu_unshared": unshared / meter.gpu.tflops,
+    }
 
 
 class Recorder:

@@ -65,6 +65,11 @@ class Packing:
     def num_tokens(self) -> int:
         return int(self.token_ids.size)
 
+    @property
+    def num_attended(self) -> int:
+        """Number of pairs of a unique token and a token that it attends to, itself included."""
+        return int(self.position_ids.sum()) + self.num_tokens
+
 
 def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Packing:
     """Pack sequences so that each shared token occurs once.

@@ -49,7 +49,8 @@ from rayapp.learner.batch import (
 )
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
-from rayapp.learner.metrics import MicroBatchFacts, Recorder, RowFacts, step_metrics, timing_metrics
+from rayapp.learner.memory.speed import MfuMeter
+from rayapp.learner.metrics import MicroBatchFacts, Recorder, RowFacts, mfu_metrics, step_metrics, timing_metrics
 from rayapp.learner.policy import (
     DeviceBatch,
     PolicyModel,
@@ -92,6 +93,8 @@ class PolicyLearner:
     """Puts the verdict on an answer before the prompt that the teacher reads; None: the teacher reads the policy's
     prompt.
     """
+    mfu: MfuMeter | None = None
+    """Computes `perf/mfu`; None on a CPU and on an unknown GPU."""
     kl_coef: float = 0.0
     """Coefficient of the KL in the reward at the next step. At the first step it is algorithm.kl_in_reward.coef."""
     optimizer_steps: int = 0
@@ -450,6 +453,9 @@ class _Step:
                 num_computed_tokens=batch.packing.num_tokens,
                 num_input_tokens=sum(item.num_inputs for item in batch.items),
                 num_trained_tokens=batch.num_trained_tokens,
+                num_heads=batch.head_positions.size,
+                num_attended=batch.packing.num_attended,
+                num_input_attended=sum(item.num_attended for item in batch.items),
                 loss=share,
                 metrics=metrics,
             )
@@ -530,6 +536,8 @@ class _Step:
             rows.update(part)
         learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
         metrics = step_metrics(micro, rows, table, self.config.distillation) | self._agreement() | self.kl_metrics
+        if learner.mfu is not None:
+            metrics |= mfu_metrics(micro, learner.mfu, self.watch.seconds(("forward_backward",))[0]["forward_backward"])
         return metrics | {
             "learner/grad_norm": float(np.mean(self.grad_norms)),
             "learner/groups_not_finite": float(sum(not has_finite_rewards(summary) for summary in self.summaries)),

@@ -61,9 +61,11 @@ def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
     except ConfigError:
         raise
     except Exception as error:  # boundary: a plug-in is foreign code that may raise anything
-        raise ConfigError(f"plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"agent plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
     if not callable(getattr(player, "run", None)):
-        raise ConfigError(f"plug-in {agent_name}: the object that it returns has no `run` (rayapp/rollout/agents.py)")
+        raise ConfigError(
+            f"agent plug-in {agent_name} returned an object without a method `run` (rayapp/rollout/agents.py)"
+        )
     return player
 
 
@@ -116,7 +118,7 @@ def check_length(prompts: Sequence[Prompt], limit: int) -> None:
     for prompt in prompts:
         if prompt.token_ids.size > limit:
             raise InputError(
-                f"task {prompt.task!r}: its prompt has {prompt.token_ids.size} tokens, and rollout.max_prompt_tokens "
+                f"task {prompt.task!r}: its prompt has {prompt.token_ids.size} tokens, but rollout.max_prompt_tokens "
                 f"is {limit}. Raise rollout.max_prompt_tokens, or shorten the prompt"
             )
 

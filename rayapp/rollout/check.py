@@ -168,7 +168,7 @@ def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
     own = [source.config for source in sources_of(config)]
     if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
-        raise InputError(f"eval.tasks is empty, and {why}: name the data files to evaluate on (docs/data.md)")
+        raise InputError(f"eval.tasks is empty, but {why}. Name the data files to evaluate on (docs/data.md)")
 
 
 def _evaluates(config: Config, *, training: bool) -> bool:
@@ -224,8 +224,8 @@ def _check_references(file: str, data: TrainingData) -> None:
     for number in range(len(data)):
         if not is_kept(data.row(number).ground_truth):
             raise InputError(
-                f"{file}, row {number}: its ground_truth has more than {MAX_KEPT_CHARS:,} characters, and a judge in "
-                "reward.judges reads it (reference: true). Leave out the row, or set reference: false"
+                f"{file}, row {number}: its ground_truth has more than {MAX_KEPT_CHARS:,} characters, which is "
+                "the maximum for judges with `reference: true`. Leave out the row, or set `reference: false`"
             )
 
 
@@ -278,7 +278,7 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
-            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} keeps "
+            f"sandbox.providers and sandbox.max_leases allow {have} sandboxes, but the tool {entry.class_name} keeps "
             f"one for each trajectory, and {arithmetic} = {need} trajectories run at once. Raise sandbox.max_leases to "
             f"{need}, lower one of these numbers, or, if `python` is the only such tool, set `stateful: false` in its "
             "config"

@@ -154,7 +154,7 @@ class Curriculum:
 def _read(file: Path, num_prompts: int) -> tuple[dict[str, tuple[float, float]], list[Result]]:
     if not file.exists():
         raise CheckpointError(
-            f"{file.parent} was saved without a curriculum, and algorithm.curriculum.enabled is true: set it to false, "
+            f"{file.parent} was saved without a curriculum, but algorithm.curriculum.enabled is true. Set it to false, "
             "or choose another run.name"
         )
     stored = json.loads(file.read_text())

@@ -68,12 +68,14 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
             result.num_left_out += 1
         else:
             raise InputError(
-                f"{where} has {row.num_tokens} tokens, and warmup.max_tokens is {limit}. Raise warmup.max_tokens, "
+                f"{where} has {row.num_tokens} tokens, but warmup.max_tokens is {limit}. Raise warmup.max_tokens, "
                 "shorten the row, or set warmup.filter_overlong: true"
             )
     if not result.rows:
-        left_out = f"all {result.num_left_out} rows are longer than {limit} tokens (warmup.max_tokens)"
-        raise InputError(f"no demonstrations: {left_out if result.num_left_out else 'the files have no rows'}")
+        left_out = f"all {result.num_left_out} rows are longer than warmup.max_tokens = {limit}. Raise this key"
+        raise InputError(
+            f"the warm-up has no demonstrations: {left_out if result.num_left_out else 'the files have no rows'}"
+        )
     return result
 
 
@@ -82,15 +84,20 @@ def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, T
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
         raise InputError(
-            f"warmup.num_steps is {config.warmup.num_steps}, but {', '.join(without)} has no demonstrations to learn "
-            "from: write some into the task (docs/tasks.md), name files in warmup.files, or set warmup.num_steps to 0."
+            f"warmup.num_steps is {config.warmup.num_steps}, but these tasks have no demonstrations: "
+            f"{', '.join(without)}. Write demonstrations into each task (docs/tasks.md), name files in warmup.files, "
+            "or set warmup.num_steps to 0."
         )
     for task in tasks:
         assert isinstance(task, CodingTask)
         prompt = task.render(tokenizer)
         # End the demonstration as sampling ends: at a stop text or, if the prompt has none, at the tokenizer's end
         # token.
-        end = [] if prompt.stop and task.prompt_format == "chat_prefill" else [_end_of_text(tokenizer, task.name)]
+        end = (
+            []
+            if prompt.stop and task.prompt_format == "chat_prefill"
+            else [_end_of_text(tokenizer, f"task {task.name}")]
+        )
         for number, text in enumerate(task.demonstrated_completions, start=1):
             completion = tokenizer.encode(text, add_special_tokens=False) + end
             where = f"demonstration {number} of task {task.name}"
@@ -150,9 +157,9 @@ def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterato
         yield _of_texts(row, tokenizer)
         return
     if {"prompt", "completion"} <= has:
-        asked, messages = _messages(row["prompt"]), _messages(row["completion"])
+        asked, messages = _messages(row, "prompt"), _messages(row, "completion")
     elif "messages" in has:
-        asked, messages = [], _messages(row["messages"])
+        asked, messages = [], _messages(row, "messages")
     else:
         raise ValueError(f"the row has {', '.join(sorted(has)) or 'no fields'}: it must have {KINDS}")
     render = partial(_render, tokenizer, template, row.get("tools") or None)
@@ -163,15 +170,22 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
     token_ids = _integers(row["token_ids"], "token_ids", len(tokenizer)).astype(np.int32)
     mask = _integers(row["response_mask"], "response_mask", 2).astype(np.bool_)
     if token_ids.ndim != 1 or token_ids.shape != mask.shape:
-        raise ValueError(f"token_ids {token_ids.shape} and response_mask {mask.shape} must be lists of one length")
-    if not mask.any() or mask[0]:
-        raise ValueError("response_mask must begin with false (the prompt) and have at least one true")
+        raise ValueError(
+            f"token_ids and response_mask must be flat lists of the same length; their shapes are {token_ids.shape} "
+            f"and {mask.shape}"
+        )
+    if not mask.any():
+        raise ValueError("response_mask has no true: mark at least one token to learn from")
+    if mask[0]:
+        raise ValueError("response_mask begins with true: the first token must belong to the prompt (false)")
     forks = tuple(Fork(**fork) for fork in row.get("forks") or ())
     starts = [fork.start for fork in forks]
-    if starts != sorted({*starts} & {*range(1, token_ids.size)}) or any(fork.after >= fork.start for fork in forks):
+    if starts != sorted({*starts} & {*range(1, token_ids.size)}):
         raise ValueError(
-            "forks must be sorted; each must start at a token after the first, and continue from an earlier token"
+            f"forks: each `start` must be from 1 to {token_ids.size - 1}, and greater than the `start` before it"
         )
+    if any(fork.after >= fork.start for fork in forks):
+        raise ValueError("forks: each `after` must be less than the `start` of the same fork")
     return replace(_trajectory_of(token_ids, mask, str(row.get("completion") or "")), forks=forks)
 
 
@@ -190,7 +204,7 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
         raise TypeError("prompt is a string, so completion must be a string; or make both lists of messages")
     _not_empty(completion, "completion")
     _not_empty(prompt, "prompt")
-    answer = [*tokenizer.encode(completion, add_special_tokens=False), _end_of_text(tokenizer, "the model")]
+    answer = [*tokenizer.encode(completion, add_special_tokens=False), _end_of_text(tokenizer, "warmup.files")]
     return _trajectory([(tokenizer.encode(prompt), False), (answer, True)], completion)
 
 
@@ -227,9 +241,9 @@ def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokeniz
     head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
     if not whole.startswith(head):
         raise ValueError(
-            f"the chat template renders message {i} differently as an answer: its text "
-            f"{whole[len(head) - 40 : len(head) + 40]!r} does not continue the generation prompt {head[-40:]!r}. Give "
-            "token_ids and response_mask, or prompt and completion as strings"
+            f"message {i} can't be learned from: the chat template renders it as "
+            f"{whole[len(head) - 40 : len(head) + 40]!r}, which does not continue the generation prompt "
+            f"{head[-40:]!r}. Give token_ids and response_mask, or prompt and completion as strings"
         )
     answer = whole[len(head) :]
     # Templates write a line break after the token that ends a turn; a policy never samples this line break.
@@ -253,23 +267,29 @@ def _render(
             )
         )
     except Exception as error:  # boundary: a template is a program that may raise anything
-        raise ValueError(f"the chat template refuses its messages: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"the chat template can't render the row's messages: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    value = row[key]
     if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
-        raise ValueError("messages must be a list of objects with role and content")
+        raise ValueError(f"{key} must be a list of messages: objects with `role` and `content`")
     return [{key: item for key, item in one.items() if item is not None} for one in value]
 
 
 def _not_empty(value: Any, what: str) -> None:
     if not isinstance(value, str | list) or not value or (isinstance(value, str) and not value.strip()):
-        raise ValueError(f"{what} is empty: there is nothing to learn from it")
+        raise ValueError(f"{what} is {value!r:.40}: it must have text to learn from")
 
 
 def _end_of_text(tokenizer: Any, what: str) -> int:
     if tokenizer.eos_token_id is None:
-        raise InputError(f"{what}: the tokenizer has no eos_token to end an answer with. Give token_ids")
+        raise InputError(
+            f"{what}: the tokenizer has no eos_token, with which an answer must end. Name files with token_ids and "
+            "response_mask in warmup.files"
+        )
     return int(tokenizer.eos_token_id)
 
 

@@ -105,7 +105,9 @@ class ExternalAgent:
         """
         bare, messages = problem.prompt, problem.start.messages
         if not all(isinstance(message.get("content"), str) for message in messages):
-            raise InputError(f"{bare.task}: a message has parts that are not text: external agents get only text")
+            raise InputError(
+                f"task {bare.task}: external agents get only text, but the `content` of a message is not a string"
+            )
         text = self._formats.plain.chat.render(messages)
         return replace(bare, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
@@ -223,7 +225,7 @@ class ExternalAgent:
             playing.output.add(f"{playing.fault}\n".encode("utf-8", "replace"))
             return
         if code != 0:
-            playing.fault = f"the agent's program ended with {code}: {playing.output.last_line}"
+            playing.fault = f"the agent's program ended with exit code {code}: {playing.output.last_line}"
 
 
 def check_agent(config: Config) -> Entry | None:
@@ -256,7 +258,7 @@ def _own_files(config: Config) -> dict[str, str]:
 def _as_answer(found: Any) -> str | None:
     if found is None or isinstance(found, str):
         return found
-    raise TypeError(f"it returned a {type(found).__name__}: it must return its answer as a str, or None")
+    raise TypeError(f"its function returned a {type(found).__name__}: it must return the answer as a str, or None")
 
 
 def _answer_in(path: Path) -> str:

@@ -258,8 +258,10 @@ async def play(
         playing.output.add(f"{done.stdout}{done.stderr}".encode())
         playing.ran_out = done.stopped_for is StopCause.TIMEOUT
         if not done.ok and not playing.ran_out:
-            why = done.stopped_for or done.exit_code
-            playing.fault = f"the agent's program ended with {why}: {playing.output.last_line}"
+            why = (
+                f"was stopped for {done.stopped_for}" if done.stopped_for else f"ended with exit code {done.exit_code}"
+            )
+            playing.fault = f"the agent's program {why}: {playing.output.last_line}"
         if settings.answer_file:
             playing.answer = await _answer(sandbox, str(call.folder / settings.answer_file), may_be_gone=not done.ok)
 

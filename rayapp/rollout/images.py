@@ -102,7 +102,8 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
             raise
         raise ImageError(
             f"image {earlier} can't be fetched any more: {error}. When this run started, {name} was the name of this "
-            f"image. Push it again, or delete its line in {record}: the run then uses the image that {name} names now"
+            f"image. Push this image again, or delete the line of {name} in {record}: the run then uses the image "
+            f"that {name} names now"
         ) from error
 
 

@@ -109,7 +109,7 @@ class CheckpointFolder:
         if newest is None and self._tell_passed_over(None):
             raise RunFolderError(
                 f"no checkpoint in {self.path} can be used, and starting over would delete what the run has recorded. "
-                f"Put a complete one there, or choose another run.name, or delete {self.path} to start over."
+                f"Put a complete checkpoint there, choose another run.name, or delete {self.path} to start over."
             )
         return newest
 
@@ -220,8 +220,8 @@ def damage(path: Path) -> str | None:
     except OSError as error:
         return f"it can't be read: {error}"
     wrong = [name for name, digest in found.items() if digest != expected.get(name)]
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more} does not match its checksum" if wrong else None
+    more = f" (and {len(wrong) - 1} other files)" if len(wrong) > 1 else ""
+    return f"the checksum of {wrong[0]}{more} is wrong" if wrong else None
 
 
 def why_torn(path: Path) -> str:
@@ -231,7 +231,7 @@ def why_torn(path: Path) -> str:
             return str(json.loads((path / REFUSED).read_text())["refused"])
         files = json.loads((path / MANIFEST).read_text())["files"]
         wrong = [
-            f"{name} should have {size} bytes, and {_has(path / name)}"
+            f"{name} should have {size} bytes, but {_has(path / name)}"
             for name, size in files.items()
             if _size(path / name) != size
         ]

@@ -26,6 +26,7 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.config.loading import renamed_keys, to_yaml
+from rayapp.core import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
     aside,
@@ -38,7 +39,6 @@ from rayapp.core.files import (
     write_text,
 )
 from rayapp.core.types import FloatArray, Group
-from rayapp.core.version import __version__
 from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, PROFILES, TRAJECTORIES
 from rayapp.runs.mirror.mirror import RunMirror, mirroring
@@ -111,7 +111,7 @@ def check_same_training(config: Config, stored: Path) -> None:
     refused = {key: line for key, line in changed.items() if not _is_among(key, meant)}
     if refused:
         raise RunFolderError(
-            f"{stored.parent} was made by another configuration:\n  "
+            f"{stored.parent} was made with another configuration:\n  "
             + "\n  ".join(refused.values())
             + "\nContinue with the old values, or choose another run.name (model.path may be this run's final/). "
             f"If you intend the change: run.allow_changed='[{', '.join(refused)}]'."
@@ -223,8 +223,8 @@ class RunFolder:
         path = config.run_folder
         if not path.is_absolute() and RAY_COPIES in Path.cwd().parts:
             raise RunFolderError(
-                f"run.output_dir is {config.run.output_dir!r}, below {Path.cwd()}: Ray made this copy for the "
-                "job and deletes it after the job. Give an absolute path, e.g. run.output_dir=/var/outputs."
+                f"run.output_dir is {config.run.output_dir!r}, which lies in {Path.cwd()}: a copy that Ray made for "
+                "this job and deletes after it. Give an absolute path, e.g. run.output_dir=/var/outputs."
             )
         checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
         with explain_full_disk(path, checkpoints.what_is_safe), ExitStack() as opened:
@@ -247,7 +247,7 @@ class RunFolder:
         has_run = (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
         if resume == "never" and has_run:
             raise RunFolderError(
-                f"{self.path} already holds a run, and run.resume is never. Choose another run.name, delete the "
+                f"{self.path} already holds a run, but run.resume is never. Choose another run.name, delete the "
                 "folder, or continue the run with run.resume=auto."
             )
         checkpoint = self.checkpoints.verified()
@@ -259,7 +259,7 @@ class RunFolder:
             raise RunFolderError(
                 f"{checkpoint.path} holds {', '.join(checkpoint.contents)} (checkpoint.save_contents): without model "
                 "and optimizer a run can't continue exactly from this checkpoint. Choose another run.name, with "
-                "model.path set to its hf_model folder if it has one."
+                "model.path set to this checkpoint's hf_model folder if it has one."
             )
         stored = self.path / "config.yaml"
         if (checkpoint is not None or self.exported_step is not None) and stored.exists():

@@ -226,7 +226,7 @@ def read_profile(text: bytes) -> StepProfile:
         ]
         return StepProfile(**raw | {"processes": processes})
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a profile's summary: {error!r}") from error
+        raise ValueError(f"this is not the summary of a profile: {error!r}") from error
 
 
 def profile_lines(profile: StepProfile, folder: str) -> Iterator[str]:

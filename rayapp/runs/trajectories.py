@@ -270,7 +270,7 @@ def schema_fault(schema: Any) -> str:
     """Return why this version can't read a file with this arrow schema; empty if it can."""
     found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
-        return f"has trajectory schema {found}, and this version reads {SCHEMA_VERSION}"
+        return f"has trajectory schema {found}, but this version reads only {SCHEMA_VERSION}"
     missing = [name for name in SCHEMA.names if name not in schema.names and name not in _OPTIONAL]
     return f"was written by an older rayapp: it has no column {', '.join(missing)}" if missing else ""
 
@@ -363,12 +363,13 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     Raises:
         InputError: the run kept no trajectories, one of its files can't be read, or no trajectory meets the criteria.
     """
-    files = [file for file in sorted((run / "trajectories").glob("step=*.parquet")) if _is_wanted(file, selection)]
+    recorded = _step_files(run)
+    files = [file for file in recorded if _is_wanted(file, selection)]
     if not files:
+        last = "" if selection.last_step is None else f" to {selection.last_step}"
         raise InputError(
-            f"{run / 'trajectories'} has no recorded steps to select from: name the folder of a run that was trained "
-            "with "
-            "tracking.trajectories: true"
+            f"{run / 'trajectories'} has no steps from {selection.first_step}{last}: it has {recorded[0].stem} to "
+            f"{recorded[-1].stem}. Change --first-step or --last-step"
         )
     count = Selected()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -379,8 +380,8 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
                 writer.write_table(pa.Table.from_pylist(rows, schema=WRITTEN))
         if not count.num_written:
             raise InputError(
-                f"none of {count.num_read} trajectories in {run} has a reward of {selection.min_reward:g} or more: "
-                "lower --min-reward"
+                f"{run}: none of the {count.num_read} trajectories is valid and has a reward of "
+                f"{selection.min_reward:g} or more. Lower --min-reward"
             )
     return count
 
@@ -391,16 +392,22 @@ def solve_rates(run: Path) -> dict[str, float]:
     Raises:
         InputError: the run kept no trajectories, or one of its files can't be read.
     """
-    files = sorted((run / "trajectories").glob("step=*.parquet"))
-    if not files:
-        raise InputError(
-            f"{run / 'trajectories'} holds no steps: name the folder of a run with tracking.trajectories: true"
-        )
+    files = _step_files(run)
     solved: dict[str, list[float]] = {}
     for group in (group for file in files for group in read_groups(file)):
         rewards = [each.reward for each in group.trajectories if each.reward.valid]
         solved.setdefault(group.prompt.task, []).extend(each.terms.get("solved", each.value) for each in rewards)
     return {task: sum(value >= 1.0 for value in values) / len(values) for task, values in solved.items() if values}
+
+
+def _step_files(run: Path) -> list[Path]:
+    """Return the files of a run's recorded steps, in order. Raises InputError: there are none."""
+    files = sorted((run / "trajectories").glob("step=*.parquet"))
+    if not files:
+        raise InputError(
+            f"{run / 'trajectories'} has no recorded steps: name the folder of a run with `tracking.trajectories: true`"
+        )
+    return files
 
 
 def _is_wanted(file: Path, selection: Selection) -> bool:

@@ -181,7 +181,7 @@ class FollowingHash:
         while start < end:
             num_read = os.preadv(self._descriptor, [self._buffer[: end - start]], start)
             if num_read == 0:
-                raise OSError(f"the file ends at byte {start}, before {end}")
+                raise OSError(f"the file ends at byte {start}, before byte {end}")
             self._digest.update(self._buffer[:num_read])
             start += num_read
 

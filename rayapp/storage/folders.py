@@ -56,7 +56,8 @@ class Manifest:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
                 raise StorageError(
-                    f"{where}: written by another version (format {raw['format']}, this version reads {FORMAT})"
+                    f"{where} was written by another version: its format is {raw['format']}, and this version reads "
+                    f"{FORMAT}"
                 )
             files = {
                 check_key(key): ObjectInfo(key=key, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))

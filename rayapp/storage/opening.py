@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
@@ -104,8 +105,11 @@ class LocalStorage:
             for name in names:
                 path = Path(folder) / name
                 key = path.relative_to(self._root).as_posix()
-                if key.startswith(prefix) and not is_aside(name) and path.is_file():
-                    yield ObjectInfo(key=key, num_bytes=path.stat().st_size)
+                if not key.startswith(prefix) or is_aside(name):
+                    continue
+                with suppress(FileNotFoundError):  # another process may delete it at any time
+                    if stat.S_ISREG((facts := path.stat()).st_mode):
+                        yield ObjectInfo(key=key, num_bytes=facts.st_size)
 
     async def _copy(self, source: Path, target: Path, key: str, *, sha256: str = "") -> ObjectInfo:
         with storage_errors(source):
@@ -115,7 +119,7 @@ class LocalStorage:
             found = await hash_file(temporary)
             if found != before or (sha256 and found != sha256):
                 raise StorageCorruptError(
-                    f"{source}: its SHA-256 is {found[:12]}…, expected {(sha256 or before)[:12]}…: the file is "
+                    f"{source}: its SHA-256 is {found[:12]}…, not {(sha256 or before)[:12]}…: the file is "
                     "damaged, or changed while it was copied"
                 )
             num_bytes = temporary.stat().st_size

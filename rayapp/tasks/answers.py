@@ -209,5 +209,5 @@ def _rule_file(module: str) -> Path:
     # Find verl without importing it, which takes seconds.
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise InputError("verl is not installed, but its rules score this data source: run make venv")
+        raise InputError("rules of verl score this data source, but verl is not installed. Run `make venv`")
     return Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / f"{module}.py"

@@ -28,7 +28,8 @@ import ast
 import keyword
 from collections.abc import Iterator, Sequence
 
-from rayapp.tasks.extraction import extract_code, extract_module, extract_program, parse, syntax_problem
+from rayapp.core.syntax import parse, syntax_problem
+from rayapp.tasks.extraction import extract_code, extract_module, extract_program
 from rayapp.tasks.scopes import Scopes
 
 _CODE_CALLS = frozenset({"eval", "exec", "compile"})

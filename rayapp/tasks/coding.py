@@ -21,13 +21,13 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, PublicVerdict, Reward, SandboxSpec
 from rayapp.core.validation import explain
 from rayapp.tasks.banned import normal_pattern, screen
 from rayapp.tasks.cases import Case, CaseSource
-from rayapp.tasks.extraction import parse
 from rayapp.tasks.grading import failure, grade, public_tests_file, public_verdict, read_public_test
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 from rayapp.tasks.verdict import judged_in_sandbox
@@ -54,7 +54,7 @@ def _checked_pattern(pattern: str) -> str:
 
 def _checked_expression(expression: str) -> str:
     try:
-        ast.parse(expression.strip(), mode="eval")
+        syntax.expression(expression)
     except SyntaxError as error:
         raise ValueError(f"{expression.strip()!r} is not a Python expression: {error.msg}") from None
     return expression
@@ -134,7 +134,8 @@ class CodingTask(BaseModel):
     def _parts_agree(self) -> Self:
         if self.prompt_format == "completion" and f"def {self.func_name}" not in self.prompt:
             raise ValueError(
-                f"prompt_format is completion, so the prompt must end in the line `def {self.func_name}(…):`"
+                f"prompt_format is completion, but the prompt has no `def {self.func_name}`: it must end in the line "
+                f"`def {self.func_name}(…):`"
             )
         if self.prefill and self.prompt_format != "chat_prefill":
             raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
@@ -158,7 +159,7 @@ class CodingTask(BaseModel):
             line = source.strip()
             if line.startswith((f"def {self.func_name}(", f"async def {self.func_name}(")):
                 return _parameters(line)
-        raise ValueError(f"signature is missing: write it as `def {self.func_name}(…):`")
+        raise ValueError(f"neither signature nor prompt has a line `def {self.func_name}(…):`. Write it as signature")
 
     @property
     def cases(self) -> CaseSource:
@@ -274,10 +275,12 @@ class CodingTask(BaseModel):
     def _completion_of(self, number: int, code: str) -> str:
         code = code.strip()
         text = code if self.prompt_format == "completion" else f"```python\n{code}\n```"
-        if not text.startswith(self.answer_prefix) or parse(code) is None:
+        if syntax.parse(code) is None:
+            raise ValueError(f"demonstration {number} is not Python: {code[:80]!r}")
+        if not text.startswith(self.answer_prefix):
             raise ValueError(
-                f"demonstration {number} begins with {text[: len(self.answer_prefix) + 20]!r}: it must be Python that "
-                f"begins with {self.answer_prefix!r}, like the answer that the prompt begins"
+                f"demonstration {number} begins with {text[: len(self.answer_prefix) + 20]!r}: it must begin with "
+                f"{self.answer_prefix!r}, like the answer that the prompt begins"
             )
         return text[len(self.answer_prefix) :]
 
@@ -313,13 +316,17 @@ class CodingTask(BaseModel):
 
 
 def _parameters(line: str) -> tuple[str, ...]:
-    tree = parse(f"{line} pass" if line.endswith(":") else line)
+    tree = syntax.parse(f"{line} pass" if line.endswith(":") else line)
     if tree is None or not isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
         raise ValueError(f"signature {line!r} is not a `def` line of Python")
     arguments = tree.body[0].args
-    if isinstance(tree.body[0], ast.AsyncFunctionDef) or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
+    is_async = isinstance(tree.body[0], ast.AsyncFunctionDef)
+    if is_async:
+        raise ValueError(f"signature {line!r}: the function must not be async, because tests call it directly")
+    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
         raise ValueError(
-            f"signature {line!r}: use only positional parameters: the function is called with one argument for each"
+            f"signature {line!r}: all parameters must be positional, because tests call the function with one argument "
+            "for each"
         )
     names = tuple(argument.arg for argument in [*arguments.posonlyargs, *arguments.args])
     if not names:

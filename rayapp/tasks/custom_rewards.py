@@ -75,14 +75,20 @@ class CustomReward:
                     if inspect.isawaitable(found):
                         found = await guarded(lambda: found, self._failed)
         except TimeoutError as error:
-            raise RewardFailedError(f"{self.path} took more than {self.timeout_s:g} s", "reward_timeout") from error
+            raise RewardFailedError(
+                f"reward function {self.path} took more than {self.timeout_s:g} s", "reward_timeout"
+            ) from error
         try:
             return _terms(found)
         except Exception as error:  # boundary: the result may be an object of a user's class
-            raise RewardFailedError(f"{self.path} returned {readable_error(error)}", "reward_nonsense") from error
+            raise RewardFailedError(
+                f"reward function {self.path} returned {readable_error(error)}", "reward_nonsense"
+            ) from error
 
     def _failed(self, error: BaseException) -> RewardFailedError:
-        return RewardFailedError(f"{self.path} raised {type(error).__name__}: {readable_error(error)}", "reward_error")
+        return RewardFailedError(
+            f"reward function {self.path} raised {type(error).__name__}: {readable_error(error)}", "reward_error"
+        )
 
     def __getstate__(self) -> tuple[str, float]:
         return self.path, self.timeout_s
@@ -155,7 +161,7 @@ def _terms(found: object) -> dict[str, float]:
     """Return the terms in a function's result. Raises ValueError, or any error of the user's objects."""
     raw = found if isinstance(found, Mapping) else {"score": found}
     if "score" not in raw:
-        raise ValueError(f"a dict without the key score: {sorted(map(str, raw))}")
+        raise ValueError(f"a dict without the key `score`; its keys are {sorted(map(str, raw))}")
     terms = storable_terms(raw)
     if "score" not in terms:
         raise ValueError(f"{raw['score']!r}, which is not a finite number")

@@ -17,13 +17,11 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-import threading
-import warnings
+
+from rayapp.core.syntax import parse
 
 _PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
-_ONE_PARSE = threading.Lock()
-_MOST_SHOWN = 80
 _MAX_TRIES = 12
 """Maximum number of parses to find where the code ends (or begins): a hostile completion must not take seconds."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -139,35 +137,6 @@ def _binds(source: str, func_name: str) -> bool:
                 if name == func_name:
                     return True
     return False
-
-
-def parse(source: str) -> ast.Module | None:
-    """Return the syntax tree; None if the source does not parse. Python's warnings about the source are suppressed."""
-    try:
-        return _parsed(source)
-    # NUL bytes and lone surrogates raise ValueError; deep nesting raises RecursionError or MemoryError.
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def syntax_problem(source: str) -> str:
-    """Return why `source` does not parse: line number, the parser's message, and the line. Empty if it parses."""
-    try:
-        _parsed(source)
-    except SyntaxError as error:
-        line = (error.text or "").strip()[:_MOST_SHOWN]
-        return f"line {error.lineno}: {error.msg}" + (f": `{line}`" if line else "")
-    except (ValueError, RecursionError, MemoryError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _parsed(source: str) -> ast.Module:
-    # Parse under a lock: completions are read in threads, and in Python 3.11 two simultaneous parses fail ("AST
-    # constructor recursion depth mismatch"), because all threads share one depth counter.
-    with _ONE_PARSE, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.parse(source)
 
 
 def _after_fence(prefill: str) -> str:

@@ -313,7 +313,7 @@ def _decoded(files: Mapping[str, str | None]) -> dict[str, bytes]:
         except ValueError as error:
             raise InputError(f"files: {path!r} is not base64: {error}") from error
     if sum(map(len, found.values())) > _MAX_FILE_BYTES:
-        raise InputError(f"files: more than {_MAX_FILE_BYTES >> 20} MiB in all")
+        raise InputError(f"files: all files together must have at most {_MAX_FILE_BYTES >> 20} MiB")
     return found
 
 

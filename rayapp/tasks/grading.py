@@ -24,10 +24,10 @@ import ast
 from collections.abc import Sequence
 
 from rayapp.core.errors import SandboxProtocolError
+from rayapp.core.syntax import parse
 from rayapp.core.types import CallReport, CallResult, PublicVerdict, Reward
 from rayapp.sandbox.verdict.compare import same_value, shown
 from rayapp.tasks.cases import Case
-from rayapp.tasks.extraction import parse
 
 ERROR_REWARD = -1.0
 
@@ -95,7 +95,7 @@ def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
         case _:
             raise ValueError(f"public test {test!r} must have the form {func_name}(…) == …")
     if len(inputs) != num_parameters:
-        raise ValueError(f"public test {test!r} gives {len(inputs)} inputs; the function takes {num_parameters}")
+        raise ValueError(f"public test {test!r} gives {len(inputs)} inputs, but the function takes {num_parameters}")
     try:
         return Case(args=tuple(map(ast.literal_eval, inputs)), expected=ast.literal_eval(output))
     except (ValueError, TypeError) as error:

@@ -118,7 +118,7 @@ def single_tasks(source: str) -> list[str]:
         return [source]
     found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
     if not found:
-        raise InputError(f"folder {source} is not a task and has no task folder in it: there is no instruction.md")
+        raise InputError(f"folder {source} holds no task: neither it nor a folder in it has an instruction.md")
     return [f"{entry}?{TRUST}" if trusts_script else str(entry) for entry in found]
 
 
@@ -220,7 +220,10 @@ def _yaml(text: str, source: str) -> dict[str, Any]:
 def _from_yaml(text: str, source: str) -> CodingTask:
     data = _yaml(text, source)
     if "environment" in data:
-        raise InputError(f"task {source} is an environment: it scores its own trajectories, not a text")
+        raise InputError(
+            f"task {source} is an environment: it scores its own trajectories, not a text. Train or evaluate with it "
+            "as the only entry of `tasks`, or in a separate source (docs/environments.md)"
+        )
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data
     data.setdefault("name", Path(source).stem)

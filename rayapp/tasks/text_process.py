@@ -126,12 +126,16 @@ class TextProcess:
             how, value = self._exchange(call) or self._exchange(call) or ("", None)
         except TimeoutError as error:
             self.close()
-            raise TextReadingFailedError(f"{name}: no answer within {_WALL_LIMIT_S:g} s", "text_process") from error
+            raise TextReadingFailedError(
+                f"the text process gave no answer to {name} within {_WALL_LIMIT_S:g} s", "text_process"
+            ) from error
         except (TypeError, ValueError, AttributeError, OSError, pickle.PickleError) as error:
             self.close()
-            raise TextReadingFailedError(f"{name}: {type(error).__name__}: {error}", "text_process") from error
+            raise TextReadingFailedError(
+                f"the text process failed at {name}: {type(error).__name__}: {error}", "text_process"
+            ) from error
         if not how:
-            raise TextReadingFailedError(f"{name}: another program killed the text process twice", "text_process")
+            raise TextReadingFailedError(f"another program killed the text process twice, at {name}", "text_process")
         if how == "raised":
             raise TextReadingFailedError(f"{name}: {value}", "reward_error")
         return value

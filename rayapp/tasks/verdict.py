@@ -128,7 +128,7 @@ def _checked(reward: object) -> Reward:
         raise TypeError(f"the verdict is a {type(reward).__name__}, not a Reward")
     for name in ("status", "failure_kind", "detail"):
         if not isinstance(getattr(reward, name), str):
-            raise TypeError(f"its {name} is a {type(getattr(reward, name)).__name__}, not a str")
+            raise TypeError(f"the Reward's {name} is a {type(getattr(reward, name)).__name__}, not a str")
     value = storable(reward.value) if reward.valid else 0.0
     return replace(reward, value=value, terms=storable_terms(reward.terms), valid=bool(reward.valid))
 

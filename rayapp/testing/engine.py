@@ -69,11 +69,13 @@ class ScriptedEngine:
         await asyncio.sleep(self._latency_s)
         if self.record:
             self.requests.append((request_id, tuple(prompt_ids), sampling))
-        if len(prompt_ids) >= self._max_model_tokens or sampling.max_tokens < 1:
+        if len(prompt_ids) >= self._max_model_tokens:
             raise EngineError(
-                f"{request_id}: {len(prompt_ids)} prompt tokens and max_tokens {sampling.max_tokens} leave no room "
-                f"within {self._max_model_tokens}"
+                f"{request_id}: the prompt has {len(prompt_ids)} tokens: it must have fewer than "
+                f"{self._max_model_tokens}"
             )
+        if sampling.max_tokens < 1:
+            raise EngineError(f"{request_id}: max_tokens is {sampling.max_tokens}: it must be at least 1")
         said = self._script(request_id, prompt_ids)
         token_ids = [*self._encode(said), self._end_id] if isinstance(said, str) else list(said)
         is_cut = len(token_ids) > sampling.max_tokens

@@ -192,7 +192,7 @@ class ToolBase:
         return None
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
-        raise NotImplementedError(f"{type(self).__name__} has no execute")
+        raise NotImplementedError(f"{type(self).__name__} has no method execute")
 
     async def reward(self, state: Any) -> float | None:
         return None

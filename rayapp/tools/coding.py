@@ -185,9 +185,8 @@ async def _edited(sandbox: Sandbox, path: str, arguments: Mapping[str, Any]) -> 
     text = await read_text(sandbox, path)
     count = text.count(old) if old else 0
     if count != 1:
-        raise ToolFailedError(
-            f"old_str is in {path} {count} times: it must be there exactly once. Give more of the text around it"
-        )
+        way_out = "Give more of the text around it" if count else "Read the file, and copy the text exactly"
+        raise ToolFailedError(f"old_str is in {path} {count} times: it must be there exactly once. {way_out}")
     return text.replace(old, new)
 
 
@@ -233,7 +232,8 @@ class RunTestsTool(WorkspaceTool):
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Tested:
         if not callable(kwargs.get("check")):
             raise InputError(
-                f"tool {self.schema.name}: the task has no public tests. Add tests (docs/tasks.md), or leave it out"
+                f"tool {self.schema.name}: the task has no public tests. Add tests (docs/tasks.md), or leave this tool "
+                "out"
             )
         return _Tested(workspace, kwargs["check"])
 
@@ -264,7 +264,7 @@ class SubmitTool(WorkspaceTool):
 
     async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
         if ("path" in arguments) == ("answer" in arguments):
-            raise ToolFailedError("give either path or answer, not both", "bad_arguments")
+            raise ToolFailedError("give exactly one of the arguments path and answer", "bad_arguments")
         if "answer" in arguments:
             return ToolOutput(text="handed in", answer=str(arguments["answer"]))
         path = _path(arguments)
@@ -296,7 +296,8 @@ class SubmitWorkTool(WorkspaceTool):
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Work:
         if not callable(kwargs.get("collect")):
             raise InputError(
-                f"tool {self.schema.name}: the task does not define which files of a workspace are the answer"
+                f"tool {self.schema.name}: the task does not define which files of a workspace are the answer. "
+                "Leave this tool out"
             )
         return _Work(workspace, kwargs["collect"])
 
@@ -318,11 +319,11 @@ def fenced(code: str) -> str:
 def _path(arguments: Mapping[str, Any]) -> str:
     path = str(arguments["path"])
     if not path or "\0" in path:
-        raise ToolFailedError("path must name a file", "bad_arguments")
+        raise ToolFailedError("path must not be empty, and must not contain the character NUL", "bad_arguments")
     return path
 
 
 def _given(arguments: Mapping[str, Any], name: str) -> str:
     if name not in arguments:
-        raise ToolFailedError(f"{arguments['command']} needs {name}", "bad_arguments")
+        raise ToolFailedError(f"command {arguments['command']} needs the argument {name}", "bad_arguments")
     return str(arguments[name])

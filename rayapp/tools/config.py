@@ -107,7 +107,7 @@ def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
     def value(match: re.Match[str]) -> str:
         name = match.group(1)
         if not environ.get(name):
-            raise ConfigError(f"{where} needs the environment variable {name}, which is not set")
+            raise ConfigError(f"{where} needs the environment variable {name}, which is not set or is empty")
         return environ[name]
 
     return _VARIABLE.sub(value, text)
@@ -123,7 +123,7 @@ def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
     data = _load(path, "tool file")
     entries = data.get("tools") if isinstance(data, dict) else None
     if not isinstance(entries, list):
-        raise ConfigError(f"tool file {path}: it has no list `tools` at the top level (docs/tools.md)")
+        raise ConfigError(f"tool file {path} has no list `tools` at the top level (docs/tools.md)")
     return tuple(parse(entry, ToolEntry, where=f"tool file {path}: tools[{i}]") for i, entry in enumerate(entries))
 
 
@@ -140,7 +140,9 @@ def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
     data = _load(path, "mcp_servers_config_path")
     servers = data.get("mcpServers") if isinstance(data, dict) else None
     if not isinstance(servers, dict) or not servers:
-        raise ConfigError(f'{path}: it must have the form {{"mcpServers": {{"name": {{"url": "http://…/mcp"}}}}}}')
+        raise ConfigError(
+            f'MCP server file {path} must have the form {{"mcpServers": {{"name": {{"url": "http://…/mcp"}}}}}}'
+        )
     return {str(name): parse(entry, McpServer, where=f"{path}: {name}") for name, entry in servers.items()}
 
 

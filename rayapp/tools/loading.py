@@ -105,7 +105,7 @@ async def _mcp_tools(
     entry: ToolEntry, path: Path, context: ToolContext, links: list[McpLink], where: str
 ) -> list[Tool]:
     if entry.mcp is None:
-        raise ConfigError(f"{where}: it has no section `mcp`: add mcp: {{mcp_servers_config_path: …}}")
+        raise ConfigError(f"{where} has no section `mcp`: add mcp: {{mcp_servers_config_path: …}}")
     config = parse(entry.config, McpToolConfig, where=f"{where}: config")
     selected = set(entry.mcp.tool_selected_list)
     found: list[Tool] = []
@@ -163,7 +163,7 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(module_name)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{where}: it can't be imported ({error}){_hint(name)}") from error
+            raise ConfigError(f"{where} can't be imported ({error}){_hint(name)}") from error
     kind: Callable[..., Any] | None = getattr(module, attribute, None)
     if kind is None:
         raise ConfigError(f"{where}: there is no class {attribute} in {file or module.__name__}")

@@ -147,7 +147,7 @@ class McpLink:
                     raise
                 self._drop(session)
                 if attempt:
-                    raise ToolUnavailableError(f"{self.where} is lost: {_describe(error)}") from error
+                    raise ToolUnavailableError(f"the connection to {self.where} is lost: {_describe(error)}") from error
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class McpLink:
         except Exception as error:  # boundary: the SDK raises exception groups of many types
             if session.status >= 400:
                 # The HTTP status shows that the server refused the key; the SDK's error does not.
-                raise ConnectionError(f"it answered with HTTP {session.status}") from error
+                raise ConnectionError(f"the server answered with HTTP status {session.status}") from error
             raise
         return session
 

@@ -73,14 +73,14 @@ def _constant(name: str) -> float:
 
 def _integer(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"an integer has {len(digits)} digits, more than {_MAX_DIGITS}")
+        raise ValueError(f"an integer has {len(digits)} digits: at most {_MAX_DIGITS} are allowed")
     return int(digits)
 
 
 def _number(digits: str) -> float:
     value = float(digits)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{digits[:20]} is too large")
+        raise ValueError(f"the number {digits[:20]} is too large for a float")
     return value
 
 

@@ -165,7 +165,7 @@ class WorkspaceTool(ToolBase):
         # dead.
         self.timeout_s = 2 * (self.config.timeout + self.config.lease_timeout) + 30.0
         if self.context.sandboxes is None:
-            raise ConfigError(f"tool {self.schema.name}: it needs sandboxes, and this process has none")
+            raise ConfigError(f"tool {self.schema.name} needs sandboxes, but this process has none")
         self.sandboxes = self.context.sandboxes
 
     @classmethod

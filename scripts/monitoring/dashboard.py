@@ -56,7 +56,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(title="step", metrics=("rl_step", "rl_steps_planned")),
             Panel(title="sampled tokens per second", metrics=("rl_tokens_per_second",)),
             Panel(title="seconds by phase", metrics=("rl_phase_seconds",)),
-            Panel(title="idle share by role", metrics=("rl_idle_share",)),
+            Panel(title="idle share by role, MFU", metrics=("rl_idle_share", "rl_mfu")),
             Panel(
                 title="age of the last step and checkpoint",
                 metrics=("rl_last_step_timestamp_seconds", "rl_last_checkpoint_timestamp_seconds"),

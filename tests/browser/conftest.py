@@ -48,6 +48,8 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[str]]]:
 
         async def start(*folders: Path, tokenizer: Path | None = None) -> str:
             runs = [ViewedRun(open_source(str(folder)), tokenizer) for folder in folders]
+            for run in runs:
+                await asyncio.to_thread(run.refresh)  # as the command does
             return await stack.enter_async_context(_serving(runs))
 
         yield start

@@ -88,8 +88,10 @@ class Opened:
         page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
 
     async def go(self, address: str) -> None:
+        """Open an address, and wait until the page shows it: until then it shows the one before."""
         await self.page.goto(f"{self.base}/#/{address}")
-        await self.page.locator("main:not([aria-busy]) h1").first.wait_for()
+        shown = json.dumps(await self.page.evaluate("location.hash"))
+        await self.page.locator(f"main[data-address={shown}]:not([aria-busy]) h1").first.wait_for()
 
     async def text(self, selector: str) -> list[str]:
         return [" ".join(text.split()) for text in await self.page.locator(selector).all_inner_texts()]

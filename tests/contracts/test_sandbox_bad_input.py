@@ -206,7 +206,7 @@ async def test_a_service_that_answers_nonsense_gives_one_of_our_errors_that_name
                 await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=10)
             if kind != "mcp":
                 await listed_or_refused(provider)
-        await asyncio.wait_for(provider.close(), 20)
+        await asyncio.wait_for(provider.close(), 60)
 
 
 async def listed_or_refused(provider: SandboxProvider) -> None:
@@ -288,7 +288,7 @@ def run_where_refused(*options: str) -> str:
         [sys.executable, "-c", REFUSING, *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )

@@ -120,6 +120,6 @@ async def test_a_worker_that_is_killed_while_its_agent_plays_leaves_no_sandbox()
             worker.kill()
             await worker.wait()
             assert pool.reclaim_of("worker") == 1  # as when it is not heard of for `holder_timeout_s`
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while lease.connection.sandbox_id in stub.boxes.living:
                     await asyncio.sleep(0.01)

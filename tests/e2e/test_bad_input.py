@@ -88,7 +88,7 @@ def test_a_prompt_longer_than_the_limit_is_found_before_any_actor_starts(
     refused: Refused, tiny_model: Path, letter_tasks: list[str]
 ) -> None:
     output = refused(tiny_model, letter_tasks, "rollout.max_prompt_tokens=4")
-    assert "task 'first': its prompt has 12 tokens, and rollout.max_prompt_tokens is 4" in output
+    assert "task 'first': its prompt has 12 tokens, but rollout.max_prompt_tokens is 4" in output
 
 
 def test_no_task_at_all_is_refused(refused: Refused, tiny_model: Path) -> None:

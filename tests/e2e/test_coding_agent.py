@@ -225,9 +225,15 @@ def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solutio
 
 
 @pytest.mark.long
-def test_the_engine_trains_on_an_issue(tmp_path: Path, model: Path) -> None:
-    changes = {"rollout.max_completion_tokens": 32, "train.groups_per_step": 1, "rollout.group_size": 4}
-    groups = trained(tmp_path, model, with_vllm, sources=issues(tmp_path / "issues"), **changes)
+def test_the_engine_trains_on_an_issue(tmp_path: Path, model: Path, images: MachineImages) -> None:
+    """The issue's repository is in an image, as in SWE-bench's data sets."""
+    changes = {
+        "rollout.max_completion_tokens": 32,
+        "train.groups_per_step": 1,
+        "rollout.group_size": 4,
+        "sandbox.providers": f"[{{type: local, image_cache: {images.cache}}}]",
+    }
+    groups = trained(tmp_path, model, with_vllm, sources=issues(tmp_path / "issues", images), **changes)
 
     assert {group.prompt.task for group in groups} == {"me__stats-1"}
     assert {each.reward.value for group in groups for each in group.trajectories} == {0.0}

@@ -191,12 +191,12 @@ def killed(config_file: Path) -> Killed:
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    shutil.copytree(folder, before)
     # An engine whose server has died ends its parent, which would be this process once `descendants` adopts orphans.
     deadline = time.monotonic() + STOP_S
     while any(is_alive(engine) for engine in engines):
         assert time.monotonic() < deadline, engines
         time.sleep(0.1)
+    shutil.copytree(folder, before)  # now, as nothing of the run writes there any more
     return Killed(folder, before)
 
 

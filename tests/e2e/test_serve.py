@@ -159,6 +159,46 @@ def test_a_model_is_served_until_sigterm_and_nothing_is_left(
     assert settled(descendants) == {}
 
 
+def test_adapters_are_served_beside_the_model_each_under_its_name(
+    tmp_path: Path, short_run: Callable[..., dict[str, Any]], chat_model: Path
+) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapters = ("early", "late")
+    for number, name in enumerate(adapters):
+        torch.manual_seed(number)
+        base: Any = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
+        random: Any = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
+        get_peft_model(base, LoraConfig(**random)).save_pretrained(tmp_path / name)
+    file, log = tmp_path / "config.yaml", tmp_path / "log"
+    file.write_text(yaml.safe_dump(short_run(tmp_path, model={"path": str(chat_model)})))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")} | {"RAY_ADDRESS": "local"}
+    kept["RAYAPP_SERVE_API_KEY"] = "secret"
+    options = [option for name in adapters for option in ("--adapter", f"{name}={tmp_path / name}")]
+
+    with serving(log, kept, str(file), "--max-tokens", "200", *options) as (process, url):
+        client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=DEADLINE_S)
+
+        def greedy(model: str) -> Any:
+            asked: Any = [{"role": "user", "content": "hello"}]
+            return client.chat.completions.create(model=model, messages=asked, temperature=0, max_tokens=20)
+
+        listed = [model.id for model in client.models.list().data]
+        replies = {name: [greedy(name) for _ in range(2)] for name in ("policy", *adapters)}
+        with pytest.raises(openai.NotFoundError, match="there is no model 'later'"):
+            greedy("later")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, log.read_text()
+
+    assert listed[1:] == [*adapters]
+    texts = {name: {reply.choices[0].message.content for reply in each} for name, each in replies.items()}
+    assert all(len(each) == 1 for each in texts.values()), texts
+    assert len(set.union(*texts.values())) == 3, texts
+    assert [each[0].model for each in replies.values()] == ["policy", *adapters]
+
+
 def test_the_policy_of_a_run_that_goes_on_is_served_and_the_run_does_not_notice(
     tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
 ) -> None:

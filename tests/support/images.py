@@ -28,6 +28,7 @@ from rayapp.sandbox.images.manifest import this_platform
 from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
+from support.ports import free_port
 
 PROGRAMS = (
     "sh", "cat", "ls", "echo", "env", "true", "sleep", "id", "mkdir", "rm", "dd", "chmod", "chown", "touch", "ln", "mv",
@@ -180,8 +181,7 @@ def machine_images() -> Iterator[MachineImages]:
 @contextmanager
 def real_registry(folder: Path) -> Iterator[str]:
     """Run Debian's docker-registry on loopback, with its files in this folder; yield its host and port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        host = f"127.0.0.1:{free.getsockname()[1]}"
+    host = f"127.0.0.1:{free_port()}"
     settings = {
         "version": 0.1,
         "log": {"level": "error"},

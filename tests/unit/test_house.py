@@ -176,7 +176,7 @@ def test_help_and_config_show_load_neither_torch_nor_ray() -> None:
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
 
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.core.version import __version__
+from rayapp.core import __version__
 from scripts.check_wheel import NEEDED, PROGRAM, build, missing
 
 ROOT = Path(__file__).parents[2]

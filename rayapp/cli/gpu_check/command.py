@@ -25,10 +25,10 @@ import typer
 
 from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.cli.gpu_check.checks import BY_NAME, CHECKS, CheckContext, CheckResult, GpuCheck
+from rayapp.core import __version__
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 from rayapp.core.logs import visible
-from rayapp.core.version import __version__
 
 PATIENCE_S = 20.0
 """Seconds that a check may take to end after SIGTERM: a run must end Ray's processes."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import ConfigError
+from rayapp.core.syntax import expression
 
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
 """Last part of the names of modules that train with GRPO or a similar algorithm."""
@@ -578,7 +579,7 @@ def _arithmetic(text: str, shell: _Shell) -> str:
         raise ValueError
 
     try:
-        return str(number(ast.parse(expanded.strip(), mode="eval").body))
+        return str(number(expression(expanded)))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return unknown[0] if unknown else f"{_OPEN}$(({text})){_CLOSE}"
 

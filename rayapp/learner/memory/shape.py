@@ -104,7 +104,9 @@ def gpu_here() -> Gpu | None:
                 torch.cuda.get_device_properties(0).total_memory - GIB
             )  # GPUs of the same name may have different memory sizes
             return replace(gpu, room=min(gpu.room, room))
-    raise InputError(f"this machine's GPU {found} is unknown: choose the most similar kind with --gpu {'|'.join(GPUS)}")
+    raise InputError(
+        f"this machine's GPU {found} is unknown to the plan: `rayapp plan` takes a similar kind, --gpu {'|'.join(GPUS)}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,14 @@ numbers of passes are fitted to one step on an H100 (docs/results.md); the other
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rayapp.config.config import Config
+from rayapp.core.errors import InputError
 from rayapp.learner.memory.plan import (
     ADAM,
     ELEMENT_BYTES,
@@ -24,7 +27,12 @@ from rayapp.learner.memory.plan import (
     layer_bytes_per_token,
     weight_bytes,
 )
-from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
+from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape, gpu_here, model_shape
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
 """Shares of the manufacturer's figures that are reached by large matrix products, flash attention, memory reads and
@@ -148,7 +156,8 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
     decode_s = max(1.0, mine / at_once) * completion * step_s
     flops = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
     prompts_s = prefill_s(shape, config, gpu, load.prompts * prompt) / section.num_servers
-    return Speed(seconds=prompts_s + decode_s, flops=flops + _attention_flops(shape, load), num_gpus=num_gpus)
+    flops += attention_flops(shape, load.attended)
+    return Speed(seconds=prompts_s + decode_s, flops=flops, num_gpus=num_gpus)
 
 
 def decode_step_s(
@@ -231,9 +240,8 @@ def _learner_speed(
     section = config.learner
     num_gpus, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
     peak = gpu.tflops * 1e12
-    layers = 2 * shape.num_computed * load.computed_tokens
-    head = 2 * shape.vocabulary * shape.hidden * load.predicted_tokens
-    attended = _attention_flops(shape, load)
+    layers, head = product_flops(shape, load.computed_tokens, load.predicted_tokens)
+    attended = attention_flops(shape, load.attended)
     moved = passes * layer_bytes_per_token(shape, element) * shape.num_layers * load.computed_tokens
     moved += head_passes * FLOAT32 * shape.vocabulary * load.predicted_tokens
     compute_s = (
@@ -243,14 +251,55 @@ def _learner_speed(
     ) / num_gpus
     micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
     gathers_s = micro_batches * _gather_s(shape, config, gpu, is_backward=useful > 1.0)
-    return Speed(
-        seconds=max(compute_s, gathers_s), flops=useful * (layers + head) + useful * attended, num_gpus=num_gpus
-    )
+    return Speed(seconds=max(compute_s, gathers_s), flops=useful * (layers + head + attended), num_gpus=num_gpus)
 
 
-def _attention_flops(shape: ModelShape, load: StepLoad) -> float:
-    """Return the flops of attention in a forward: scores, and the weighted sum of values."""
-    return 4 * shape.num_layers * shape.num_heads * shape.head_size * load.attended
+def product_flops(shape: ModelShape, num_tokens: int, num_predicted: int) -> tuple[int, int]:
+    """Return the flops of a forward's matrix products, in the layers and in the head: 2 for each parameter and token.
+
+    Args:
+        num_predicted: number of tokens whose logits are computed.
+    """
+    return 2 * shape.num_computed * num_tokens, 2 * shape.vocabulary * shape.hidden * num_predicted
+
+
+def attention_flops(shape: ModelShape, num_attended: float) -> float:
+    """Return the flops of attention in a forward: scores, and the weighted sum of values.
+
+    Args:
+        num_attended: number of pairs of a token and a token that it attends to.
+    """
+    return 4 * shape.num_layers * shape.num_heads * shape.head_size * num_attended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MfuMeter:
+    """Computes the MFU of the learners' forward and backward passes from their tokens and seconds."""
+
+    shape: ModelShape
+    gpu: Gpu
+    num_gpus: int
+
+    def tflops(self, num_tokens: int, num_predicted: int, num_attended: int, seconds: float) -> float:
+        """Return the useful TFLOP/s of each GPU. A backward counts as two forwards, or one if only adapters are
+        trained; recomputation counts as nothing.
+        """
+        products = sum(product_flops(self.shape, num_tokens, num_predicted))
+        passes = 2 if self.shape.num_adapter_parameters else 3
+        return passes * (products + attention_flops(self.shape, num_attended)) / seconds / self.num_gpus / 1e12
+
+
+def mfu_meter(config: Config, device: torch.device) -> MfuMeter | None:
+    """Return the meter of this run's MFU; None on a CPU, and on a GPU that the table lacks."""
+    if device.type != "cuda":
+        return None
+    try:
+        gpu = gpu_here()
+    except InputError as error:
+        log.warning("the run has no perf/mfu: %s", error)
+        return None
+    assert gpu is not None, "the learner has a GPU"
+    return MfuMeter(shape=model_shape(config), gpu=gpu, num_gpus=config.learner.num_learners)
 
 
 def _gather_s(shape: ModelShape, config: Config, gpu: Gpu, *, is_backward: bool) -> float:

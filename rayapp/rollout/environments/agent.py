@@ -173,8 +173,8 @@ class EpisodePlayer:
         ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
         if len(ids) > self._max_prompt_tokens:
             raise InputError(
-                f"row {task.index}: the prompt with the environment's first message has {len(ids)} tokens, and "
-                f"rollout.max_prompt_tokens is {self._max_prompt_tokens}: raise it"
+                f"row {task.index}: the prompt with the environment's first message has {len(ids)} tokens, but "
+                f"rollout.max_prompt_tokens is {self._max_prompt_tokens}. Raise rollout.max_prompt_tokens"
             )
         return tuple(ids)
 
@@ -314,8 +314,8 @@ def plays_environments(tasks: Sequence[Task]) -> bool:
     names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
     if len(names) > 1:
         raise InputError(
-            f"{names[True]} is an environment and {names[False]} is not: a source can't play both. Give each its own "
-            "source (docs/tasks.md#mix-sources)"
+            f"task {names[True]} is an environment and task {names[False]} is not: a source can't play both kinds. "
+            "Give each its own source (docs/tasks.md#mix-sources)"
         )
     return True in names
 

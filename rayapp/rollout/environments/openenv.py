@@ -53,8 +53,8 @@ class OpenEnvEpisodes:
             raise ConfigError(f"{self._where}: {error}") from error
         except TimeoutError as error:
             raise ConfigError(
-                f"{self._where} had no free session within {self.environment.timeout_s:g} s: raise max_concurrent_envs "
-                "in its create_app"
+                f"{self._where} did not start an episode within {self.environment.timeout_s:g} s. If all its sessions "
+                "are in use, raise max_concurrent_envs in its create_app"
             ) from error
 
     async def holds_one_session(self) -> bool:
@@ -85,12 +85,16 @@ class OpenEnvEpisodes:
 
     def _check_is_text(self, field: str, parameters: Mapping[str, Any]) -> None:
         texts = [name for name, schema in parameters["properties"].items() if schema.get("type") == "string"]
-        if field not in texts or set(parameters["required"]) - {field}:
-            needed = ", ".join(parameters["required"]) or "nothing"
+        if field not in texts:
             raise ConfigError(
-                f"{self._where}: text_field {field!r} can't be a whole action: the text fields of an action are "
-                f"{', '.join(texts) or 'none'}, and the action needs {needed}. Leave text_field out: "
-                "then the policy calls the tool `step`"
+                f"{self._where}: text_field is {field!r}, but an action's text fields are "
+                f"{', '.join(texts) or 'none'}. Name one of them, or leave text_field out: then the policy calls the "
+                "tool `step`"
+            )
+        if others := sorted(set(parameters["required"]) - {field}):
+            raise ConfigError(
+                f"{self._where}: text_field {field!r} can't be a whole action, because an action also requires "
+                f"{', '.join(others)}. Leave text_field out: then the policy calls the tool `step`"
             )
 
     @property
@@ -113,8 +117,9 @@ class OpenEnvEpisodes:
             return dict(action)
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{self._where} has an incompatible version: GET /schema returned {status} and no schema of actions. "
-                "Install OpenEnv 0.2 or newer (pip install -U openenv-core) and rebuild the environment's image"
+                f"{self._where} has no schema of actions at GET /schema (status {status}). Correct `url`; or, if the "
+                "server is older than OpenEnv 0.2, update openenv-core (pip install -U) and rebuild the "
+                "environment's image"
             ) from None
 
 
@@ -233,7 +238,7 @@ def _number(value: Any, url: str) -> float | None:
     try:
         return None if value is None else storable(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is not a finite number") from error
+        raise ToolUnavailableError(f"{url}: the server's reward {value!r:.80} is not a finite number") from error
 
 
 def _step(action: Mapping[str, Any]) -> ToolSchema:

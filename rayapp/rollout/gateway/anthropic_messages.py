@@ -189,14 +189,17 @@ def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, s
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """Check that the agent runs a tool itself, and return the tool. Tools that Anthropic's servers run are refused."""
     if given.get("type") not in (None, "custom"):
-        raise refuse(f"tools[{index}]: Anthropic's own tools ({given.get('type')!r:.40}) are not supported")
+        raise refuse(
+            f"tools[{index}]: type {given.get('type')!r:.40} is a tool that Anthropic's servers run, which is not "
+            "supported. Define a tool of type custom, which the agent runs"
+        )
     return given
 
 
 def _said(message: Mapping[str, Any], index: int) -> Iterator[Said]:
     where, role, given = f"messages[{index}]", message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise refuse(f"{where}: role must be user or assistant, not {role!r:.40}")
+        raise refuse(f"{where}: role must be system, user or assistant, not {role!r:.40}")
     if role == "assistant":
         yield _assistant(given, where)
         return

@@ -398,8 +398,7 @@ def canonical(arguments: str) -> str:
     Numbers are compared as doubles: JavaScript writes 10.0 as 10, and 1e400 as null.
     """
     try:
-        data = json.loads(arguments, parse_int=_double, parse_float=_double, parse_constant=_double)
-        return json.dumps(without_surrogates(data), sort_keys=True)
+        return _sorted_json(_with_doubles(arguments))
     except (ValueError, RecursionError):
         return arguments
 
@@ -407,6 +406,10 @@ def canonical(arguments: str) -> str:
 def _double(number: str) -> float | None:
     value = float(number) + 0.0  # -0.0 + 0.0 is 0.0
     return value if math.isfinite(value) else None
+
+
+_with_doubles = json.JSONDecoder(parse_int=_double, parse_float=_double, parse_constant=_double).decode
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
 
 
 Kind = Literal[

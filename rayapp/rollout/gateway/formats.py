@@ -97,12 +97,13 @@ class Formats:
         if not tools and not read:
             return self.plain
         told = [(tool.name, tool.description, tool.parameters) for tool in tools]
-        key: Key = (json.dumps(told), json.dumps(read, sort_keys=True))
-        if (found := self._made.get(key)) is None:
-            # Run in the thread of the parsers: importing vLLM takes seconds, and parsers keep state.
-            found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools), read)
-            self._made[key] = found
-        self._made.move_to_end(key)
+        key: Key = (json.dumps(told) if tools else "", json.dumps(read, sort_keys=True) if read else "")
+        if (found := self._made.get(key)) is not None:
+            self._made.move_to_end(key)
+            return found
+        # Run in the thread of the parsers: importing vLLM takes seconds, and parsers keep state.
+        found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools), read)
+        self._made[key] = found
         while len(self._made) > _MOST_KEPT or sum(len(str(made)) for made in self._made) > _MOST_KEPT_CHARS:
             self._made.popitem(last=False)
         return found
@@ -114,10 +115,10 @@ class Formats:
             RefusedError: the prompt is empty, or has ids that the tokenizer doesn't have.
         """
         ids = self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if not ids or not 0 <= min(ids) <= max(ids) <= self._last_id:
-            raise RefusedError(
-                "invalid", f"a prompt must be a non-empty string, or token ids from 0 to {self._last_id}"
-            )
+        if not ids:
+            raise RefusedError("invalid", "prompt is empty: it must have at least one token")
+        if not 0 <= min(ids) <= max(ids) <= self._last_id:
+            raise RefusedError("invalid", f"prompt: token ids must be from 0 to {self._last_id}")
         return ids
 
     @cached_property
@@ -146,7 +147,9 @@ class Formats:
                 return Format(key, chat, NoCalls())
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
         except Exception as error:  # boundary: a template or parser may raise anything
-            raise RefusedError("invalid", f"these tools and variables can't be put into the prompt: {error}") from error
+            raise RefusedError(
+                "invalid", f"the chat template can't write this call's tools and variables: {error}"
+            ) from error
         _collect_less_garbage()
         return Format(key, chat, parser)
 

@@ -51,7 +51,9 @@ def _check(name: str, value: Any) -> None:
         _limited(_pattern_states(value))
     elif name == "grammar":
         if len(value) > MAX_GRAMMAR_CHARS:
-            raise _TooLargeError(f"its grammar has {len(value):,} characters, and {MAX_GRAMMAR_CHARS:,} are allowed")
+            raise _TooLargeError(
+                f"its grammar has {len(value):,} characters: at most {MAX_GRAMMAR_CHARS:,} are allowed"
+            )
         _limited(max((_times(found) for found in _REPEATED.finditer(value)), default=1))
     elif name in ("json", "structural_tag") and isinstance(value, str):
         try:
@@ -64,13 +66,16 @@ def _check(name: str, value: Any) -> None:
 
 def _limited(states: int) -> int:
     if states > MAX_STATES:
-        raise _TooLargeError(f"it has {states:,} states or more, and {MAX_STATES:,} are allowed. Lower its repetitions")
+        raise _TooLargeError(
+            f"its automaton needs {states:,} or more states, and the maximum is {MAX_STATES:,}. Lower its repetition "
+            "counts"
+        )
     return states
 
 
 def _schema_states(value: Any, depth: int) -> int:
     if depth > MAX_DEPTH:
-        raise _TooLargeError(f"its schema has more than {MAX_DEPTH} levels")
+        raise _TooLargeError(f"its schema is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         return _limited(1 + sum(_schema_states(each, depth + 1) for each in value))
     if not isinstance(value, dict):
@@ -109,7 +114,7 @@ def _pattern_states(pattern: str) -> int:
         in_class = _CLASS.match(pattern, place)
         place = in_class.end() if in_class else place + (2 if pattern[place] == "\\" else 1)
         if open_groups[-1][1] > MAX_LOOPS:
-            raise _TooLargeError(f"its pattern has more than {MAX_LOOPS} unlimited repetitions inside each other")
+            raise _TooLargeError(f"its pattern has more than {MAX_LOOPS} unlimited repetitions nested in each other")
         _limited(open_groups[-1][0])
     return sum(states for states, _ in open_groups)
 

@@ -56,7 +56,9 @@ class Forwarder:
             RefusedError: the endpoint can't be reached, or did not answer in time.
         """
         if server_named(self._section.base_url):
-            raise _failed(f"the endpoint is {self._section.base_url}, which is served only in a training run")
+            raise _failed(
+                f"agent.external.endpoint.base_url is {self._section.base_url}, which is served only in a training run"
+            )
         if self._section.model:
             body = {**body, "model": self._section.model}
         resource = request.match_info.route.resource
@@ -121,4 +123,6 @@ class Forwarder:
 
 
 def _failed(message: str) -> RefusedError:
-    return RefusedError("endpoint", f"{message}. It answers calls under other models' names than the policy's")
+    return RefusedError(
+        "endpoint", f"{message}. This endpoint answers the calls that name another model than the policy"
+    )

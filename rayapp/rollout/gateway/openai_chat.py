@@ -135,7 +135,7 @@ def chosen_calls(choice: Any, brought: Sequence[ToolSchema], *, several: bool) -
         return call_form(brought, None, several=several)
     function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise refuse(f"tool_choice must be auto, none, required or a function, not {choice!r:.60}")
+        raise refuse(f"tool_choice must be auto, none, required or an object of type function, not {choice!r:.60}")
     return call_form(brought, text(function.get("name"), "tool_choice.name"), several=several)
 
 
@@ -155,7 +155,7 @@ def _said(message: Mapping[str, Any], index: int) -> Said:
 def _made(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict):
-        raise refuse(f"{where}: a tool call needs a function with a name and arguments")
+        raise refuse(f"{where}.tool_calls: each call must have an object `function` with name and arguments")
     return ToolCall(
         id=text(call.get("id"), f"{where}.tool_calls.id"),
         name=text(function.get("name"), f"{where}.tool_calls.function.name"),

@@ -216,8 +216,13 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
         result = content(item.get("output"), where, _TEXTS)
         return Said(role="tool", text=result, call_id=text(item.get("call_id"), f"{where}.call_id"))
     role = item.get("role")
-    if kind != "message" or role not in ("system", "developer", "user", "assistant"):
-        raise refuse(f"{where}: items of type {kind!r:.40} and role {role!r:.40} are not supported")
+    if kind != "message":
+        raise refuse(
+            f"{where}: items of type {kind!r:.40} are not supported, only message, function_call and "
+            "function_call_output"
+        )
+    if role not in ("system", "developer", "user", "assistant"):
+        raise refuse(f"{where}: role must be system, developer, user or assistant, not {role!r:.40}")
     return Said(role="system" if role == "developer" else str(role), text=content(item.get("content"), where, _TEXTS))
 
 

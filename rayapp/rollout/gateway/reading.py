@@ -18,11 +18,11 @@ MAX_TOOL_CHARS = 256 << 10
 """Maximum characters of all tools of a request together, as JSON."""
 _FORMS: dict[str, Any] = {
     "json": (str, dict),
-    "regex": str,
-    "choice": list,
-    "grammar": str,
-    "json_object": bool,
-    "structural_tag": str,
+    "regex": (str,),
+    "choice": (list,),
+    "grammar": (str,),
+    "json_object": (bool,),
+    "structural_tag": (str,),
 }
 """Field of vLLM's StructuredOutputsParams that a request may set -> type of its value."""
 MAX_TOP_LOG_PROBS = 20
@@ -69,7 +69,10 @@ def parsed(data: bytes) -> Mapping[str, Any]:
         RefusedError: the body is not a JSON object.
     """
     try:
-        body = without_surrogates(json.loads(data))
+        written = data.decode(json.detect_encoding(data), "surrogatepass")
+        body = json.loads(written)
+        if "\\u" in written or not written.isascii():  # other texts have no surrogates
+            body = without_surrogates(body)
     except (ValueError, RecursionError) as error:
         raise refuse(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -100,8 +103,10 @@ def stops(value: Any, name: str) -> tuple[str, ...]:
     many = [value] if isinstance(value, str) else value or []
     if not isinstance(many, list) or not all(isinstance(each, str) and each for each in many):
         raise refuse(f"{name} must be a non-empty string, or a list of non-empty strings")
-    if len(many) > MAX_STOPS or any(len(each) > MAX_STOP_CHARS for each in many):
-        raise refuse(f"{name} must be at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+    if len(many) > MAX_STOPS:
+        raise refuse(f"{name} has {len(many)} strings: at most {MAX_STOPS} are allowed")
+    if any(len(each) > MAX_STOP_CHARS for each in many):
+        raise refuse(f"{name}: each string must have at most {MAX_STOP_CHARS} characters")
     return tuple(many)
 
 
@@ -164,8 +169,10 @@ def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
     told = value.get(schema) if isinstance(value, dict) else None
     if schema == "json_schema" and isinstance(told, dict):
         told = told.get("schema")
-    if kind != "json_schema" or not isinstance(told, dict):
-        raise refuse(f"{field} must have the type text, json_object or json_schema, and a schema with the last one")
+    if kind != "json_schema":
+        raise refuse(f"{field}.type must be text, json_object, json_schema or structural_tag, not {kind!r:.40}")
+    if not isinstance(told, dict):
+        raise refuse(f"{field} of type json_schema must have a schema, which is a JSON object")
     return Form(field=field, structured={"json": told})
 
 
@@ -175,13 +182,14 @@ def structured_form(value: Any) -> Form | None:
         return None
     given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
     if len(given) != 1 or (name := next(iter(given))) not in _FORMS:
-        raise refuse(f"structured_outputs must be an object with one of {', '.join(_FORMS)}")
-    if not isinstance(given[name], _FORMS[name]) or len(json.dumps(given)) > MAX_TOOL_CHARS:
-        raise refuse(
-            f"structured_outputs.{name} must be of the type that vLLM reads, in at most {MAX_TOOL_CHARS} bytes"
-        )
+        raise refuse(f"structured_outputs must be an object with exactly one of these fields: {', '.join(_FORMS)}")
+    if not isinstance(given[name], _FORMS[name]):
+        wanted = " or ".join(each.__name__ for each in _FORMS[name])
+        raise refuse(f"structured_outputs.{name} must be a {wanted}, not {given[name]!r:.40}")
+    if len(json.dumps(given)) > MAX_TOOL_CHARS:
+        raise refuse(f"structured_outputs.{name} must have at most {MAX_TOOL_CHARS:,} characters as JSON")
     if name == "choice" and not (given[name] and all(isinstance(each, str) and each for each in given[name])):
-        raise refuse("structured_outputs.choice must be a list of strings")
+        raise refuse("structured_outputs.choice must be a non-empty list of non-empty strings")
     return Form(field="structured_outputs", structured=given)
 
 
@@ -225,8 +233,12 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
     """
     name = text(function.get("name"), f"{where}.name")
     schema = function.get(parameters) or {"type": "object", "properties": {}}
-    if not name or not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
-        raise refuse(f"{where}: a tool needs a name, and a JSON schema as {parameters}")
+    if not name:
+        raise refuse(f"{where}: the tool has no name")
+    if not isinstance(schema, dict):
+        raise refuse(f"{where}.{parameters} must be a JSON schema, which is an object, not {schema!r:.40}")
+    if not isinstance(schema.get("properties") or {}, dict):
+        raise refuse(f"{where}.{parameters}.properties must be an object, not {schema['properties']!r:.40}")
     return ToolSchema(
         name=name, description=text(function.get("description"), f"{where}.description"), parameters=schema
     )
@@ -242,12 +254,14 @@ def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
     """
     variables = {} if given is None else given
     if not isinstance(variables, dict) or len(variables) > _MAX_VARIABLES:
-        raise refuse(f"chat_template_kwargs must be an object of at most {_MAX_VARIABLES} variables")
+        raise refuse(f"chat_template_kwargs must be an object with at most {_MAX_VARIABLES} fields")
     for name, value in variables.items():
         if not name.isidentifier() or len(name) > 60 or name in _NO_VARIABLES:
             raise refuse(f"chat_template_kwargs: {name!r:.60} is not a variable that a request may set")
         if not isinstance(value, bool | int | float | str) or len(str(value)) > 1000:
-            raise refuse(f"chat_template_kwargs.{name} must be a short string, a number, true or false")
+            raise refuse(
+                f"chat_template_kwargs.{name} must be true, false, a number, or a string of at most 1000 characters"
+            )
     if effort is None:
         return variables
     return {"reasoning_effort": text(effort, "reasoning_effort")[:60], "enable_thinking": effort != "none"} | variables
@@ -259,7 +273,7 @@ def top_log_probs(body: Mapping[str, Any], *, are_wanted: bool) -> int | None:
     if number is None:
         return 0 if are_wanted else None
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_TOP_LOG_PROBS:
-        raise refuse(f"top_logprobs must be from 0 to {MAX_TOP_LOG_PROBS}, not {number!r:.40}")
+        raise refuse(f"top_logprobs must be an integer from 0 to {MAX_TOP_LOG_PROBS}, not {number!r:.40}")
     if number and not are_wanted:
         raise refuse("top_logprobs needs logprobs: true")
     return number if are_wanted else None

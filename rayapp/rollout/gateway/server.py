@@ -35,7 +35,7 @@ from rayapp.rollout.gateway.listening import Listening, bound, send
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
-from rayapp.rollout.gateway.reading import Dialect, parsed
+from rayapp.rollout.gateway.reading import Dialect
 from rayapp.rollout.gateway.session import MODEL, Sending, Session, SessionLimits, Structured
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
@@ -114,9 +114,9 @@ class Api:
     ) -> web.StreamResponse:
         try:
             body = await _body(request)
-            if session.forwarder is not None and (other := await session.other_models_call(body)) is not None:
-                return await _forwarded(request, session, session.forwarder, other)
             ask = await session.read(partial(_read, dialect), body)
+            if not isinstance(ask, Ask):
+                return await _forwarded(request, session, ask)
             if len(self._names) > 1:
                 self._check_name(ask.model, (*self._names, MODEL))
             if only_counts:
@@ -136,13 +136,12 @@ class Api:
             raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
 
 
-async def _forwarded(
-    request: web.Request, session: Session, forwarder: Forwarder, body: Mapping[str, Any]
-) -> web.StreamResponse:
+async def _forwarded(request: web.Request, session: Session, body: Mapping[str, Any]) -> web.StreamResponse:
+    assert session.forwarder is not None, "only such a session has calls for the endpoint"
     is_answered = False
     with session.cancelling_at_end():
         try:
-            response = await forwarder.answer(request, body)
+            response = await session.forwarder.answer(request, body)
             is_answered = response.status == 200
             return response
         finally:
@@ -293,9 +292,9 @@ def _sending(request: web.Request, body: bytes) -> Sending:
     )
 
 
-def _read(dialect: Dialect, body: bytes) -> Ask:
+def _read(dialect: Dialect, body: Mapping[str, Any]) -> Ask:
     try:
-        return dialect.read(parsed(body))
+        return dialect.read(body)
     except RefusedError:
         raise
     except Exception as error:  # boundary: an agent may send anything

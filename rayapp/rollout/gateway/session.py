@@ -201,39 +201,36 @@ class Session:
     _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that forward requests to the endpoint."""
 
-    async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
-        """Read the body of a request, and return it as a call.
+    async def read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
+        """Read the body of a request, and return it as a call. If the endpoint answers the call, count the call, and
+        return the body as data.
 
         Args:
-            read: function that parses the body. It runs in a thread if the body is large.
+            read: function that reads the body's data. It runs in a thread if the body is large.
         Raises:
-            RefusedError: the body is too large, or is not a call of the API.
+            RefusedError: the body is too large, or is not a call of the API; or the session has used up its calls of
+                other models.
         """
         self._check_body(body)
-        ask = await self._beside(len(body), lambda: read(body))
+        ask = await self._beside(len(body), lambda: self._read(read, body))
+        if not isinstance(ask, Ask):
+            self._check_open()
+            self._take_side_calls(1)
+            return ask
         if ask.form is None or self.structured != "free":
             return ask
         return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
+
+    def _read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
+        data = parsed(body)
+        is_forwarded = self.forwarder is not None and data.get("model", MODEL) != MODEL
+        return data if is_forwarded else read(data)
 
     def _check_body(self, body: bytes) -> None:
         if len(body) > self.limits.max_body_bytes:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
-
-    async def other_models_call(self, body: bytes) -> Mapping[str, Any] | None:
-        """Count a call that names a model other than MODEL, and return its body as data. Return None for other calls.
-
-        Raises:
-            RefusedError: the body is not a JSON object, or the session has used up its calls of other models.
-        """
-        self._check_body(body)
-        data = await self._beside(len(body), lambda: parsed(body))
-        if data.get("model", MODEL) == MODEL:
-            return None
-        self._check_open()
-        self._take_side_calls(1)
-        return data
 
     @contextmanager
     def cancelling_at_end(self) -> Iterator[None]:
@@ -325,8 +322,9 @@ class Session:
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
             raise RefusedError(
                 "turns",
-                f"the session has had {self._num_sides - number} turns under other models' names: at most "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
+                f"the session has had {self._num_sides - number} turns under other models' names, and the maximum is "
+                f"{_SIDE_CALLS_A_TURN * self.limits.max_turns} ({_SIDE_CALLS_A_TURN} times agent.max_assistant_turns). "
+                f"Name the model {MODEL!r}",
             )
 
     def _side(self, request_id: RequestId) -> Session:
@@ -432,7 +430,8 @@ class Session:
         if not ask.prompts and (not messages or messages[-1].role == "assistant"):
             raise RefusedError("invalid", "the last message must have the role user or tool: the policy replies to it")
         if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
-            raise RefusedError("invalid", f"n is {num_choices}: it must be from 1 to {MOST_CHOICES}")
+            what = "n times the number of prompts" if len(ask.prompts) > 1 else "n"
+            raise RefusedError("invalid", f"{what} is {num_choices}: it must be from 1 to {MOST_CHOICES}")
         if ask.options and not self.follows_requests:
             name, value = next(iter(ask.options.items()))
             raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
@@ -510,7 +509,7 @@ class Session:
     def _too_long(self, what: str) -> RefusedError:
         return RefusedError(
             "tokens",
-            f"{what}: this exceeds the maximum context length of {self.limits.max_tokens} tokens "
+            f"{what}: this can't fit into the maximum context length of {self.limits.max_tokens} tokens "
             "(rollout.max_prompt_tokens + rollout.max_completion_tokens)",
         )
 
@@ -519,7 +518,9 @@ class Session:
         self._tool_sets.add(chat_format.key)
         if len(self._tool_sets) > _MAX_TOOL_SETS:
             raise RefusedError(
-                "invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools and variables"
+                "invalid",
+                f"this call has new tools or template variables, and the session has had {_MAX_TOOL_SETS} different "
+                "lists of them, which is the maximum. Send the tools and variables of an earlier call",
             )
         return chat_format
 
@@ -577,9 +578,9 @@ class Session:
         if left < 1:
             raise RefusedError(
                 "tokens",
-                f"the prompt has {num_new} tokens that are new to the session, and {self.tree.size} of the session's "
-                f"{self.limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) are used: its "
-                "maximum context length is reached",
+                f"the session's maximum context length is reached: of {self.limits.max_tokens} tokens "
+                f"(rollout.max_prompt_tokens + rollout.max_completion_tokens) {self.tree.size} are used, and the "
+                f"prompt has {num_new} more",
             )
         return left
 
@@ -611,10 +612,9 @@ class Session:
             self._running.difference_update(tasks)
 
     async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
-        if sampling.seed is not None:
-            # Give each turn its own seed, so that the same prompt gets a new answer when it is sent again.
-            sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
-        sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
+        # Give each turn its own seed, so that the same prompt gets a new answer when it is sent again.
+        seed = None if sampling.seed is None else seed_of_call(sampling.seed, number)
+        sampling = replace(sampling, seed=seed, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
         request_id = self.request_id._replace(turn=number)
         sampled = await self.engine.generate(request_id, wanted.prompt_ids, sampling, on_tokens)

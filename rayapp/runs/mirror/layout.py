@@ -65,8 +65,8 @@ class Ledger:
             raw = json.loads((folder / NAME).read_text())
             if raw["format"] > _FORMAT:
                 raise RunFolderError(
-                    f"{folder / NAME} has format {raw['format']}, this version reads {_FORMAT}: a newer rayapp wrote "
-                    "it. Use the newer version."
+                    f"{folder / NAME} was written by a newer rayapp: its format is {raw['format']}, and this version "
+                    f"reads {_FORMAT}. Use the newer version."
                 )
             files = {str(key): (int(size), int(time)) for key, (size, time) in raw["files"].items()}
             return cls(folder=folder, uri=raw["uri"], generation=int(raw["generation"]), files=files)

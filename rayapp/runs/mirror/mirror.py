@@ -467,10 +467,16 @@ async def _open(
 
 async def _check_last_writer(storage: Storage, folder: Path) -> None:
     ledger = Ledger.load(folder)
-    if ledger is None or ledger.generation != await last_generation(storage):
+    if ledger is None:
+        raise RunFolderError(
+            f"{folder} has no record of an earlier upload to {storage.uri}, so uploading it could replace newer files. "
+            f"Nothing was changed on either side. Continue the run from {storage.uri} instead."
+        )
+    if ledger.generation != await last_generation(storage):
         raise RunFolderError(
             f"{folder} is out of date: another process has written to {storage.uri} since the last upload from this "
-            "folder, and uploading it would replace newer files. Nothing was changed on either side."
+            "folder, and uploading it would replace newer files. Nothing was changed on either side. Continue the "
+            f"run from {storage.uri} instead."
         )
 
 

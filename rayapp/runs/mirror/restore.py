@@ -178,7 +178,7 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
         )
     if must_be_new and (await storage.exists(METRICS) or await whole_checkpoints(storage)):
         raise RunFolderError(
-            f"{storage.uri} holds a run already, and run.resume is never. Choose another run.name, delete the stored "
+            f"{storage.uri} holds a run already, but run.resume is never. Choose another run.name, delete the stored "
             "run, or continue it with run.resume=auto."
         )
     if ledger is not None or _has_files(folder):

@@ -70,7 +70,9 @@ class BackgroundTracker(Generic[T]):
         try:
             self._records.put_nowait((step, work))
         except queue.Full:
-            raise queue.Full(f"{MAX_WAITING} steps wait for {self._name}, which is too slow or hangs") from None
+            raise queue.Full(
+                f"{MAX_WAITING} steps, the maximum, wait for {self._name}, which is too slow or hangs"
+            ) from None
         self._raise_first()
 
     def close(self) -> None:
@@ -93,7 +95,9 @@ class BackgroundTracker(Generic[T]):
         self._raise_first()
 
     def _raise_late(self) -> None:
-        raise TimeoutError(f"{self._name} did not take {self._records.qsize()} steps in {self._close_timeout_s:g} s")
+        raise TimeoutError(
+            f"{self._name} did not record the last {self._records.qsize()} steps within {self._close_timeout_s:g} s"
+        )
 
     def _raise_first(self) -> None:
         if not self._errors.empty():
@@ -163,6 +167,7 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
 
 
 FILE = "trackers.json"
+_STORING = threading.Lock()
 
 
 def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
@@ -177,9 +182,10 @@ def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
     except (OSError, ValueError):
         kept = {}
     if service not in kept:
-        # Read the file again after `make`: another tracker's thread may have stored its id meanwhile.
         made = make()
-        kept = json.loads(file.read_text()) if file.exists() else {}
-        kept[service] = made
-        write_text(file, json.dumps(kept, indent=1))
+        with _STORING:
+            # Read the file again: another tracker's thread may have stored its id since.
+            kept = json.loads(file.read_text()) if file.exists() else {}
+            kept[service] = made
+            write_text(file, json.dumps(kept, indent=1))
     return kept[service]

@@ -80,6 +80,8 @@ METRICS: tuple[Metric, ...] = (
            "Groups whose rewards are all equal, from which GRPO learns nothing", unit="share"),
     _gauge("rl_tokens_per_second", "throughput/response_tokens_per_s",
            "Sampled tokens over the whole step", unit="tokens/s"),
+    _gauge("rl_mfu", "perf/mfu",
+           "Useful operations of the learners' forward and backward over their GPUs' peak", unit="share"),
     _gauge("rl_entropy", "learner/entropy", "Entropy of the policy in nats"),
     _gauge("rl_grad_norm", "learner/grad_norm", "Norm of the gradient before clipping"),
     _gauge("rl_phase_seconds", "timing_s/{phase}",

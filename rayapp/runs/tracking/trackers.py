@@ -141,8 +141,8 @@ def check_packages(chosen: Sequence[str]) -> None:
     missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"tracking.trackers names {', '.join(missing)}, but the package is not installed: pip install "
-            f"{' '.join(missing)}, or remove the tracker"
+            f"tracking.trackers: packages are not installed: {', '.join(missing)}. Run pip install "
+            f"{' '.join(missing)}, or remove these trackers"
         )
 
 

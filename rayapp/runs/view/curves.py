@@ -142,6 +142,7 @@ MEANINGS = {
     "Engine against learner": "Difference of the two probabilities of a sampled token; the mean should be below 0.01.",
     "Seconds of a step": "The step and its parts. Generating and scoring are parts of the rollout.",
     "Tokens per second": "Sampled tokens per second of the whole step, and of generating alone.",
+    "MFU": "Useful operations of forward and backward over the GPUs' peak; unshared counts shared prompts repeatedly.",
     "Cost": "Cost of the run so far, in the unit of budget.currency, and its parts.",
     "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
 }
@@ -201,6 +202,7 @@ PANELS = (
         unit="tokens/s",
         floor=0.0,
     ),
+    _panel("Time", "MFU", "perf/mfu", "perf/mfu_unshared", unit="share", floor=0.0),
     _panel("Time", "Cost", "cost/total", "cost/*", floor=0.0),
     _panel("Time", "Weights", "weight_sync/export_s", "weight_sync/load_s", unit="s", floor=0.0),
 )

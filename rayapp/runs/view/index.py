@@ -241,13 +241,14 @@ class TextSearch:
         num_searched = 0
         for file in files:
             key = (text.lower(), file.path, file.stamp)
-            if key not in self._seen:
+            found = self._seen.get(key)
+            if found is None:
                 if self._clock() - started > BUDGET_S:
                     break
-                self._seen[key] = tuple(self._in_file(file, text))
+                found = self._seen[key] = tuple(self._in_file(file, text))
                 if len(self._seen) > MOST_REMEMBERED:
                     self._seen.popitem(last=False)
-            groups += self._seen[key]
+            groups += found
             num_searched += 1
         return SearchResult(groups=tuple(groups), num_searched=num_searched, num_files=len(files))
 

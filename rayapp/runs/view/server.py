@@ -30,15 +30,14 @@ from rayapp.runs.view.security import Guard
 
 STATIC = Path(__file__).parent / "static"
 REFRESH_EVERY_S = 2.0
-FIRST_BATCH_S = 2.0
-"""Longest delay of the port by the first batch of step files: a slow storage must not keep the page away."""
 
 
 def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: float = REFRESH_EVERY_S) -> ASGIApp:
     """Build the whole application.
 
     Args:
-        runs: the runs to show; addresses name a run by its position.
+        runs: the runs to show, refreshed once, so that no page says of a run with steps that it has none; addresses
+            name a run by its position.
         token: required unless empty.
     """
     routes = [
@@ -118,14 +117,8 @@ def _refusal(status: int, _: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterator[None]:
-    """Refresh in the background. The port opens after the first batch, so that no page says of a run with steps that
-    it has none; a slow storage delays it by `FIRST_BATCH_S` at most."""
-    is_read = asyncio.Event()
-    task = asyncio.create_task(_refresh_forever(runs, every_s, is_read))
+    task = asyncio.create_task(_refresh_forever(runs, every_s))
     try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_BATCH_S):
-                await is_read.wait()
         yield
     finally:
         task.cancel()
@@ -133,9 +126,8 @@ async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterato
             await task
 
 
-async def _refresh_forever(runs: Sequence[ViewedRun], every_s: float, is_read: asyncio.Event) -> None:
+async def _refresh_forever(runs: Sequence[ViewedRun], every_s: float) -> None:
     """Refresh one batch of each run in turn, so that a huge run doesn't delay a small one."""
     while True:
         waiting = [await asyncio.to_thread(run.refresh) for run in runs]
-        is_read.set()
         await asyncio.sleep(0 if any(waiting) else every_s)

@@ -75,7 +75,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     large.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise ImageError(f"{what} has {len(data)} bytes; at most {MAX_DOCUMENT_BYTES} are read")
+        raise ImageError(f"{what} has {len(data)} bytes: at most {MAX_DOCUMENT_BYTES} are allowed")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
     if len(named) == 1 and not named[0][0]:
         return named[0][1]  # the image's configuration names the platform
     there = sorted({has for has, _ in named if has and not has.startswith("unknown")})
-    raise ImageError(f"{what} is not built for {wanted}, only for {', '.join(there) or 'no platform'}")
+    raise ImageError(f"{what} is not built for {wanted}: its platforms are {', '.join(there) or 'not named'}")
 
 
 def _platform_of(found: object) -> str:
@@ -144,10 +144,12 @@ def read_config(data: bytes, what: str) -> ImageConfig:
     found = document(data, f"the configuration of {what}")
     inner, rootfs = found.get("config") or {}, found.get("rootfs") or {}
     if not isinstance(inner, dict) or not isinstance(rootfs, dict):
-        raise ImageError(f"the configuration of {what} is malformed")
+        raise ImageError(f"the configuration of {what} is malformed: `config` and `rootfs` must be objects")
     diff_ids = rootfs.get("diff_ids") or []
     if not isinstance(diff_ids, list) or len(diff_ids) > MAX_LAYERS:
-        raise ImageError(f"{what} has no list of at most {MAX_LAYERS} layers")
+        raise ImageError(
+            f"the configuration of {what}: `rootfs.diff_ids` must be a list of at most {MAX_LAYERS} entries"
+        )
     workdir = str(inner.get("WorkingDir") or "/")
     if "\0" in workdir or not workdir.startswith("/"):
         raise ImageError(
@@ -166,7 +168,7 @@ def read_config(data: bytes, what: str) -> ImageConfig:
 def check_platform(config: ImageConfig, wanted: str, what: str) -> None:
     """Check an image's platform. Raises ImageError: the image is for another platform."""
     if config.platform != wanted:
-        raise ImageError(f"{what} is built for {config.platform or 'no platform'}, not for {wanted}")
+        raise ImageError(f"{what} is built for {config.platform or 'an unnamed platform'}, not for {wanted}")
 
 
 def chain_id(diff_ids: Sequence[str]) -> str:
@@ -184,11 +186,14 @@ def _environment(entries: object) -> tuple[tuple[str, str], ...]:
 def _list(found: Mapping[str, Any], key: str, what: str) -> list[dict[str, Any]]:
     entries = found.get(key)
     if not isinstance(entries, list) or len(entries) > MAX_LAYERS:
-        raise ImageError(f"{what}: its field {key!r} must be a list of at most {MAX_LAYERS} entries")
+        raise ImageError(
+            f"{what}: field {key!r} of its {'index' if key == 'manifests' else 'manifest'} must be a list of at most "
+            f"{MAX_LAYERS} entries"
+        )
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def _digest(found: object, what: str) -> str:
     if not isinstance(found, str) or not _DIGEST.fullmatch(found):
-        raise ImageError(f"{what} names {str(found)[:80]!r} as a digest; only sha256 digests are read")
+        raise ImageError(f"{what} names the digest {str(found)[:80]!r}: only sha256 digests are supported")
     return found

@@ -86,8 +86,8 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
             store.put(found, reference, *([pinned] if pinned != reference else []))
             return hold
     raise SandboxUnavailableError(
-        f"image {reference} was evicted three times before it could be used: the cache is too small. Raise "
-        "sandbox.providers[].image_cache_gib"
+        f"image {reference} was evicted from the cache three times before it could be used: the cache is too small. "
+        "Raise sandbox.providers[].image_cache_gib"
     )
 
 
@@ -119,14 +119,15 @@ def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
 
 def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
     what = f"image {reference}"
-    data = documents.check_digest(source.top(), reference.digest, what)
-    found, digest = documents.document(data, what), documents.digest_of(data)
+    of_manifest = f"the manifest of {what}"
+    data = documents.check_digest(source.top(), reference.digest, of_manifest)
+    found, digest = documents.document(data, of_manifest), documents.digest_of(data)
     for _ in range(3):  # an index in a folder may list further indexes
         if not documents.is_index(found):
             break
         digest = documents.choose(found, platform, what)
-        data = documents.check_digest(source.document(digest, is_manifest=True), digest, f"a manifest of {what}")
-        found = documents.document(data, what)
+        data = documents.check_digest(source.document(digest, is_manifest=True), digest, of_manifest)
+        found = documents.document(data, of_manifest)
     config_digest = documents.config_digest(found, what)
     raw = source.document(config_digest, is_manifest=False)
     documents.check_digest(raw, config_digest, f"the configuration of {what}")
@@ -261,7 +262,7 @@ def _unpack_as_it_comes(store: Store, source: Source, layer: Layer, what: str, a
                 raise _BadBytesError(f"{what} is damaged: its digest is {arriving.digest}, not {layer.digest}")
             facts = child.result()
             if facts["diff_id"] != layer.diff_id:
-                raise ImageError(f"{what} is damaged: unpacked its digest is {facts['diff_id']}")
+                raise ImageError(f"{what} is damaged: the digest of its unpacked archive is {facts['diff_id']}")
         except ImageError:
             arriving.blob.unlink()
             raise
@@ -458,7 +459,7 @@ def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Seq
     """
     reference = parse(f"build:{name}")
     if not (folder / "Dockerfile").is_file():
-        raise ImageError(f"image {reference}: there is no {folder / 'Dockerfile'}")
+        raise ImageError(f"image {reference}: there is no file {folder / 'Dockerfile'}")
     chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
     if not chosen or shutil.which(chosen) is None:
         known = ", ".join(TOOLS)

@@ -66,7 +66,7 @@ def open_source(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> S
             return FolderSource(reference, Path(reference.name))
         case "archive":
             return _archive(reference)
-    raise ImageError(f"{reference} is not in the cache: build it with `rayapp images build`")
+    raise ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
 
 
 class RegistrySource:
@@ -123,7 +123,7 @@ class RegistrySource:
                     begun = 0
                 _copy(answer.raw, file, layer.size - begun if layer.size else None, on_bytes)
             if layer.size and file.tell() != layer.size:
-                raise ConnectionError(f"{file.tell()} of {layer.size} bytes arrived")
+                raise ConnectionError(f"only {file.tell()} of {layer.size} bytes arrived")
 
     @contextmanager
     def _asked(self, path: str, headers: Mapping[str, str] | None = None) -> Iterator[Any]:
@@ -140,7 +140,7 @@ class RegistrySource:
             except (ValueError, AttributeError):  # oras raises these if it has no credentials for this host
                 status = 401
                 continue
-            status, problem = answer.status_code, f"it answered {answer.status_code}"
+            status, problem = answer.status_code, f"status {answer.status_code}"
             with answer:
                 if status in (200, 206):
                     yield answer
@@ -151,7 +151,7 @@ class RegistrySource:
                 "`docker login` (or write ~/.docker/config.json)"
             )
         if status != 404:
-            raise SandboxUnavailableError(f"image {self._reference}: {self._hosts[-1]} can't be reached: {problem}")
+            raise SandboxUnavailableError(f"image {self._reference} can't be fetched from {self._hosts[-1]}: {problem}")
         yield None
 
     def _ask(self, host: str, path: str, headers: Mapping[str, str]) -> Any:
@@ -309,11 +309,12 @@ class SavedSource(ArchiveSource):
 
         entries = json.loads(self._small("manifest.json"))
         tags = [[str(tag) for tag in entry.get("RepoTags") or ()] for entry in entries]
+        known = ", ".join(tag for names in tags for tag in names) or "no tags"
         wanted = self._reference.tag
         for entry, names in zip(entries, tags, strict=True):
             if not wanted or any(wanted in (name, *name.rsplit(":", 1)) for name in names):
                 return dict(entry)
-        raise ImageError(f"image {self._reference} is not in the archive, which has {tags}")
+        raise ImageError(f"image {self._reference} is not in the archive, which has {known}")
 
 
 def _archive(reference: Reference) -> ArchiveSource:
@@ -335,7 +336,7 @@ def _member(archive: tarfile.TarFile, path: str, reference: Reference) -> IO[byt
     except (KeyError, OSError, tarfile.TarError):
         found = None
     if found is None:
-        raise ImageError(f"image {reference} is damaged: {path} is missing in it")
+        raise ImageError(f"image {reference} is damaged: the archive has no file {path}")
     return found
 
 
@@ -354,6 +355,7 @@ def _named_in(index: bytes, reference: Reference) -> bytes:
         entries = [entry for entry, name in zip(entries, names, strict=True) if name == reference.tag]
         if not entries:
             raise ImageError(
-                f"image {reference} is not in the index of its folder, which has {', '.join(map(str, names))}"
+                f"image {reference}: its index has no tag {reference.tag!r}; the index has "
+                f"{', '.join(map(str, filter(None, names))) or 'no tags'}"
             )
     return json.dumps({**found, "manifests": entries}).encode()

@@ -107,7 +107,7 @@ class Store:
                 self.folder.chmod(0o710)
         except OSError as error:
             raise ImageError(
-                f"the cache of images {self.folder} can't be made: {error.strerror}. Choose a folder with "
+                f"the image cache {self.folder} can't be made: {error.strerror}. Choose a folder with "
                 "sandbox.providers[].image_cache"
             ) from error
         return self

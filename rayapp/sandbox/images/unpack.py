@@ -126,7 +126,7 @@ class _Stream:
         self.hash.update(part)
         self.num_bytes += len(part)
         if self.num_bytes > self._max_bytes:
-            raise BadLayerError(f"it is larger than {self._max_bytes} bytes")
+            raise BadLayerError(f"it unpacks to more than {self._max_bytes} bytes")
         if self.num_bytes > max(_RATIO_COUNTS_FROM, _MAX_RATIO * self._stored.num_bytes):
             raise BadLayerError(f"it unpacks to more than {_MAX_RATIO} times its size")
         self._rest = memoryview(part)
@@ -207,7 +207,7 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise BadLayerError(f"a file of it can't be made: {error}") from error
+        raise BadLayerError(f"one of its files can't be written: {error}") from error
     layer.facts.diff_id, layer.facts.num_bytes = f"sha256:{stream.hash.hexdigest()}", stream.num_bytes
     return layer.facts
 
@@ -283,7 +283,7 @@ class _Layer:
         parent = self._open_folder(above, links_left)
         try:
             os.mkdir(name, 0o755, dir_fd=parent)
-            self._note(self.facts.implicit, path)
+            self._note(self.facts.implicit, path, "folders without an entry of their own")
         except FileExistsError:
             # The path is a link to a folder of a lower layer: make that folder in this layer, too.
             if not links_left:
@@ -351,19 +351,19 @@ class _Layer:
         try:
             there = open_in(self._root, above, _FOLDER)
         except FileNotFoundError:
-            self._note(self.facts.links, (path, target))
+            self._note(self.facts.links, (path, target), "hard links to files of other layers")
             return
         try:
             own = path.rpartition("/")[2]
             os.link(name, own, src_dir_fd=there, dst_dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
-            self._note(self.facts.links, (path, target))
+            self._note(self.facts.links, (path, target), "hard links to files of other layers")
         finally:
             os.close(there)
 
-    def _note(self, notes: list[Any], note: object) -> None:
+    def _note(self, notes: list[Any], note: object, what: str) -> None:
         if len(notes) >= _MAX_NOTES:
-            raise BadLayerError(f"it has more than {_MAX_NOTES} folders without an entry")
+            raise BadLayerError(f"it has more than {_MAX_NOTES} {what}")
         notes.append(note)
 
 
@@ -374,9 +374,9 @@ def clean(path: str) -> str:
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise BadLayerError(f"{path[:200]!r} leads out of its folder")
+        raise BadLayerError(f"the path {path[:200]!r} leads out of its folder")
     if len(parts) > _MAX_DEPTH:
-        raise BadLayerError(f"{path[:200]!r} has more than {_MAX_DEPTH} folders")
+        raise BadLayerError(f"the path {path[:200]!r} has more than {_MAX_DEPTH} components")
     return "/".join(parts)
 
 
@@ -480,7 +480,7 @@ def _link_late(root: int, path: str, target: str) -> None:
         os.link(old, name, src_dir_fd=other, dst_dir_fd=folder, follow_symlinks=False)
         os.utime(folder, ns=(before.st_mtime_ns, before.st_mtime_ns))
     except OSError as error:
-        raise BadLayerError(f"the hard link {path[:200]!r} leads to a file that is in no layer: {error}") from error
+        raise BadLayerError(f"the hard link {path[:200]!r} to {target[:200]!r} can't be made: {error}") from error
     os.close(folder)
     os.close(other)
 
@@ -519,8 +519,10 @@ def user_of(root: int, user: str) -> tuple[int, int, str]:
     if group:
         own = [fields[2] for fields in _records(root, "etc/group", 3) if fields[0] == group]
         gid = int(group) if group.isdecimal() else int(own[0]) if own else -1
-    if not (0 <= uid < 1 << 31 and 0 <= gid < 1 << 31):
-        raise BadLayerError(f"its user {user[:80]!r} is not in its /etc/passwd or /etc/group")
+    if min(uid, gid) < 0:
+        raise BadLayerError(f"its USER {user[:80]!r} is not in its /etc/passwd or /etc/group")
+    if max(uid, gid) >= 1 << 31:
+        raise BadLayerError(f"its USER {user[:80]!r} has an id of 2^31 or more")
     return uid, gid, home
 
 

@@ -248,7 +248,7 @@ class LocalProvider:
 
     def _check_can_create(self, spec: SandboxSpec) -> None:
         if self._is_closed:
-            raise SandboxConfigError("this provider is closed")
+            raise SandboxConfigError("the local sandbox provider is closed")
         if spec.template and not is_image(spec.template):
             raise SandboxConfigError(
                 f"template {spec.template!r}: the local provider has no templates, only images, whose names begin with "
@@ -300,9 +300,9 @@ class LocalProvider:
         steps = "; ".join(f"{level}: {self._refused[level]}" for level in levels) or "none is built in"
         if with_loopback:
             raise IsolationUnavailableError(
-                f"agent.external.inside: this node can't make a sandbox with a loopback ({steps}). It needs a network "
-                "namespace and Landlock's rules for TCP (Linux 6.7). Leave agent.external.inside out: then the "
-                "agent runs outside of the sandbox."
+                f"agent.external.inside: this node can't make a sandbox with a loopback interface ({steps}). It needs "
+                "a network namespace and Landlock's rules for TCP (Linux 6.7). Leave agent.external.inside out: then "
+                "the agent runs outside of the sandbox."
             )
         raise IsolationUnavailableError(
             f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "

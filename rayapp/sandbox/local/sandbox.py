@@ -95,7 +95,7 @@ class LocalSandbox:
         """
         # Use a copy of the listener, because the sandbox may end and close its own copy while `accept` waits.
         if (own := await self.slot.own_listener()) is None:
-            raise SandboxConfigError(f"sandbox {self.id} has no loopback: set loopback=True in its spec")
+            raise SandboxConfigError(f"sandbox {self.id} has no loopback interface: set loopback=True in its spec")
         with own as listener:
 
             async def accept() -> socket.socket:
@@ -193,7 +193,7 @@ class LocalSandbox:
     def _check_size(self, num_bytes: int) -> None:
         most = self._spec.disk_mib * MIB
         if num_bytes > most:
-            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes don't fit: its disk has {most} bytes")
+            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes don't fit on its disk of {most} bytes")
 
     async def _run_python(
         self,

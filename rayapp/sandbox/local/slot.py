@@ -86,7 +86,7 @@ class Slot:
             wire.send(slot._channel, {**settings, "packages": packages, "paths": python.paths})
             header, given = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
-            raise BootError(f"the zygote ended while it started: {slot.close_and_explain()}") from error
+            raise BootError(f"the sandbox's interpreter ended while it started: {slot.close_and_explain()}") from error
         except BaseException:
             slot.close()
             raise

@@ -103,7 +103,9 @@ def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str]
     argv = [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", program]
     done = subprocess.run(argv, env={}, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=False)
     if done.returncode:
-        raise SandboxConfigError(f"packages {', '.join(packages)} can't be imported: {done.stderr.strip()[-500:]}")
+        raise SandboxConfigError(
+            f"the sandbox's packages ({', '.join(packages) or 'none'}) can't be imported: {done.stderr.strip()[-500:]}"
+        )
     library, shared, found = json.loads(done.stdout)
     return library, shared, found
 
@@ -168,7 +170,9 @@ def _is_made(place: Path) -> bool:
     except FileNotFoundError:
         return False
     if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o022:
-        raise SandboxConfigError(f"{place} belongs to another user, or another user may write to it: remove it")
+        raise SandboxConfigError(
+            f"{place} must be a folder that belongs to this user and that no other user may write to. Remove it"
+        )
     return True
 
 

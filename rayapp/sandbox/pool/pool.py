@@ -214,7 +214,9 @@ class LeasePool:
             self._num_waiting -= len(gone)
             for _, lease_id, turn in gone:
                 if not turn.done():
-                    turn.set_exception(SandboxUnavailableError(f"{holder} is gone; it waited for lease {lease_id}"))
+                    turn.set_exception(
+                        SandboxUnavailableError(f"lease {lease_id} was cancelled, because its holder {holder} is gone")
+                    )
 
     def reclaim_silent(self) -> int:
         """Take back the leases of holders without a recent heartbeat. Return the number of leases."""

@@ -195,7 +195,7 @@ class Stock:
         try:
             if not done:
                 self._adopt_later(arrival, spec)
-                raise SandboxDeadlineError(f"provider {self.supply.name} did not answer within {wait_s:g} s")
+                raise SandboxDeadlineError(f"sandbox provider {self.supply.name} did not answer within {wait_s:g} s")
             await self._welcome(arrival.result(), spec)
         except SandboxError as error:
             self._failed(error, spec)
@@ -217,7 +217,9 @@ class Stock:
         except SandboxError:
             raise
         except Exception as error:  # boundary: a provider's SDK may raise anything
-            raise SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}") from error
+            raise SandboxProtocolError(
+                f"sandbox provider {self.supply.name} failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _count_down(self, spec: SandboxSpec) -> None:
         self.supply.num_creating[spec] -= 1

@@ -142,7 +142,7 @@ class DaytonaChannel:
         except SandboxGoneError as gone:
             return gone
         except SandboxError:
-            return SandboxDeadlineError(f"{mapped} (and could not check whether it is still alive)")
+            return SandboxDeadlineError(f"{mapped} (whether the sandbox is alive could not be checked)")
         # The sandbox is alive, so only this call failed: the answer was malformed or late.
         if isinstance(mapped, SandboxDeadlineError):
             return mapped
@@ -151,7 +151,8 @@ class DaytonaChannel:
 
 @cache
 def sdk() -> ModuleType:
-    """Import and return Daytona's SDK.
+    """Import and return Daytona's SDK, with its client, which the SDK itself imports only when it is named. The import
+    takes seconds, which must not be part of the first call's deadline.
 
     Raises:
         SandboxConfigError: the SDK is not installed.
@@ -161,7 +162,9 @@ def sdk() -> ModuleType:
             with warnings.catch_warnings():
                 # Hide the deprecation warning of the older package `daytona_sdk`, because the user didn't choose it.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return importlib.import_module(name)
+                found = importlib.import_module(name)
+                _ = found.AsyncDaytona
+                return found
     raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
 
 

@@ -60,12 +60,14 @@ class _Counted:
     """
 
     def __init__(self, max_chars: int) -> None:
-        self.room = max_chars
+        self.max_chars = self.room = max_chars
 
     def take(self, text: str) -> None:
         self.room -= len(text)
         if self.room < 0:
-            raise SandboxProtocolError("a command printed more than the limit of its output")
+            raise SandboxProtocolError(
+                f"a command printed more than {self.max_chars} characters, the limit of its output"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +188,7 @@ class E2BChannel:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 is_running = await self._lifecycle.is_running(self._id)
         except (SandboxError, TimeoutError):
-            return SandboxDeadlineError(f"{text} (and could not check whether it is still alive)")
+            return SandboxDeadlineError(f"{text} (whether the sandbox is alive could not be checked)")
         if not is_running:
             return SandboxGoneError(text)
         if isinstance(error, e2b.TimeoutException | TimeoutError):
@@ -309,10 +311,12 @@ class KruiseService:
         except httpx.HTTPError as error:
             raise SandboxUnavailableError(f"{what}: {type(error).__name__}: {error}") from None
         if answer.status_code < 300 and answer.content and _json(answer) is None:
-            raise SandboxProtocolError(f"{what}: {answer.status_code}: not JSON: {answer.text[:200]!r}")
+            raise SandboxProtocolError(
+                f"{what}: status {answer.status_code}: the answer is not JSON: {answer.text[:200]!r}"
+            )
         if answer.status_code < 300 or (gone_is_fine and answer.status_code == 404):
             return answer
-        text = f"{what}: {answer.status_code}: {answer.text[:300]}"
+        text = f"{what}: status {answer.status_code}: {answer.text[:300]}"
         if answer.status_code == 403:
             text += " (quota)"  # the manager answers so when a quota is reached
         wait_s = retry_after_s(answer.headers.get("retry-after"))

@@ -117,7 +117,7 @@ class McpChannel:
         if timeout_s > self.config.execution_timeout_s + 60:
             raise SandboxConfigError(
                 f"the task needs {timeout_s:g} s, but the MCP server stops code after "
-                f"{self.config.execution_timeout_s} s: raise execution_timeout_s"
+                f"{self.config.execution_timeout_s} s. Raise sandbox.providers[].execution_timeout_s"
             )
         if self.config.tool == "once":
             return await self._run_once(program, timeout_s)
@@ -180,8 +180,9 @@ class McpChannel:
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
         if time.monotonic() + ttl_s > self.ends_at + 1.0:
             raise SandboxConfigError(
-                f"sandbox {self.id} can't be extended, because MCP has no call for this. It ends in "
-                f"{self.ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
+                f"sandbox {self.id} can't live for another {ttl_s:.0f} s: it ends in "
+                f"{self.ends_at - time.monotonic():.0f} s, and MCP has no call that extends it. Raise "
+                "sandbox.lease_ttl_s"
             )
 
     async def kill(self, *, timeout_s: float) -> None:
@@ -202,7 +203,7 @@ class McpChannel:
         if answer.is_error:
             raise _tool_error(said, tool)
         if not isinstance(answer.structured_content, dict):
-            raise SandboxProtocolError(f"mcp {tool}: the answer is not structured: {said[:200]!r}")
+            raise SandboxProtocolError(f"MCP tool {tool}: the answer has no structured content: {said[:200]!r}")
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:
@@ -222,7 +223,7 @@ class McpChannel:
 def _text(answer: Mapping[str, object], key: str, tool: str) -> str:
     text = answer.get(key)
     if not isinstance(text, str):
-        raise SandboxProtocolError(f"mcp {tool}: there is no {key} in {str(answer)[:200]}")
+        raise SandboxProtocolError(f"MCP tool {tool}: the answer has no string {key!r}: {str(answer)[:200]}")
     return text
 
 
@@ -230,7 +231,7 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
     logs = answer.get("logs")
     parts = logs.get(stream) if isinstance(logs, dict) else None
     if not isinstance(parts, list):
-        raise SandboxProtocolError(f"mcp: there are no logs of {stream} in {str(answer)[:200]}")
+        raise SandboxProtocolError(f"MCP server: the answer has no list `logs.{stream}`: {str(answer)[:200]}")
     return "".join(str(part) for part in parts)
 
 
@@ -245,9 +246,9 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
     try:
         await session.open(timeout_s=timeout_s)
     except TimeoutError:
-        raise SandboxDeadlineError(f"mcp: {url} did not answer within {timeout_s:g} s") from None
+        raise SandboxDeadlineError(f"MCP server {url} did not answer within {timeout_s:g} s") from None
     except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-        text = f"mcp: {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
+        text = f"MCP server {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
         if session.status in (401, 403) or getattr(error, "code", None) == _AUTH:
             cure = "Check the key: sandbox.providers[].api_key_env and api_key_header"
             raise SandboxConfigError(f"{text}. {cure}") from error
@@ -256,7 +257,7 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
 
 
 def _call_error(error: BaseException, tool: str) -> SandboxError:
-    text = f"mcp {tool}: {type(error).__name__}: {error}"[:600]
+    text = f"MCP tool {tool}: {type(error).__name__}: {error}"[:600]
     code = error.code if isinstance(error, RpcError) else None
     if code == _AUTH:
         return SandboxConfigError(text)
@@ -272,7 +273,7 @@ def _tool_error(text: str, tool: str) -> SandboxError:
     """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code in the same way.
     But rayapp's watcher catches failures of code, so a tool that fails means a failed sandbox.
     """
-    said = f"mcp {tool}: {text}"[:600]
+    said = f"MCP tool {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")
     if "template" in text.lower():

@@ -179,7 +179,7 @@ class McpSession:
 
     def _open_client(self) -> Client:
         if self._client is None or self._is_over.is_set():
-            raise ConnectionError(f"the session with {self._url} is over")
+            raise ConnectionError(f"the MCP session with {self._url} is over")
         return self._client
 
     def end(self) -> None:

@@ -94,7 +94,9 @@ class _Relay:
     async def _hear(self, text: str) -> None:
         *lines, self._rest = (self._rest + text).split("\n")
         if len(self._rest) > 4 * PIECE_BYTES:
-            raise SandboxProtocolError("the relay in the sandbox writes lines without end")
+            raise SandboxProtocolError(
+                f"the relay in the sandbox wrote a line of more than {4 * PIECE_BYTES} characters"
+            )
         for line in lines:
             mark, _, rest = line.partition(" ")
             if mark == self._mark:

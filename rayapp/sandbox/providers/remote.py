@@ -111,7 +111,8 @@ class RemoteSandbox:
         converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
             raise SandboxConfigError(
-                f"sandboxes of {self.provider} have no loopback: their programs can't be sent input while they run"
+                f"sandboxes of {self.provider} have no loopback interface, because their programs can't be sent input "
+                "while they run"
             )
         return relayed(converse, timeout_s=self.margin_s)
 
@@ -123,7 +124,7 @@ class RemoteSandbox:
         job = {"kind": "read", "path": path, "max_bytes": max_bytes, "nonce": nonce}
         found = await self._find_report(job, nonce, timeout_s, max_bytes)
         if found is None:
-            raise SandboxProtocolError(f"sandbox {self.id}: reading {path!r} gave no answer")
+            raise SandboxProtocolError(f"sandbox {self.id}: no answer came when {path!r} was read")
         if (error := found.get("error")) is not None:
             kind = FileNotFoundError if str(error).startswith("FileNotFoundError") else OSError
             raise kind(f"sandbox {self.id}: {path!r} can't be read: {str(error)[:200]}")
@@ -235,9 +236,9 @@ async def run_session(
     is_whole = mark in stdout or bool(error)
     in_doubt = stopped is StopCause.TIMEOUT or (stopped is None and not is_whole)
     if in_doubt and not await alive(timeout_s=_PROBE_TIMEOUT_S):
-        raise SandboxGoneError("the sandbox ended while code ran in its session")
+        raise SandboxGoneError(f"sandbox provider {provider}: the sandbox ended while code ran in its session")
     if stopped is None and not is_whole:
-        raise SandboxProtocolError(f"provider {provider}: the answer of the session broke off")
+        raise SandboxProtocolError(f"sandbox provider {provider}: the session's answer ended before it was complete")
     ended = failure(error, provider, exit_code=-9 if stopped else int(bool(error)), stopped_for=stopped)
     return replace(
         ended,

@@ -144,13 +144,13 @@ class ServiceProvider:
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> RemoteSandbox:
         if self._is_closed:
-            raise SandboxConfigError("this provider is closed")
+            raise SandboxConfigError(f"sandbox provider {self.name} is closed")
         call = self._service.create(spec, labels={**labels, MAKER_LABEL: self._maker}, ttl_s=ttl_s, timeout_s=timeout_s)
         arrival = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({arrival}, timeout=timeout_s)
             if not done:
-                raise SandboxDeadlineError(f"provider {self.name} made no sandbox within {timeout_s:g} s")
+                raise SandboxDeadlineError(f"sandbox provider {self.name} made no sandbox within {timeout_s:g} s")
         except (SandboxDeadlineError, asyncio.CancelledError):
             self._watch_late(arrival)
             raise
@@ -177,7 +177,9 @@ class ServiceProvider:
             async with asyncio.timeout(timeout_s):
                 found = [sandbox_id async for sandbox_id in self._service.list(labels, timeout_s=timeout_s)]
         except TimeoutError:
-            raise SandboxDeadlineError(f"provider {self.name} did not list within {timeout_s:g} s") from None
+            raise SandboxDeadlineError(
+                f"sandbox provider {self.name} did not list its sandboxes within {timeout_s:g} s"
+            ) from None
         for sandbox_id in found:
             yield sandbox_id
 
@@ -189,7 +191,7 @@ class ServiceProvider:
             if isinstance(error, SandboxError):
                 raise
             raise SandboxDeadlineError(
-                f"provider {self.name} did not end sandbox {sandbox_id} within {timeout_s:g} s"
+                f"sandbox provider {self.name} did not end sandbox {sandbox_id} within {timeout_s:g} s"
             ) from None
         self._made.discard(sandbox_id)
 

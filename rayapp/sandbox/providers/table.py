@@ -115,7 +115,9 @@ def _of_plugin(section: PluginConfig) -> RemoteProvider:
     except UserError as error:
         raise SandboxConfigError(str(error)) from error
     except Exception as error:  # boundary: a plug-in is foreign code
-        raise SandboxConfigError(f"plug-in {section.name} can't be made: {type(error).__name__}: {error}") from error
+        raise SandboxConfigError(
+            f"sandbox provider {section.name} (plug-in) can't be made: {type(error).__name__}: {error}"
+        ) from error
     return provider
 
 
@@ -131,11 +133,14 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
             return why
         if isinstance(section, E2BConfig | McpConfig) and not {template, name} & section.images.keys():
             return (
-                f"provider {section.type} can't use images, only its own templates: build one, and name it in "
-                f"images: {{{name}: …}}"
+                f"provider {section.type} can't use images, only its own templates. Build a template for this image, "
+                f"and name it in sandbox.providers[].images: {{{name}: …}}"
             )
         if isinstance(section, DaytonaConfig) and name.startswith(("oci:", "archive:")) and name not in section.images:
-            return f"provider daytona can't read {name}: push it to a registry, or name a snapshot in images"
+            return (
+                f"provider daytona can't read {name}. Push this image to a registry, or name a snapshot for it in "
+                "sandbox.providers[].images"
+            )
     return ""
 
 
@@ -145,7 +150,9 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
     """
     wanted = section.images.get(template, template)
     if not is_image(wanted):
-        return f"the local provider can use only images: name one in images: {{{template}: 'image:…'}}"
+        return (
+            f"the local provider can use only images. Name one in sandbox.providers[].images: {{{template}: 'image:…'}}"
+        )
     try:
         reference = parse(wanted)
     except ImageError as error:
@@ -161,7 +168,7 @@ def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
     for image, needed in images.items():
         if why := why_no_sandbox(config, image):
             told = f"{image} ({needed})" if needed else image
-            return f"needs sandboxes of {told}, and {why} (docs/environments.md)"
+            return f"needs sandboxes of {told}, but {why} (docs/environments.md)"
     return ""
 
 

@@ -45,16 +45,19 @@ def read_keys(file: Path) -> dict[str, str]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if len(words) != 2 or not _NAME.fullmatch(words[0]) or len(words[1]) < _SHORTEST_KEY_CHARS:
-            raise ConfigError(
-                f"{file}, line {number}: expected NAME KEY, a name of letters, digits and ._- and a key of at least "
-                f"{_SHORTEST_KEY_CHARS} characters"
-            )
+        where = f"{file}, line {number}"
+        if len(words) != 2:
+            raise ConfigError(f"{where}: the line must have the form NAME KEY, but it has {len(words)} words")
+        if not _NAME.fullmatch(words[0]):
+            raise ConfigError(f"{where}: the name must have 1 to 64 letters, digits or characters of ._-")
+        if len(words[1]) < _SHORTEST_KEY_CHARS:
+            raise ConfigError(f"{where}: the key must have at least {_SHORTEST_KEY_CHARS} characters")
         if words[0] in found or words[1] in found.values():
-            raise ConfigError(f"{file}, line {number}: this name or key is also in an earlier line; make each unique")
+            which = "name" if words[0] in found else "key"
+            raise ConfigError(f"{where}: an earlier line has the same {which}. Give each client its own")
         found[words[0]] = words[1]
     if not found:
-        raise ConfigError(f"{file} has no client: write lines of the form NAME KEY")
+        raise ConfigError(f"{file} names no client: write lines of the form NAME KEY")
     return found
 
 

@@ -25,6 +25,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
+from rayapp.core.syntax import parse
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.service.clients import CLIENT_HEADER, ONLY_CLIENT
 from rayapp.sandbox.service.sessions import SessionId, Sessions
@@ -40,11 +41,8 @@ def with_last_value(code: str) -> tuple[str, str]:
     """
     if len(code) > _MAX_SHOWN_CODE_CHARS:
         return code, ""
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return code, ""
-    if not body or not isinstance(last := body[-1], ast.Expr):
+    tree = parse(code)
+    if tree is None or not tree.body or not isinstance(last := tree.body[-1], ast.Expr):
         return code, ""
     mark = f"value-{uuid.uuid4().hex}:"
     source = code.encode()
@@ -243,7 +241,10 @@ def _check_language(language: str) -> None:
 def _check_time(result: ExecResult, timeout_s: float) -> None:
     if result.stopped_for is StopCause.TIMEOUT:
         said = (result.stdout + result.stderr)[-_MARGIN_CHARS:]
-        raise MCPError(TIMED_OUT, f"execution timed out after {timeout_s:g} s" + (f"; it said: {said}" if said else ""))
+        raise MCPError(
+            TIMED_OUT,
+            f"execution timed out after {timeout_s:g} s" + (f"; the end of its output: {said}" if said else ""),
+        )
 
 
 def _shell_text(cmd: str, envs: Mapping[str, str], cwd: str | None) -> str:

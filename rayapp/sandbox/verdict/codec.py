@@ -134,12 +134,12 @@ def decode_value(packed: object, depth: int = 0) -> object:
         ValueError, TypeError: `pack` never writes this input.
     """
     if depth > MAX_DEPTH + 1:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"the value is nested more than {MAX_DEPTH} levels deep")
     if isinstance(packed, list):
         return [decode_value(part, depth + 1) for part in packed]
     if not isinstance(packed, tuple):
         if type(packed) not in _LEAVES:
-            raise TypeError(f"unexpected {type(packed).__name__}")
+            raise TypeError(f"values of type {type(packed).__name__} are not allowed")
         return packed
     tag, content = packed
     if isinstance(content, str):

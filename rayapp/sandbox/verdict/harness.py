@@ -71,7 +71,7 @@ def pack(value: object, depth: int = 0) -> object:
     if kind is bytes:
         return {"b": value.hex()}  # type: ignore[attr-defined]
     if depth >= MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"the value is nested more than {MAX_DEPTH} levels deep")
     if kind is list:
         return [pack(part, depth + 1) for part in value]  # type: ignore[attr-defined]
     if kind is tuple or kind is set:

@@ -43,8 +43,13 @@ def check_model(config: Config) -> None:
         _check_weights(path)
         _check_tokenizer(path)
     elif path.is_absolute() or config.model.path.startswith((".", "models/")) or config.model.path.count("/") != 1:
-        hint = " Fetch it with `rayapp model fetch smollm2-135m`." if path.name == "smollm2-135m" else ""
-        raise InputError(f"model.path {config.model.path!r}: there is no such folder.{hint}")
+        is_shipped = path.name == "smollm2-135m"
+        hint = (
+            "Fetch it with `rayapp model fetch smollm2-135m`"
+            if is_shipped
+            else "Give a folder, or OWNER/NAME of the hub"
+        )
+        raise InputError(f"model.path {config.model.path!r}: there is no such folder. {hint}.")
     else:
         architecture = _hub_config(config.model.path)
     _check_family(architecture, config)
@@ -147,16 +152,16 @@ def _check_safetensors(file: Path) -> None:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(MAX_HEADER_BYTES, size):
-                raise ValueError("its header is longer than the file")
+            if length > (limit := min(MAX_HEADER_BYTES, size)):
+                raise ValueError(f"its header claims {length} bytes, but at most {limit} are possible")
             header = json.loads(stream.read(length))
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not a safetensors file: {error}") from None
     if size != 8 + length + end:
         raise InputError(
-            f"{file} is incomplete: it has {size} bytes, its header says {8 + length + end}. Copy or download the file "
-            "again."
+            f"{file} is damaged: it has {size} bytes, but its header describes {8 + length + end}. Copy or download "
+            "the file again."
         )
 
 
@@ -234,7 +239,8 @@ def _check_length(limit: int | None, config: Config, why: str) -> None:
     if limit is not None and needed > limit:
         raise ConfigError(
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} {why.format(limit)}."
+            f"{rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} {why.format(limit)}. "
+            "Lower one of these two keys."
         )
 
 
@@ -256,12 +262,14 @@ def adapter_rank(folder: Path) -> int:
         found = json.loads(file.read_bytes())
         kind, rank = str(found["peft_type"]), int(found["r"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{file} can't be read as peft writes it: {type(error).__name__}: {error}") from error
-    if kind != "LORA" or not 1 <= rank <= MAX_ADAPTER_RANK:
-        raise InputError(
-            f"{file}: peft_type is {kind} and r is {rank}, but vLLM serves adapters of type LORA and of a rank of at "
-            f"most {MAX_ADAPTER_RANK}. Merge the adapter into its model, and serve that model."
-        )
+        raise InputError(f"{file} is not an adapter configuration of peft: {type(error).__name__}: {error}") from error
+    wrong = ""
+    if kind != "LORA":
+        wrong = f"peft_type is {kind}, but vLLM serves only LORA"
+    elif not 1 <= rank <= MAX_ADAPTER_RANK:
+        wrong = f"the rank r is {rank}, but vLLM serves ranks from 1 to {MAX_ADAPTER_RANK}"
+    if wrong:
+        raise InputError(f"{file}: {wrong}. Merge the adapter into its model, and serve that model.")
     return rank
 
 
@@ -296,12 +304,12 @@ def check_teacher(config: Config) -> None:
     policy, teacher = _tokens(config), _tokens(local)
     ordered = sorted(policy.items(), key=lambda entry: entry[1])
     if others := [token for token, number in ordered if teacher.get(token) != number]:
-        there = f"number {teacher[others[0]]}" if others[0] in teacher else "none"
+        there = f"id {teacher[others[0]]}" if others[0] in teacher else "no id"
         raise InputError(
             f"distillation.teacher {own.model.path!r} has another tokenizer than model.path {config.model.path!r}: "
-            f"{len(others)} of {len(policy)} tokens differ, such as {others[0]!r}, number {policy[others[0]]} of the "
-            f"policy's and {there} of the teacher's. A teacher scores the policy's own tokens: choose one "
-            "of its family."
+            f"{len(others)} of {len(policy)} tokens differ, e.g. {others[0]!r}, which has id {policy[others[0]]} in "
+            f"the policy's and {there} in the teacher's. A teacher scores the policy's own tokens: choose a teacher "
+            "of the policy's model family."
         )
 
 
@@ -321,13 +329,13 @@ def _check_server(config: Config) -> None:
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"distillation.base_url {section.base_url!r} does not return the tokens of {section.teacher!r}: "
-            f"{type(error).__name__}: {error}. It must be a vLLM server (vllm serve MODEL) that runs."
+            f"{type(error).__name__}: {error}. Start a vLLM server there (vllm serve MODEL), or correct the URL."
         ) from error
     if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):
         raise InputError(
             f"distillation.teacher {section.teacher!r} at {section.base_url} has another tokenizer than model.path "
             f"{config.model.path!r}: the two split a text into different tokens. A teacher scores the policy's own "
-            "tokens: take one of its family."
+            "tokens: choose a teacher of the policy's model family."
         )
 
 

@@ -164,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
         tiny=_EXPERTS | _CONV | {"num_dense_layers": 1},
     ),
     "falcon_h1": Family(
-        refused="its layers don't pass their attention the arguments that packing needs (transformers 5.10)"
+        refused="the model's layers call attention without the arguments that packing needs (transformers 5.10)"
     ),
     "bamba": Family(
         needs=("borders",),

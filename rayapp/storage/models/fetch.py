@@ -66,7 +66,7 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
     """
     if name not in MODELS:
         raise InputError(
-            f"no model {name!r} can be fetched; use one of {', '.join(MODELS)}. For any other model set model.path to "
+            f"model {name!r} can't be fetched: use one of {', '.join(MODELS)}. For another model set model.path to "
             "a Hugging Face folder or hub id."
         )
     target = into / name
@@ -80,7 +80,11 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
         gguf = _download(MODELS[name], work)
         print(f"converting {gguf.name} to safetensors", file=sys.stderr)
         made = _convert(gguf, work / "converted")
-        made.rename(target)  # renamed last, so that the folder is complete or absent even if this process is killed
+        try:
+            made.rename(target)  # renamed last, so that the folder is complete or absent even if this process is killed
+        except OSError:
+            if not (target / "model.safetensors").is_file():  # else another process was faster
+                raise
     return target
 
 
@@ -143,7 +147,7 @@ def checked(model: PackagedModel, gguf: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
         raise InputError(
-            f"{gguf.name} has SHA-256 {digest}, expected {model.sha256}: the download is damaged or was changed. "
+            f"{gguf.name} has the SHA-256 {digest}, not {model.sha256}: the download is damaged or was changed. "
             "Nothing was converted."
         )
     return gguf

@@ -86,7 +86,7 @@ def translate(error: Exception, location: Location, endpoint: str, *, attempts: 
         return error
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)):
         return StorageCredentialsError(
-            f"{location}: no credentials in the environment. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+            f"{location}: the environment has no complete credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
             "(OSS: OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET)."
         )
     if isinstance(error, boto.ClientError) and not is_transient(error):
@@ -110,7 +110,10 @@ def _client_error(error: Exception, location: Location, endpoint: str) -> Storag
     if code in _EXPIRED:
         return StorageCredentialsError(f"{location}: the credentials have expired ({code}). Set new ones.")
     if code in _WRONG_KEY or status == 401:
-        return StorageCredentialsError(f"{location}: {endpoint} does not accept these credentials ({code or status}).")
+        return StorageCredentialsError(
+            f"{location}: {endpoint} does not accept these credentials ({code or status}). Check the access key and "
+            "its secret."
+        )
     if code in _NOT_FOUND or status == 404:
         return StorageNotFoundError(f"{location}: not found at {endpoint} ({code})")
     if code in _EXISTS or status in {409, 412}:
@@ -242,7 +245,7 @@ class S3Requests:
             answer = await self.client.get_object(Bucket=location.bucket, Key=location.key)
             if answer["ContentLength"] > max_bytes:
                 answer["Body"].close()
-                raise StorageError(f"{location} has {answer['ContentLength']} bytes, at most {max_bytes} are read")
+                raise StorageError(f"{location} has {answer['ContentLength']} bytes: at most {max_bytes} can be read")
             async with answer["Body"] as body:
                 return await body.read(), answer["Metadata"].get(SHA256, "")
 
@@ -250,7 +253,7 @@ class S3Requests:
             data, sha256 = await self.retried(location, read)
         if sha256 and await asyncio.to_thread(hash_bytes, data) != sha256:
             raise StorageCorruptError(
-                f"{location}: SHA-256 of its {len(data)} bytes differs from the one stored when it was written"
+                f"{location} is damaged: the SHA-256 of its {len(data)} bytes is not the one that was stored with it"
             )
         return data
 

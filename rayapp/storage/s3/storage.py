@@ -229,7 +229,9 @@ async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
         opening = session.client("s3", endpoint_url=settings.endpoint_url, config=_client_config(settings))
         client = await opening.__aenter__()
     except (BotoCoreError, ValueError) as error:
-        raise StorageConfigError(f"S3 client for {settings.endpoint_url or 'AWS'}: {error}") from error
+        raise StorageConfigError(
+            f"the S3 client for {settings.endpoint_url or 'AWS'} can't be made: {error}"
+        ) from error
     try:
         if settings.create_header != "If-None-Match":
             client.meta.events.register("before-call.s3", _renamer(settings.create_header))
@@ -295,7 +297,7 @@ async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "
         found = await _fetch(storage, location, temporary, num_bytes, head["ETag"])
         if expected and found != expected:
             raise StorageCorruptError(
-                f"{location}: its SHA-256 is {found[:12]}…, expected {expected[:12]}…. The object is damaged "
+                f"{location}: its SHA-256 is {found[:12]}…, not {expected[:12]}…. The object is damaged "
                 "or was replaced: write it again from its source."
             )
     return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
@@ -355,7 +357,7 @@ async def _fetch_range(
         async with (body := answer["Body"]):
             num_bytes = await _pour(body, target, start)
         if num_bytes != end - start:
-            raise StorageUnreachableError(f"{location}: {num_bytes} of {end - start} bytes arrived")
+            raise StorageUnreachableError(f"{location}: only {num_bytes} of {end - start} bytes arrived")
 
     async with storage.slots:
         await storage.retried(location, read)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rayapp.core.syntax import parse
 from rayapp.tasks.code.assembling import line_below_futures, with_preamble
-from rayapp.tasks.extraction import parse
 
 CLOCK = """
 def _rayapp_later():

@@ -21,8 +21,8 @@ from dataclasses import replace
 
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.protocols import SandboxSource
+from rayapp.core.syntax import parse
 from rayapp.core.types import AgentStart, SandboxSpec
-from rayapp.tasks.extraction import parse
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
 _TIMEOUT_S = 60.0

@@ -19,12 +19,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.syntax import expression
 from rayapp.core.types import AgentStart, Prompt, Reward
 from rayapp.tasks.cases import Case
 from rayapp.tasks.verdict import task_verdict
@@ -217,8 +219,12 @@ def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
         scalar = _SCALAR.match(rest)
         value = scalar[0] if scalar else _bracketed(rest)
         if value and _ENDS.match(rest, len(value)) and "." not in value:
-            arguments = ast.literal_eval(f"[{call[1:-1]}]")
-            yield f"{func_name}{call} gives {value}", Case(args=tuple(arguments), expected=ast.literal_eval(value))
+            arguments = _literal(f"[{call[1:-1]}]")
+            yield f"{func_name}{call} gives {value}", Case(args=tuple(arguments), expected=_literal(value))
+
+
+def _literal(text: str) -> Any:
+    return ast.literal_eval(expression(text))
 
 
 def _bracketed(text: str) -> str:
@@ -226,7 +232,7 @@ def _bracketed(text: str) -> str:
     for end in (place + 1 for place, letter in enumerate(text) if letter in ")]}"):
         try:
             # A call's arguments are read as a list, because `(1)` is not a tuple.
-            ast.literal_eval(f"[{text[1 : end - 1]}]" if text[0] == "(" else text[:end])
+            _literal(f"[{text[1 : end - 1]}]" if text[0] == "(" else text[:end])
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         return text[:end]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rayapp.config.agent import BENCHMARK, is_data_file
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import AgentTask, SandboxSource, Task
 from rayapp.core.types import Reward, SandboxSpec
@@ -103,7 +104,7 @@ def _contradictions(task: CodingTask) -> Iterator[str]:
 
 def _is_telling(expression: str) -> bool:
     """Return True if an expression computes a value. Such an expression does not occur in a prompt by chance."""
-    tree = ast.parse(expression.strip(), mode="eval")
+    tree = syntax.expression(expression)
     return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
 

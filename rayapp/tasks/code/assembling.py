@@ -14,8 +14,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayapp.core.syntax import parse
 from rayapp.tasks.banned import screen_module
-from rayapp.tasks.extraction import parse
 
 RECURSION = "import sys; sys.setrecursionlimit(50000)"
 """Code that is put above every solution."""

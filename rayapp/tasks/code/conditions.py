@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.core.syntax import expression, parse
 from rayapp.sandbox.verdict.compare import check_hashes
 from rayapp.sandbox.verdict.harness import pack
 from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, InsideTest, Test
-from rayapp.tasks.extraction import parse
 
 _Term = Callable[[Sequence[object]], Any]
 _MOST_BITS = 1 << 20
@@ -64,7 +64,7 @@ def holds(assertion: str, functions: frozenset[str], results: Sequence[object]) 
 
 @functools.lru_cache(maxsize=64)
 def _condition(assertion: str, functions: frozenset[str]) -> _Term:
-    return _Reader(functions).term(ast.parse(assertion, mode="eval").body)
+    return _Reader(functions).term(expression(assertion))
 
 
 class _Reader:

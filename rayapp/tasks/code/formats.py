@@ -61,7 +61,7 @@ def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests
 
 def _read_fields(fields: object, comparison: Comparison) -> CodeTests:
     if not isinstance(fields, dict):
-        raise InputError(f"its ground_truth must be a struct of tests, not {fields!r:.80}")
+        raise InputError(f"its ground_truth must be an object with tests, not {fields!r:.80}")
     if "test_list" in fields:
         setup = [fields.get("test_setup_code") or "", *(fields.get("test_imports") or ())]
         return mbpp_tests(_list(fields, "test_list"), "\n".join(setup))
@@ -103,19 +103,24 @@ def _prime_form(fields: Fields) -> dict[str, Any]:
     if "inputs" in fields and "outputs" in fields:
         return dict(fields)
     have = ", ".join(sorted(fields)) or "no fields"
-    raise InputError(f"its ground_truth has no tests: it has {have}; inputs and outputs are needed")
+    raise InputError(f"its ground_truth has no tests: it must have the fields inputs and outputs, not {have}")
 
 
 def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
     inputs, outputs = _list(fields, "inputs"), _list(fields, "outputs")
-    if len(inputs) != len(outputs) or not inputs:
+    if not inputs:
+        raise InputError("it has no tests: the list inputs is empty")
+    if len(inputs) != len(outputs):
         raise InputError(f"it has {len(inputs)} inputs and {len(outputs)} outputs: each input needs one output")
     function = fields.get("fn_name") or ""
     if not isinstance(function, str) or (function and (not function.isidentifier() or iskeyword(function))):
         raise InputError(f"fn_name must be the name of a function, not {function!r:.60}")
     language = language_of(fields.get("language"))
     if language is not None and function:
-        raise InputError(f"fn_name {function!r} needs Python: programs in {language.name} read standard input")
+        raise InputError(
+            f"fn_name {function!r} is only for Python: programs in {language.name} read standard input. Leave fn_name "
+            "out"
+        )
     make = partial(_call_test if function else _stdin_test, comparison)
     return CodeTests(
         tests=tuple(make(*pair) for pair in zip(inputs, outputs, strict=True)),
@@ -183,20 +188,25 @@ def _pairs(tests: Any) -> list[tuple[object, object]]:
             return list(zip(given, wanted, strict=True))
         case [*items] if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in items):
             return [(item["input"], item["output"]) for item in items]
-    raise InputError(f"tests must be a struct of input and output, not {tests!r:.80}")
+    raise InputError(f"its tests must have lists `input` and `output` of the same length, not {tests!r:.80}")
 
 
 def _of_livecodebench(fields: Fields) -> dict[str, Any]:
     public = _loaded(_text(fields, "public_test_cases"), "public_test_cases")
     private = _private_cases(fields.get("private_test_cases") or "[]")
     cases = [*public, *private]
-    kinds = {case.get("testtype") for case in cases if isinstance(case, dict)}
-    if not all(isinstance(case, dict) for case in cases) or kinds not in ({"stdin"}, {"functional"}):
-        raise InputError(f"its test cases must all be of testtype stdin, or all functional; they are {kinds}")
+    if not all(isinstance(case, dict) for case in cases):
+        raise InputError("each of its test cases must be an object")
+    kinds = {case.get("testtype") for case in cases}
+    if kinds not in ({"stdin"}, {"functional"}):
+        found = ", ".join(sorted(map(str, kinds))) or "none"
+        raise InputError(
+            f"its test cases must all have the testtype stdin, or all functional; the testtypes are {found}"
+        )
     metadata = _loaded(fields.get("metadata") or "{}", "metadata")
     function = metadata.get("func_name") if kinds == {"functional"} else None
     if kinds == {"functional"} and not function:
-        raise InputError("its tests are functional, and its metadata has no func_name")
+        raise InputError("its tests are functional, but its metadata has no func_name")
     inputs, outputs = ([case.get(name) for case in cases] for name in ("input", "output"))
     return {"inputs": inputs, "outputs": outputs, "fn_name": function, "num_public": len(public)}
 
@@ -233,7 +243,9 @@ def _pickled_text(pickled: bytes) -> str:
     texts = [argument for name, argument in operations if name in _TEXT_OPS]
     others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS
     if len(texts) != 1 or others:
-        raise ValueError(f"the pickle holds more than one string: {', '.join(sorted(others))}")
+        raise ValueError(
+            f"the pickle must hold exactly one string, but it holds {len(texts)} strings and {len(others)} other things"
+        )
     (text,) = texts
     return text.decode() if isinstance(text, bytes) else str(text)
 

@@ -53,7 +53,7 @@ def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
     extra = _without_none(_mapping(raw.get("extra_info") or {}, "extra_info", where))
     source = raw.get("data_source")
     if not isinstance(source, str) or not source:
-        raise InputError(f"{where}: data_source must be a text, not {source!r:.60}")
+        raise InputError(f"{where}: data_source must be a non-empty text, not {source!r:.60}")
     return DataRow(
         messages=parse_messages(raw.get("prompt"), where),
         data_source=source,
@@ -67,10 +67,10 @@ def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
 def parse_messages(prompt: object, where: str) -> tuple[Mapping[str, Any], ...]:
     """Return the messages in a value of the column `prompt`. Raises InputError: the value is not a list of messages."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
-        raise InputError(f"{where}: prompt must be a list of messages that isn't empty, not {prompt!r:.60}")
+        raise InputError(f"{where}: prompt must be a non-empty list of messages, not {prompt!r:.60}")
     for message in prompt:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(f"{where}: a message must have a role and a content, not {message!r:.60}")
+            raise InputError(f"{where}: each message must be an object with a string `role`, not {message!r:.60}")
         if not isinstance(message.get("content"), str | list):
             raise InputError(
                 f"{where}: a message's content must be a string or a list of parts, not {message.get('content')!r:.60}"

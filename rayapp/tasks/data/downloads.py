@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, one_line
+from rayapp.core.syntax import parse
 from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.data.data_row import parse_messages
@@ -70,8 +71,8 @@ class OwnColumns:
         found = next((name for name in wanted if example.get(name) is not None), None)
         if found is None:
             raise InputError(
-                f"no column {' or '.join(wanted)}; there are {', '.join(example)}. Name one with {option}"
-                + (", or give --no-answers" if option == "--answer-column" else "")
+                f"no column {' or '.join(wanted)} has a value; the columns are {', '.join(example)}. Name one with "
+                f"{option}" + (", or give --no-answers" if option == "--answer-column" else "")
             )
         return found
 
@@ -100,10 +101,8 @@ def _tests(text: str) -> str:
     Raises:
         InputError: the text is neither, or the problem can't be scored.
     """
-    try:
-        written = ast.parse(text).body
-    except SyntaxError:
-        written = []
+    tree = parse(text)
+    written = tree.body if tree is not None else []
     asserts = [ast.unparse(one) for one in written if isinstance(one, ast.Assert)]
     if asserts:
         setup = "\n".join(ast.unparse(one) for one in written if not isinstance(one, ast.Assert))
@@ -134,7 +133,10 @@ def load_splits(
     if not path.exists() and not _HUB_ID.fullmatch(source):
         raise InputError(f"source {source!r} is neither a path on this machine nor a hub id like owner/name")
     if path.exists() and revision:
-        raise InputError(f"source {source!r} is on this machine, and --revision {revision} is for a source on the hub")
+        raise InputError(
+            f"--revision {revision} is only for sources on the hub, but {source!r} is a path on this machine. Leave it "
+            "out"
+        )
     try:
         loaded = (
             _load_local(path, file_split, cache) if path.exists() else _load_hub(source, hub_configuration, revision)
@@ -142,7 +144,11 @@ def load_splits(
     except InputError:
         raise
     except Exception as error:  # boundary: `datasets` raises errors of any class
-        advice = "Is the file whole?" if path.exists() else "Without a network, give a local folder (docs/data.md)."
+        advice = (
+            "Check that the file is complete."
+            if path.exists()
+            else "Without a network, give a local folder (docs/data.md)."
+        )
         raise InputError(
             f"source {source!r} can't be read: {type(error).__name__}: {_first(error)}. {advice}"
         ) from error
@@ -183,7 +189,7 @@ def _load_file(path: Path, cache: Path) -> Any:
     from datasets import load_dataset
 
     if path.suffix not in _LOADERS:
-        raise InputError(f"source {path}: must end in {', '.join(_LOADERS)}")
+        raise InputError(f"source {path}: the file's name must end in one of {', '.join(_LOADERS)}")
     return load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train", cache_dir=str(cache))
 
 

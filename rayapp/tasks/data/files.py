@@ -125,7 +125,7 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
         with _reading(path):
             groups += _open_one(path)
     if not any(group.num_rows for group in groups):
-        raise InputError(f"no rows in {', '.join(map(str, paths))}")
+        raise InputError(f"the data files have no rows: {', '.join(map(str, paths))}")
     return groups
 
 
@@ -172,7 +172,7 @@ def _check_schema(path: Path, schema: Any) -> None:
     missing = [name for name in COLUMNS if name not in schema.names]
     if missing:
         raise InputError(
-            f"{path}: no column {', '.join(missing)}; it has {', '.join(schema.names)}. "
+            f"{path} has no column {', '.join(missing)}; its columns are {', '.join(schema.names)}. "
             "Convert it with `rayapp data rows`, or write verl's row schema (docs/data.md)."
         )
     kinds: Mapping[str, tuple[Any, str]] = {
@@ -201,8 +201,8 @@ def _check_no_images(path: Path, metadata: Any) -> None:
         chunks = (group.column(column) for column in range(group.num_columns))
         if any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.startswith("images.")):
             raise InputError(
-                f"{path}: its rows have images, which the policy would never see, because training reads text only; "
-                "leave those rows out, or drop the column `images` if the text says enough without them."
+                f"{path}: its rows have images, which the policy would never see, because training reads text only. "
+                "Leave those rows out, or drop the column `images` if the text says enough without them."
             )
 
 
@@ -250,7 +250,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: there is no such file") from error
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} is not a parquet file, or is damaged: {why}. Write or copy it again.") from error
+        raise InputError(f"{path} can't be read as a parquet file: {why}. Write or copy the file again.") from error
 
 
 def _cached(location: Location, cache: Path) -> Path:

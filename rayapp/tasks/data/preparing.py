@@ -259,4 +259,4 @@ def _check(job: Preparation, report: SplitReport) -> None:
             "--max-bad-ratio. Nothing was written."
         )
     if not report.num_written:
-        raise InputError(f"{report.split} split of {job.source!r} has no rows. Nothing was written.")
+        raise InputError(f"{report.split} split of {job.source!r} has no usable rows. Nothing was written.")

@@ -90,7 +90,8 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
             return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
     raise InputError(
         f"{where}: its prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is {max_tokens}. "
-        "Raise it, set filter_overlong_prompts, or choose a truncation: left, right or middle."
+        "Raise rollout.max_prompt_tokens, set data.filter_overlong_prompts, or set data.truncation to left, right or "
+        "middle."
     )
 
 
@@ -143,7 +144,7 @@ class TrainingData:
         if not len(self):
             raise InputError(
                 f"all {self.num_overlong} prompts are longer than rollout.max_prompt_tokens = "
-                f"{options.max_prompt_tokens}. Raise it."
+                f"{options.max_prompt_tokens}. Raise this key."
             )
         self._windows = lru_cache(maxsize=2)(self._plan)
         self._loaded = lru_cache(maxsize=2)(self._load)

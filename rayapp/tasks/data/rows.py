@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.core.syntax import parse
 from rayapp.tasks.code.formats import prime_form, read_tests
 from rayapp.tasks.code.languages import Language, language_of
-from rayapp.tasks.extraction import parse
 
 Row = dict[str, Any]
 PROGRAM_INSTRUCTION = (
@@ -162,10 +162,10 @@ def text_of(example: Mapping[str, Any], column: str) -> str:
         InputError: the column is missing, not text, or empty.
     """
     if column not in example:
-        raise InputError(f"no column {column!r}; there are {', '.join(sorted(example))}")
+        raise InputError(f"no column {column!r}; the columns are {', '.join(sorted(example))}")
     value = example[column]
     if not isinstance(value, str) or not value.strip():
-        raise InputError(f"column {column!r} must be a text that isn't empty, not {value!r:.80}")
+        raise InputError(f"column {column!r} must be a non-empty text, not {value!r:.80}")
     return value
 
 
@@ -236,7 +236,9 @@ def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_sour
     problem, answer = text_of(example, "problem"), text_of(example, "answer")
     images = [_image(image) for image in example.get("images") or ()]
     if len(images) != problem.count("<image>"):
-        raise InputError(f"{len(images)} images, but {problem.count('<image>')} <image> marks in its problem")
+        raise InputError(
+            f"the row has {len(images)} images, but its problem has {problem.count('<image>')} marks `<image>`"
+        )
     extra = {"need_tools_kwargs": False, "interaction_kwargs": {"query": problem, "ground_truth": answer}}
     return {
         "data_source": data_source,

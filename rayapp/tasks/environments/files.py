@@ -184,7 +184,10 @@ def _task(environment: AnyEnvironment, index: int, columns: Columns) -> Environm
     prompt = columns.get("prompt", environment.prompt)
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(map(dict, prompt))
     if not messages or not all(isinstance(message.get("content"), str) for message in messages):
-        raise InputError(f"task {environment.name}, row {index}: prompt has to be a text, or messages of text")
+        raise InputError(
+            f"task {environment.name}, row {index}: prompt must be a text, or a list of messages whose `content` is "
+            "text"
+        )
     return EnvironmentTask(environment=environment, index=index, messages=messages, columns=columns)
 
 
@@ -199,8 +202,8 @@ def _read_rows(path: Path) -> list[Columns]:
                 rows = [row for _, row in json_lines(lines, path.name)]
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise InputError(f"rows {path} can't be read: {one_line(error)}") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise InputError(
-            f"rows {path}: expected at least one row, in a .parquet file or as one JSON object per line (.jsonl)"
-        )
+    if not rows:
+        raise InputError(f"rows {path}: the file has no rows")
+    if not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"rows {path}: each line must be a JSON object")
     return rows

@@ -200,7 +200,7 @@ class VerifiersProcess:
             await _tell(child, call=number, row=row, url=url, key=key, model=model)
             said = await answer
         except OSError as error:
-            raise ToolUnavailableError(f"{self._what} has died: {error}") from error
+            raise ToolUnavailableError(f"the process of {self._what} has ended: {error}") from error
         except asyncio.CancelledError:
             with suppress(OSError):
                 await _tell(child, cancel=number)
@@ -246,7 +246,9 @@ class VerifiersProcess:
         except BaseException as error:
             await asyncio.shield(end(child))
             if isinstance(error, InputError | TimeoutError):
-                raise ToolUnavailableError(f"{self._what} can't start: {error}") from error
+                raise ToolUnavailableError(
+                    f"{self._what} can't start: {str(error) or f'no answer within {_START_TIMEOUT_S:g} s'}"
+                ) from error
             raise
         self._reading = asyncio.create_task(self._read(child, child.stdout))
         return child
@@ -260,7 +262,9 @@ class VerifiersProcess:
         status = child.returncode
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(ToolUnavailableError(f"{self._what} has died with {status}"))
+                answer.set_exception(
+                    ToolUnavailableError(f"the process of {self._what} has ended with exit code {status}")
+                )
 
     def _answer(self, line: bytes) -> None:
         try:

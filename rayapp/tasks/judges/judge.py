@@ -206,12 +206,13 @@ class Judge:
         place = self.section.class_index
         if (place is None and len(probs) != 1) or (place or 0) >= len(probs):
             raise self._failed(
-                f"class_index is {place}, but the model has {len(probs)} classes: set class_index to one of them"
+                f"class_index is {place}, but the model has {len(probs)} classes: set class_index to a number from 0 "
+                f"to {len(probs) - 1}"
             )
         try:
             return storable(probs[place or 0])
         except ValueError:
-            raise self._failed(f"a score of {probs[place or 0]}, which is not a finite number") from None
+            raise self._failed(f"the score is {probs[place or 0]}, which is not a finite number") from None
 
     def _bill(self, found: Mapping[str, Any]) -> Bill:
         usage = found.get("usage")

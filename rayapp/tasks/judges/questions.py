@@ -108,7 +108,10 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     if text.lstrip().startswith("<think>"):
         text = text.rpartition("</think>")[2]
     if len(text) > _MAX_ANSWER_CHARS:
-        raise RewardFailedError(f"answered {len(text):,} characters: {one_line(text, 200)!r}", "judge_answer")
+        raise RewardFailedError(
+            f"answered {len(text):,} characters, more than {_MAX_ANSWER_CHARS:,}: {one_line(text, 200)!r}",
+            "judge_answer",
+        )
     parts = _FENCE.split(text)
     try:
         found = json.loads(parts[1] if len(parts) == 3 else text, object_pairs_hook=_each_once)

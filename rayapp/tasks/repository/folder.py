@@ -370,7 +370,7 @@ def _script(
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(
             f"{where}: its verifier.env.{secret} takes its value from an environment variable of this machine, which "
-            "may not enter a sandbox. Leave it out"
+            "may not enter a sandbox. Leave this key out"
         )
     texts = {path: files.get(path, b"").decode(errors="replace") for path in ("Dockerfile", "test.sh")}
     if not interpreter_of(texts["test.sh"].partition("\n")[0]):

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.core.syntax import module, parse
 from rayapp.tasks.code.conditions import COMPARE
-from rayapp.tasks.extraction import parse
 
 Condition = Callable[[Any], object]
 """Function that takes a probe's value (plain data), and returns a true value if the assertion holds. If the function
@@ -118,8 +118,8 @@ class _HiddenTestReader:
                 raise _refused(
                     self._file,
                     inside,
-                    "an assert inside another statement would send its expected value into the "
-                    "sandbox: write asserts at the top level of the test",
+                    "an assert or a pytest call inside another statement would send its expected value into the "
+                    "sandbox: write it at the top level of the test",
                 )
         return node
 
@@ -157,10 +157,10 @@ class _HiddenTestReader:
         # Asserts in the block become probes too, which come before the one of the exception.
         body = [self.statement(inside) for inside in node.body]
         self.conditions.append(partial(_was_raised, name, pattern))
-        caught = ast.parse(
+        caught = module(
             f"{PROBE}([[kind.__name__ for kind in type(_error).__mro__], str(_error)[:{_MOST_MESSAGE_CHARS}]])"
         ).body
-        missed = ast.parse(f"{PROBE}([[], ''])").body
+        missed = module(f"{PROBE}([[], ''])").body
         handler = ast.ExceptHandler(type=ast.Name("Exception", ast.Load()), name="_error", body=caught)
         return ast.Try(body=body, handlers=[handler], orelse=missed, finalbody=[])
 

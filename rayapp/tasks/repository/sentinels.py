@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rayapp.tasks.extraction import parse
+from rayapp.core.syntax import parse
 
 _RUNNERS = re.compile(r"\b(?:pytest|py\.test|unittest|nose2?)\b")
 _SKIPS = re.compile(r"skip|xfail|expectedFailure")

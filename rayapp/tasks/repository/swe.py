@@ -121,7 +121,9 @@ def _files_at(mirror: str, commit: str) -> dict[str, str]:
     """
     data = _git(mirror, "archive", "--format=tar", commit)
     if len(data) > _MAX_REPOSITORY_BYTES:
-        raise InputError(f"{mirror} at {commit}: more than {_MAX_REPOSITORY_BYTES >> 20} MiB of files: use an image")
+        raise InputError(
+            f"{mirror} at {commit}: the files have more than {_MAX_REPOSITORY_BYTES >> 20} MiB. Use an image"
+        )
     found: dict[str, str] = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for member in archive:
@@ -145,7 +147,9 @@ def _git(mirror: str, *words: str, stdin: bytes = b"") -> bytes:
             check=False,
         )
     except FileNotFoundError:
-        raise InputError("git is not installed on this machine: tasks of mirrors need it") from None
+        raise InputError(
+            "git is not installed on this machine, but the option `mirrors` needs it. Install git"
+        ) from None
     except subprocess.TimeoutExpired:
         raise InputError(f"{mirror}: git {words[0]} took more than {_GIT_TIMEOUT_S:g} s") from None
     if ran.returncode:
@@ -202,7 +206,7 @@ def _judge_rows(source: str, bad: list[str], num_good: int, max_bad_ratio: float
         raise InputError(f"{source}: no row can be used{f': {named}' if bad else ''}")
     if len(bad) > max_bad_ratio * total:
         raise InputError(
-            f"{source}: {len(bad)} of {total} rows can't be used, and max_bad_ratio is {max_bad_ratio:g}: {named}"
+            f"{source}: {len(bad)} of {total} rows can't be used, but max_bad_ratio is {max_bad_ratio:g}: {named}"
         )
     if bad:
         _log.warning("%s: %d of %d rows left out: %s", source, len(bad), total, named)
@@ -234,7 +238,7 @@ def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
             raise InputError(f"it has no {' or '.join(COLUMNS[name][:2])}")
     name = str(fields["instance_id"])
     if _NAME.fullmatch(name) is None:
-        raise InputError("its instance_id must have letters, digits, dots, - and _ only")
+        raise InputError(f"its instance_id is {name[:80]!r}: it may have only letters, digits, dots, - and _")
     image = _image(fields, options)
     if not image and options.mirrors is None:
         raise InputError("it names no image: give mirrors=FOLDER of clones, or image=NAME with {instance_id}")

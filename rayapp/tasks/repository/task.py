@@ -130,11 +130,14 @@ async def changed_files(
     told = json.dumps([{} if by_git else known, MAX_BYTES, _SKIPPED, start, snapshot])
     ran = await sandbox.run_code(_PROGRAM, timeout_s=_TIMEOUT_S, stdin=told, max_output_bytes=_MAX_OUTPUT_BYTES)
     if ran.stopped_for is not None:
-        raise UnusableWorkError(f"the workspace could not be read: stopped for {ran.stopped_for.value}")
+        raise UnusableWorkError(f"the workspace could not be read: reading was stopped for {ran.stopped_for.value}")
     try:
         found = json.loads(ran.stdout)
         if "lacks" in found:
-            raise SandboxConfigError(f"sandboxes of {sandbox.provider} lack git, which shows what an agent has changed")
+            raise SandboxConfigError(
+                f"sandboxes of {sandbox.provider} lack git, which shows what an agent has changed. Install it in "
+                "their image"
+            )
         problem, files = found["problem"], dict(found["files"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise SandboxProtocolError(f"the workspace could not be read: {ran.error or 'no answer'}") from None

@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = path.read_bytes()
         begun = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
         if self.stub.wait is not None and is_layer and len(data) > 10_000:
-            self.stub.wait.wait(20)
+            self.stub.wait.wait(120)
         if is_layer and self.stub.cuts and len(data) > 10_000:
             self.stub.cuts -= 1
             return self._say(206 if begun else 200, data[begun:], most=(len(data) - begun) // 2)

@@ -91,7 +91,7 @@ async def test_all_that_a_server_started_ends_with_it(server: ModelServer) -> No
     await server.close()
     await server.close()
 
-    assert psutil.wait_procs(running, timeout=10)[1] == []
+    assert psutil.wait_procs(running, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,13 @@ async def test_a_cancelled_run_ends_before_the_cancellation_comes_out(driver: li
             here.call_soon_threadsafe(at_three.set)
 
     task = asyncio.create_task(rayapp.train_async(None, {"train.num_steps": 9}, tasks=[DOUBLE], on_step=tell))
-    await asyncio.wait_for(at_three.wait(), 30)
+    await asyncio.wait_for(at_three.wait(), 60)
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await task
     for thread in [each for each in threading.enumerate() if each.name == "rayapp"]:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 

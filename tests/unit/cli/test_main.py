@@ -26,7 +26,7 @@ def rayapp(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -137,7 +137,7 @@ def test_help_shows_lists_in_examples_as_they_must_be_typed(capsys: pytest.Captu
 def test_a_shell_completes_commands() -> None:
     # As the script that `rayapp --install-completion` installs asks for them.
     typed = {"COMP_WORDS": "rayapp config ", "COMP_CWORD": "2", "_RAYAPP_COMPLETE": "complete_bash"}
-    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=60)
+    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=240)
 
     assert {"show", "import-verl"} <= set(words.split())
 

@@ -112,6 +112,10 @@ def test_variants_are_simulated_side_by_side(capsys: pytest.CaptureFixture[str])
     assert printed[1] == "1: train.max_staleness=1 algorithm.rollout_correction.level=token"
     table = [line.split() for line in printed if line.startswith(("0  ", "1  "))]
     assert float(table[1][1]) <= float(table[0][1])
+    shares = table[2:]  # the groups of each variant by staleness
+    assert shares[0] == ["0", "0:", "100%"]
+    assert sum(int(share.rstrip("%")) for share in shares[1][2::2]) == pytest.approx(100, abs=1)
+    assert shares[1][-2] == "1:"
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL, "--simulate"]) == 2
     assert "--simulate needs the figures of a GPU" in capsys.readouterr().err
 

@@ -128,11 +128,13 @@ def test_without_any_key_the_error_says_which_to_set(
     assert "the environment variable DAYTONA_API_KEY is not set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["local", "mcp", "nonsense"])
-def test_a_provider_without_a_list_is_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("local", "can't list"), ("mcp", "can't list"), ("nonsense", "is unknown")]
+)
+def test_a_provider_without_a_list_is_refused(kind: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["sandbox", "reap", "--provider", kind]) == 2
 
-    assert f"provider {kind!r} can't list" in capsys.readouterr().err
+    assert f"provider {kind!r} {reason}" in capsys.readouterr().err
 
 
 def test_a_config_with_only_local_sandboxes_has_nothing_to_reap(

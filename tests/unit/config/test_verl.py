@@ -193,7 +193,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
         ("rollout.n_gpus_per_node=4", "without rollout.n_gpus_per_node and rollout.nnodes: give both"),
         ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
-        ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set it"),
+        ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set reward"),
         (
             "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
             "your custom_reward_function calls the model through verl's router",

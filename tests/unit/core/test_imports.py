@@ -33,7 +33,7 @@ def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a
     # Modules that the driver spawns count too: Ray needs the class.
     spawned = "actors.rollout_worker, actors.learner, actors.vllm_server, actors.sandbox_pool, actors.sandbox_pool"
     program = f"import sys, rayapp.driver.loop, {spawned}; print({{'mcp', 'torch'}} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "set()\n", done.stderr
 
 
@@ -54,7 +54,7 @@ class TheirOwn(torch.nn.Module):
 
 print(hasattr(auto_factory.add_generation_mixin_to_remote_model(TheirOwn), "generate"))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "f\nset()\nTrue\n", done.stderr
 
 
@@ -63,11 +63,12 @@ def test_the_doctor_of_a_machine_loads_no_package_that_is_imported_to_train() ->
 import sys
 from rayapp.cli.main import run
 
-print(run(["doctor"]), {"torch", "ray", "vllm", "transformers", "omegaconf"} & {*sys.modules})
+run(["doctor"])
+print({"torch", "ray", "vllm", "transformers", "omegaconf"} & {*sys.modules})
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     # A GPU build of torch is imported, because torch names the GPUs.
-    assert done.stdout.splitlines()[-1] == ("0 set()" if "CPU build" in done.stdout else "0 {'torch'}"), done.stderr
+    assert done.stdout.splitlines()[-1] == ("set()" if "CPU build" in done.stdout else "{'torch'}"), done.stderr
 
 
 def test_a_score_loads_neither_a_config_file_s_parser_nor_other_kinds_of_tasks(tmp_path: Path) -> None:
@@ -80,5 +81,5 @@ print(run(["score", "sort_numbers", {str(answer)!r}]))
 print({{"torch", "ray", "httpx", "rich", "omegaconf"}} & {{*sys.modules}})
 print([name for name in sys.modules if name.startswith(("rayapp.tasks.repository.", "rayapp.tasks.code.b"))])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.splitlines()[1:] == ["0", "set()", "[]"], done.stderr

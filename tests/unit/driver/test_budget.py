@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rayapp.config.sections import BudgetSection
 from rayapp.core.errors import BudgetSpentError, RunFolderError
+from rayapp.driver import budget
 from rayapp.driver.budget import FILE, Costs, counting
 
 PRICES = BudgetSection(gpu_hour=3.6, node_hour=0.36, sandbox_second={"e2b": 0.5})
@@ -67,10 +73,14 @@ def test_without_prices_a_run_has_no_such_metrics(tmp_path: Path) -> None:
     assert Costs.open(BudgetSection(), 8, tmp_path).step_metrics({}) == {}
 
 
-async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(tmp_path: Path) -> None:
+async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each tick takes 0.1 s, however busy the machine is.
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 0.1))))
     prices = BudgetSection(sandbox_second={"e2b": 4.0}, node_hour=36_000.0, cap=10.0)
     costs, notes, was_cancelled = Costs.open(prices, 0, tmp_path), list[str](), False
-    with pytest.raises(BudgetSpentError, match=r"the run has cost 1\d\.\d\d USD.*budget\.cap is 10"):
+    with pytest.raises(BudgetSpentError, match=r"the run has cost 1\d\.\d\d USD.*reaches budget\.cap = 10"):
         async with counting(costs, lambda: 1, pool, notes.append, tick_s=0.01):
             try:
                 await asyncio.sleep(60)
@@ -98,6 +108,31 @@ async def test_the_costs_of_a_block_that_ends_are_saved(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
     assert Costs.open(BudgetSection(), 0, tmp_path).total > 0
+
+
+def test_the_last_of_two_saves_at_once_is_the_one_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick's save goes on in its thread while the end of the run saves the last sums."""
+    is_writing, may_write, write_text = threading.Event(), threading.Event(), budget.write_text
+
+    def slow(file: Path, text: str) -> None:
+        if not is_writing.is_set():
+            is_writing.set()
+            may_write.wait(60)
+        write_text(file, text)
+
+    monkeypatch.setattr(budget, "write_text", slow)
+    costs = Costs.open(PRICES, 1, tmp_path)
+    costs.tick(1000.0, 0, {})
+    with ThreadPoolExecutor(2) as threads:
+        of_the_tick = threads.submit(costs.save)
+        assert is_writing.wait(60)
+        costs.tick(1000.0, 0, {})
+        at_the_end = threads.submit(costs.save)
+        wait([at_the_end], timeout=0.2)  # without a lock it would be done now
+        may_write.set()
+    of_the_tick.result()
+
+    assert Costs.open(PRICES, 1, tmp_path).total == costs.total == 2.0
 
 
 def test_a_teacher_behind_a_url_costs_the_tokens_that_it_reads(tmp_path: Path) -> None:

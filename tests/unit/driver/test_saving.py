@@ -252,7 +252,7 @@ async def test_a_stalled_run_whose_disk_hangs_gives_the_save_up_in_time_and_says
     learners.version = 3
 
     with pytest.raises(StalledError, match="nothing was finished"):
-        await asyncio.wait_for(run_until(raising(StalledError("nothing was finished")), learners, folder), 10)
+        await asyncio.wait_for(run_until(raising(StalledError("nothing was finished")), learners, folder), 60)
 
     assert versions(folder) == []
     assert "Check the disk of the run folder" in caplog.text

@@ -109,7 +109,7 @@ async def test_a_step_that_hangs_ends_although_a_step_is_not_interrupted_and_the
     parts: dict[str, Any] = {"failures": nothing, "tracker": nothing, "sampling": nothing, "watchdog": dog}
     run: Any = SimpleNamespace(**parts, cluster=cluster, store=SimpleNamespace(take=groups), profiles=[])
     with pytest.raises(StalledError, match=r"Waiting: driver for the end of step 4 .*driver entered train"):
-        await asyncio.wait_for(_take_and_train(run, 4), 10)
+        await asyncio.wait_for(_take_and_train(run, 4), 60)
 
 
 BLOCKED = "import time; time.sleep(600)"
@@ -131,7 +131,7 @@ async def main():
         await hang_here()
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert "Timeout (0:00:0" in done.stderr
     assert "hang_here" in done.stderr or "thread.py" in done.stderr

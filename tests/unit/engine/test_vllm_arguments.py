@@ -133,3 +133,11 @@ def test_vllms_profiler_stops_by_itself_and_its_trace_is_taken_once() -> None:
                 engine._take_profile("vllm-server-0")
     finally:
         shutil.rmtree(folder)
+
+
+def test_settings_of_structured_outputs_are_added_to_the_library_that_reads_masks() -> None:
+    server = {"engine_args": {"structured_outputs_config": {"disable_any_whitespace": True}}}
+
+    args = vllm_args(Config.model_validate({"server": server}))
+
+    assert args["structured_outputs_config"] == {"backend": "xgrammar", "disable_any_whitespace": True}

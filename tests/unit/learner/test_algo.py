@@ -391,7 +391,7 @@ def test_an_option_that_the_loss_does_not_read_is_refused_when_the_configuration
         ("bypass_mode", {"rollout_is_batch_normalize": True}, "does not read"),  # it would depend on micro-batches
         ("bypass_mode", {"loss_type": "ppo"}, "use ppo_clip or reinforce"),
         ("bypass_mode", {"rollout_rs": "token_k1"}, "has rollout_rs without rollout_rs_threshold"),
-        ("bypass_mode", {"rollout_rs": "token_k9", "rollout_rs_threshold": 2}, "use token_k1"),
+        ("bypass_mode", {"rollout_rs": "token_k9", "rollout_rs_threshold": 2}, "use one of token_k1"),
         (
             "bypass_mode",
             {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"},

@@ -164,7 +164,7 @@ def test_adapters_that_the_models_code_reads_past_are_refused(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("stablelm", "don't pass their attention the arguments"), ("mamba2", "num_attention_heads")]
+    ("family", "reason"), [("stablelm", "call attention without the arguments"), ("mamba2", "num_attention_heads")]
 )
 def test_what_the_learner_lacks_for_a_model_is_said_in_words(family: str, reason: str, tmp_path: Path) -> None:
     changes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 64}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
+from rayapp.learner.memory.shape import GPUS, model_shape
+from rayapp.learner.memory.speed import MfuMeter, mfu_meter
 from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
 from rayapp.runs.profiles import MOST_MICRO_BATCHES, read_profile, trace_events, write_profile
@@ -128,6 +131,44 @@ def test_the_stretches_of_a_step_add_up_to_it(tiny_model: Path) -> None:
     total = timings.pop("timing_s/learner/total")
     assert sum(timings.values()) == pytest.approx(total, rel=1e-6)
     assert timings["timing_s/learner/other"] < 0.5 * total
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_the_mfu_counts_a_steps_tokens_by_hand(tiny_model: Path, *, share_prefixes: bool) -> None:
+    with learner_of(tiny_model, {"learner": {"share_prefixes": share_prefixes}}) as learner:
+        assert not any(name.startswith("perf/") for name in step(learner, 1, two_groups()))  # a CPU has no peak
+        own = learner._learner
+        own.mfu = MfuMeter(shape=model_shape(own.config), gpu=replace(GPUS["h100"], tflops=0.5), num_gpus=2)
+        metrics = step(learner, 2, two_groups())
+        shape = own.mfu.shape
+    sizes = [t.token_ids.size - 1 for group in two_groups() for t in group.trajectories]  # the last is only a target
+    layers, head = shape.num_layers * shape.num_layer_parameters, shape.vocabulary * shape.hidden
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_size * sum(n * (n + 1) / 2 for n in sizes)
+    flops = 3 * (2 * (layers + head) * sum(sizes) + attention)
+    at_peak = metrics["timing_s/learner/forward_backward"] * 2 * 0.5e12
+    assert metrics["perf/mfu_unshared"] == pytest.approx(flops / at_peak)
+    if share_prefixes:
+        assert metrics["perf/mfu"] < 0.8 * metrics["perf/mfu_unshared"]
+    else:
+        predicted = metrics["learner/tokens_trained"]
+        assert metrics["perf/mfu"] == pytest.approx((flops - 6 * head * (sum(sizes) - predicted)) / at_peak)
+    assert metrics["perf/tflops_per_gpu"] == pytest.approx(metrics["perf/mfu"] * 0.5)
+
+
+def test_a_learner_on_a_gpu_that_the_table_has_or_lacks(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"model": {"path": str(tiny_model)}, "learner": {"num_learners": 4}})
+    properties = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    meter = mfu_meter(config, torch.device("cuda"))
+    assert meter is not None
+    assert (meter.gpu.tflops, meter.num_gpus) == (989, 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GeForce 256")
+    assert mfu_meter(config, torch.device("cuda")) is None
+    assert "no perf/mfu: this machine's GPU GeForce 256 is unknown" in caplog.text
 
 
 def test_a_second_mini_batch_sees_the_first_ones_update(tiny_model: Path) -> None:

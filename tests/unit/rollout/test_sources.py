@@ -265,7 +265,7 @@ def test_an_evaluation_without_anything_to_evaluate_is_refused(tiny_model: Path,
     sources = [{"name": "rows", "tasks": [str(tmp_path / "a.parquet")]}]
     config = config_of(tiny_model, *sources)
 
-    with pytest.raises(InputError, match=r"eval\.tasks is empty, and this is an evaluation"):
+    with pytest.raises(InputError, match=r"eval\.tasks is empty, but this is an evaluation"):
         check_inputs(config, training=False)
 
 

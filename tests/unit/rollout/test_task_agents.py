@@ -310,7 +310,7 @@ async def test_the_first_answer_of_a_turn_counts_and_what_is_no_answer_is_told(b
     right, wrong = f"def double(x):\n    return {FIXED}", WRONG
     played = await bench.play([both, call("submit", answer=right) + call("submit", answer=wrong), "never said"])
 
-    assert played.outputs[0] == "Error: give either path or answer, not both"
+    assert played.outputs[0] == "Error: give exactly one of the arguments path and answer"
     assert (played.first.reward.value, played.first.num_turns) == (1.0, 2)
 
 
@@ -433,7 +433,7 @@ async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
         "Error: there is no file a.py",
         "Error: old_str is in a.py 2 times: it must be there exactly once. Give more of the text around it",
         "-XbX",
-        "Error: create needs file_text",
+        "Error: command create needs the argument file_text",
         "Error: ../../etc/passwd can't be written: the path is not allowed, or the disk is full",
         "Error: raw is not UTF-8 text",
     ]
@@ -462,11 +462,11 @@ def task_file(folder: Path, **fields: object) -> Path:
         ),
         ({"public_tests": ["double(2)"]}, r"public test 'double\(2\)' must have the form double\(…\) == …"),
         ({"public_tests": ["double(x) == 4"]}, r"values must be literals"),
-        ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
+        ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs, but the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
         ({"files": {"../x": ""}}, r"'../x' must be a relative path inside the workspace"),
         ({"files": {"test_public.py": ""}}, r"files has test_public.py, which is also made from public_tests"),
-        ({"tools": ["bash", "edti"]}, r"task double: tools: edti: it can't be imported .* did you mean edit\?"),
+        ({"tools": ["bash", "edti"]}, r"task double: tools: edti can't be imported .* did you mean edit\?"),
         ({"tools": ["rayapp.tools.coding.Ed"]}, r"there is no class Ed in rayapp.tools.coding"),
     ],
 )
@@ -484,7 +484,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
     options = ["rollout.group_size=4", "train.groups_per_step=2"]
     with pytest.raises(InputError, match=r"task first: .* has no method agent_start"):
         check_tasks(config_of(*options, f"tasks=[{letter_tasks[0]}]"), training=True)
-    with pytest.raises(ConfigError, match=r"allow 5, .*group_size 4 = 8 trajectories run at once"):
+    with pytest.raises(ConfigError, match=r"allow 5 sandboxes, .*group_size 4 = 8 trajectories run at once"):
         config = config_of(*options, f"tasks=[{task_file(tmp_path)}]", "sandbox.max_leases=5")
         check_tasks(config, training=True)
 

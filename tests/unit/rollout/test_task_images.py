@@ -74,7 +74,7 @@ def test_a_digest_that_is_gone_is_told_with_the_way_out_unless_the_cache_has_it(
         shutil.rmtree(tmp_path / "oci/blobs")
         write_oci(tmp_path / "oci", [layer(entry("two", "2"))])
 
-        with pytest.raises(ImageError, match=r"can't be fetched any more.*delete its line in .*images\.json") as raised:
+        with pytest.raises(ImageError, match=r"can't be fetched any more.*delete the line .*images\.json") as raised:
             pinned(config, tmp_path)
         assert digest in str(raised.value)
         assert "\n" not in str(raised.value)

@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_refused_aloud_for_the_one_before(
             assert latest_version(folder) == 4  # no other run continues from it either
         (line,) = caplog.messages
         assert re.fullmatch(
-            r"checkpoint .*step=000006 is refused: weights does not match its checksum; step=000004 is "
+            r"checkpoint .*step=000006 is refused: the checksum of weights is wrong; step=000004 is "
             "used instead",
             line,
         )

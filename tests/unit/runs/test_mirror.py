@@ -431,7 +431,7 @@ def test_of_many_that_start_at_once_one_gets_the_folder(config: Config, settings
     async def race() -> list[int]:
         async with open_storage(config.run_uri, settings=settings) as storage:
             taken = await asyncio.gather(
-                *(locks.acquire(storage, lease_s=2.0, poll_s=0.05, settle_s=0.05) for _ in range(3)),
+                *(locks.acquire(storage, lease_s=5.0, poll_s=0.05, settle_s=0.05) for _ in range(3)),
                 return_exceptions=True,
             )
             return sorted(lock.generation for lock in taken if isinstance(lock, locks.RunLock))
@@ -475,7 +475,7 @@ def test_resume_never_refuses_a_run_that_is_there_without_touching_it(
     again = config.model_copy(update={"run": config.run.model_copy(update={"resume": "never"})})
     config.run_folder.mkdir(parents=True)
     with (
-        pytest.raises(RunFolderError, match=r"holds a run already, and run\.resume is never"),
+        pytest.raises(RunFolderError, match=r"holds a run already, but run\.resume is never"),
         mirroring(again, config.run_folder, settings=settings, patience=QUICK),
     ):
         pytest.fail("the run started")

@@ -94,7 +94,7 @@ async def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(bucket: 
     gone = asdict(Holder.me()) | {"started": 1}  # the id is in use by another process now
     await bucket.put_bytes(json.dumps(gone).encode(), "locks/000001.json")
 
-    lock = await asyncio.wait_for(acquire(bucket, lease_s=1e6, poll_s=1e6, settle_s=0.0), timeout=30)
+    lock = await asyncio.wait_for(acquire(bucket, lease_s=1e6, poll_s=1e6, settle_s=0.0), 60)
 
     assert lock.generation == 2
 
@@ -376,8 +376,7 @@ async def test_a_checkpoint_that_the_disk_damaged_after_its_commit_is_never_sent
     assert found.described.version == 2
     assert sending.pending() == {}  # it is refused, not retried forever
     assert (
-        caplog.text.count("step=000004 was not uploaded and is refused: learner/weights does not match its checksum")
-        == 1
+        caplog.text.count("step=000004 was not uploaded and is refused: the checksum of learner/weights is wrong") == 1
     )
 
 
@@ -467,7 +466,7 @@ async def test_a_bucket_that_was_emptied_behind_a_run_is_told(bucket: LocalStora
 
 def test_a_ledger_of_a_newer_version_is_refused_and_a_torn_one_forgotten(staging: Path) -> None:
     (staging / ".mirror.json").write_text('{"format": 2}')
-    with pytest.raises(RunFolderError, match="a newer rayapp wrote it"):
+    with pytest.raises(RunFolderError, match="was written by a newer rayapp"):
         Ledger.load(staging)
     (staging / ".mirror.json").write_text('{"form')
     assert Ledger.load(staging) is None

@@ -183,7 +183,7 @@ def test_every_query_of_the_dashboard_parses(promtool: str, tmp_path: Path) -> N
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
 
-    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, timeout=240, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(rules) > 35
@@ -252,7 +252,7 @@ def fired(promtool: str, folder: Path, series: dict[str, str], expected: dict[st
     }
     path = folder / "test.yaml"
     path.write_text(yaml.safe_dump({"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [test]}))
-    done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, timeout=240, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

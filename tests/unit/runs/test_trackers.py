@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.runs.tracking import background
 from rayapp.runs.tracking import trackers as module
 from rayapp.runs.tracking.background import MAX_WAITING, BackgroundTracker, remembered_id
 from rayapp.runs.tracking.trackers import RunTracker, flattened, make_trackers
@@ -83,22 +86,34 @@ def test_a_service_that_hangs_makes_nobody_wait_and_is_told_at_the_end() -> None
     tracker.log(1, METRICS)
     tracker.log(2, METRICS)
 
-    with pytest.raises(TimeoutError, match="slow did not take 2 steps"):  # the second record and the end
+    with pytest.raises(TimeoutError, match="slow did not record the last 2 steps"):  # the second record and the end
         tracker.close()
     answers.set()
 
 
-def test_a_service_that_is_slow_but_works_is_waited_for_at_the_end() -> None:
+def test_a_service_that_is_slow_but_works_is_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
+    may_write = threading.Semaphore(0)
 
     class Slow(Recording):
         def log(self, step: int, metrics: object) -> None:
-            time.sleep(0.25)  # the slowness itself: all of it takes longer than the deadline
+            may_write.acquire()
             written.append(step)
 
-    tracker = BackgroundTracker("slow", Slow, close_timeout_s=2.25)
+    tracker = BackgroundTracker("slow", Slow, close_timeout_s=60.0)
     for step in range(10):
         tracker.log(step, METRICS)
+
+    def join(timeout: float) -> None:
+        """One record takes the whole deadline of a wait."""
+        num_taken = tracker._num_taken
+        may_write.release()
+        while tracker._num_taken == num_taken and len(written) < 10:
+            time.sleep(0.001)
+        wait_for_end(timeout if len(written) == 10 else 0.0)
+
+    wait_for_end = tracker._thread.join
+    monkeypatch.setattr(tracker._thread, "join", join)
     tracker.close()
 
     assert written == list(range(10))
@@ -118,7 +133,7 @@ def test_records_that_nobody_takes_are_bounded() -> None:
     for step in range(MAX_WAITING):
         tracker.log(step, METRICS)
 
-    with pytest.raises(Exception, match=f"{MAX_WAITING} steps wait for slow"):
+    with pytest.raises(Exception, match=f"{MAX_WAITING} steps, the maximum, wait for slow"):
         tracker.log(MAX_WAITING, METRICS)
     answers.set()
 
@@ -163,7 +178,7 @@ def test_a_service_that_can_not_be_made_is_made_when_it_is_back() -> None:
 def test_a_missing_package_is_told_before_training_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "wandb" else object())
 
-    with pytest.raises(ConfigError, match="pip install wandb, or remove the tracker"):
+    with pytest.raises(ConfigError, match="pip install wandb, or remove these trackers"):
         module.check_packages(("console", "mlflow", "wandb"))
 
 
@@ -178,6 +193,28 @@ def test_an_id_is_kept_for_each_service(tmp_path: Path) -> None:
     assert remembered_id(tmp_path, "a", lambda: "1") == "1"
     assert remembered_id(tmp_path, "b", lambda: "2") == "2"
     assert remembered_id(tmp_path, "a", lambda: pytest.fail("it is known")) == "1"
+
+
+def test_two_services_that_store_their_ids_at_once_are_both_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_write, write_text = threading.Event(), threading.Event(), background.write_text
+
+    def slow(file: Path, text: str) -> None:
+        if not is_writing.is_set():
+            is_writing.set()
+            may_write.wait(60)
+        write_text(file, text)
+
+    monkeypatch.setattr(background, "write_text", slow)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(remembered_id, tmp_path, "a", lambda: "1")
+        assert is_writing.wait(60)
+        second = threads.submit(remembered_id, tmp_path, "b", lambda: "2")
+        wait([second], timeout=0.2)  # without a lock it would be done now
+        may_write.set()
+
+    assert json.loads((tmp_path / background.FILE).read_text()) == {"a": "1", "b": "2"}
 
 
 def test_tensorboard_has_every_step_and_those_of_a_resumed_run_once(tmp_path: Path) -> None:

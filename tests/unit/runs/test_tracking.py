@@ -325,7 +325,7 @@ with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
 
 def test_in_a_pipe_every_step_is_one_plain_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
 
     lines = done.stdout.splitlines()
 
@@ -359,7 +359,7 @@ def in_terminal(command: list[str]) -> str:
         pass
     finally:
         os.close(ours)
-    assert process.wait(timeout=60) == 0, output.decode()
+    assert process.wait(timeout=240) == 0, output.decode()
     return output.decode()
 
 

@@ -195,7 +195,7 @@ def test_a_file_of_a_later_schema_is_told_apart(run: Path) -> None:
     table = pq.read_table(file, partitioning=None)
     pq.write_table(table.replace_schema_metadata({b"rayapp.schema_version": b"99"}), file)
 
-    assert "trajectory schema 99, and this version reads 1" in index_of(run).progress().problems[0]
+    assert "trajectory schema 99, but this version reads only 1" in index_of(run).progress().problems[0]
 
 
 def test_a_file_without_one_of_the_columns_is_a_problem_on_the_page_and_the_others_are_shown(run: Path) -> None:

@@ -214,19 +214,12 @@ def test_the_address_of_a_wildcard_is_this_machines_name() -> None:
     assert address("::1", 80, "") == "http://[::1]:80/"
 
 
-async def test_the_first_page_already_knows_the_steps_of_the_run(run: Path) -> None:
-    viewed = ViewedRun(open_source(str(run)))
-
-    async with asyncio.timeout(30), lifespan(make_app([viewed])):
-        assert viewed.facets()["groups"] == 1
-
-
 async def test_a_run_that_goes_on_is_taken_in_by_the_background_task(run: Path) -> None:
     viewed = ViewedRun(open_source(str(run)))
     app = make_app([viewed], refresh_every_s=0.01)
     write_trajectories(run / "trajectories" / "step=000002.parquet", 2, [hostile_group(1)])
 
-    async with asyncio.timeout(30), lifespan(app):
+    async with asyncio.timeout(60), lifespan(app):
         while viewed.facets()["groups"] != 2:
             await asyncio.sleep(0.01)
 
@@ -269,7 +262,7 @@ def test_the_command_serves_until_interrupted_and_leaves_the_run_as_it_was(
     program.send_signal(signal.SIGINT)
 
     assert reply.json()[0]["name"] == "run"
-    assert program.wait(timeout=60) in (0, 130)
+    assert program.wait(timeout=240) in (0, 130)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -304,7 +297,7 @@ def test_a_missing_package_is_told_with_the_way_out(run: Path, command: str) -> 
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
 
     assert done.returncode == 2

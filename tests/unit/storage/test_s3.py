@@ -304,7 +304,7 @@ async def test_an_object_replaced_by_another_program_is_refused(
     async with s3_client(settings(server.url)) as client:
         await client.put_object(Bucket=bucket, Key="run/a", Body=b"wrong")
 
-    with pytest.raises(StorageCorruptError, match=r"SHA-256 is .*, expected"):
+    with pytest.raises(StorageCorruptError, match=r"SHA-256 is .*, not"):
         await storage.get_file("a", tmp_path / "a", sha256=written.sha256)
 
 

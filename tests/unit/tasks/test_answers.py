@@ -351,7 +351,7 @@ async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) ->
         ("hangs_async", "reward_timeout", "more than 0.05 s"),
         ("nan", "reward_nonsense", "not a finite number"),
         ("text", "reward_nonsense", "'good'"),
-        ("no_score", "reward_nonsense", "without the key score"),
+        ("no_score", "reward_nonsense", "without the key `score`"),
         ("raises_unreadable", "reward_error", "Unreadable: (its message can't be read)"),
         ("exits", "reward_error", "SystemExit: 3"),
         ("exits_async", "reward_error", "SystemExit: 3"),
@@ -408,6 +408,20 @@ def test_a_file_that_exits_when_it_is_imported_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="can't be imported: SystemExit: 3"):
         load_function(f"{tmp_path}/script.py:f")
+
+
+def test_a_file_may_have_models_whose_annotations_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "rated.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import KW_ONLY, dataclass\n"
+        "from typing import Literal\n"
+        "from pydantic import BaseModel\n"
+        "class Rated(BaseModel):\n    stars: Literal[1, 2]\n"
+        "@dataclass\nclass Kept:\n    stars: int\n    _: KW_ONLY\n    why: str = ''\n"
+        "def f(stars):\n    return Kept(Rated(stars=stars).stars).stars\n"
+    )
+
+    assert load_function(f"{tmp_path}/rated.py:f")(2) == 2
 
 
 def test_a_custom_reward_crosses_processes_after_it_was_loaded(module: Path) -> None:

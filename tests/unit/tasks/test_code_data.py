@@ -161,7 +161,7 @@ def test_a_benchmark_is_evaluated_under_one_name_and_crosses_processes(tmp_path:
     ("source", "why"),
     [
         ("benchmark:gsm8k", "is not a benchmark: write benchmark:NAME"),
-        ("benchmark:mbpp", "there is no file google-research-datasets/mbpp: name its file"),
+        ("benchmark:mbpp", "there is no file google-research-datasets/mbpp. Name the benchmark's file"),
         ("benchmark:mbpp={bad}", r"bad\.jsonl, line 2: column 'test_list' must be a list of asserts"),
         ("benchmark:mbpp={torn}", "is not JSON"),
     ],

@@ -98,7 +98,7 @@ def test_a_pickle_that_would_run_a_program_is_refused_and_does_not(tmp_path: Any
             return open, (str(tmp_path / "ran"), "w")
 
     for value in (Hostile(), ["a", "b"], 3, {"a": "b"}):
-        with pytest.raises(InputError, match=r"private_test_cases can't be decoded: the pickle holds"):
+        with pytest.raises(InputError, match=r"private_test_cases can't be decoded: the pickle must hold exactly"):
             read_tests(json.dumps(livecodebench(encoded(value))))
     assert not (tmp_path / "ran").exists()
 
@@ -112,14 +112,14 @@ def test_private_cases_that_are_torn_are_named() -> None:
     ("row", "why"),
     [
         ("not json", "can't be read as JSON"),
-        ("[1]", "must be a struct"),
-        ('{"a": 1}', "its ground_truth has no tests: it has a; inputs and outputs are needed"),
-        ('{"inputs": [], "outputs": []}', "it has 0 inputs and 0 outputs"),
+        ("[1]", "must be an object"),
+        ('{"a": 1}', "its ground_truth has no tests: it must have the fields inputs and outputs, not a"),
+        ('{"inputs": [], "outputs": []}', "it has no tests: the list inputs is empty"),
         ('{"inputs": ["1"], "outputs": "2"}', "outputs must be a list"),
         ('{"inputs": ["1"], "outputs": [2]}', "one of its outputs must be a text"),
         ('{"inputs": ["1"], "outputs": ["2"], "fn_name": "a b"}', "fn_name must be the name of a function"),
         ('{"inputs": ["x"], "outputs": ["2"], "fn_name": "f"}', "inputs can't be read as JSON"),
-        ('{"public_tests": {"input": ["1"], "output": []}}', "tests must be a struct of input and output"),
+        ('{"public_tests": {"input": ["1"], "output": []}}', "tests must have lists `input` and `output` of the same"),
         ('{"public_test_cases": "[{}]"}', "testtype stdin"),
         ('{"inputs": ["1"], "outputs": ["2"], "num_public": "x"}', "can't be read as a problem: ValueError"),
         ('{"inputs": ["1"], "outputs": ["2"], "fn_name": "class"}', "fn_name must be the name of a function"),
@@ -277,7 +277,7 @@ def test_a_function_may_have_the_name_of_one_of_pythons() -> None:
     ],
 )
 def test_a_constant_that_takes_long_is_not_made(constant: str) -> None:
-    with takes_at_most_s(2):
+    with takes_at_most_s(8):
         (test,) = mbpp_tests([f"assert f(1) == {constant}"], "").tests
 
     assert isinstance(test, InsideTest)

@@ -165,7 +165,7 @@ async def test_geometry_rows_keep_the_bytes_of_their_images(tmp_path: Path) -> N
 
 
 def test_a_geometry_problem_whose_images_do_not_match_its_marks_is_refused() -> None:
-    with pytest.raises(InputError, match="0 images, but 1"):
+    with pytest.raises(InputError, match="0 images, but its problem has 1"):
         geometry3k_row({"problem": "<image>?", "answer": "1", "images": []}, 0, "train", "x")
 
 
@@ -253,7 +253,7 @@ def test_own_rows_without_a_column_to_ask_or_to_compare_with_say_which_there_are
     arguments = ["data", "rows", str(tmp_path / "mine.jsonl"), "--out", str(tmp_path / "out")]
 
     assert run(arguments) == 2
-    assert "there are text, value. Name one with --prompt-column" in capsys.readouterr().err
+    assert "the columns are text, value. Name one with --prompt-column" in capsys.readouterr().err
     assert run([*arguments, "--prompt-column", "text"]) == 2
     assert "Name one with --answer-column, or give --no-answers" in capsys.readouterr().err
     assert run([*arguments, "--prompt-column", "text", "--no-answers"]) == 0
@@ -277,7 +277,7 @@ def test_code_problems_with_asserts_are_rows_that_can_be_scored(
     ("data_source", "words"),
     [
         ("gsm8k", "did you mean openai/gsm8k?"),
-        ("google-research-datasets/mbpp", "row 0: its ground_truth must be a struct of tests, not 4"),
+        ("google-research-datasets/mbpp", "row 0: its ground_truth must be an object with tests, not 4"),
     ],
 )
 def test_own_rows_that_training_would_refuse_are_not_written(

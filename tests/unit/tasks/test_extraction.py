@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import gc
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.tasks.extraction import cut_after_function, extract_code, parse
+from rayapp.core.syntax import parse
+from rayapp.tasks.extraction import cut_after_function, extract_code
 from support.timing import takes_at_most_s
 
 PREFILL = "```python\ndef f(xs):"
@@ -184,3 +187,27 @@ def test_completions_are_read_in_many_threads_at_once() -> None:
     with ThreadPoolExecutor(8) as threads:
         trees = list(threads.map(parse, [source] * 240))
     assert all(tree is not None for tree in trees)
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_a_completion_is_read_while_another_thread_formats_errors() -> None:
+    # Formatting an error parses the line that raised it, with `ast.parse` itself.
+    is_over = threading.Event()
+
+    def format_errors() -> int:
+        num_formatted = 0
+        while not is_over.is_set():
+            try:
+                _ = (1 + None) * 3  # type: ignore[operator]
+            except TypeError:
+                num_formatted += "^" in traceback.format_exc()
+        return num_formatted
+
+    source = "def f(x):\n" + "    y = [x, (x + 1) * (x - 1), {'a': [x]}]\n" * 400
+    with ThreadPoolExecutor(1) as other:
+        formatted = other.submit(format_errors)
+        try:
+            assert all(parse(source) is not None for _ in range(30))
+        finally:
+            is_over.set()
+        assert formatted.result() > 0

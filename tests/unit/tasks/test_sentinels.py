@@ -42,7 +42,7 @@ def failures(folder: Path) -> dict[str, list[str]]:
     report = folder / "report.xml"
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--rootdir=."]
     subprocess.run([*argv, *sorted(path.name for path in folder.glob("test_copy_*.py"))], cwd=folder, check=False,
-                   capture_output=True, timeout=120)  # fmt: skip
+                   capture_output=True, timeout=240)  # fmt: skip
     found: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("failure") is not None:

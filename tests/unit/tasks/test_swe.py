@@ -176,7 +176,7 @@ BAD: dict[str, dict[str, Any]] = {
     "it must be OWNER/NAME": {"repo": "../../etc"},
     f"has no commit {'0' * 40}: run `git fetch`": {"base_commit": "0" * 40},
     "must be a commit's hexadecimal id": {"base_commit": "--output=/tmp/x"},
-    "its instance_id must have letters": {"instance_id": "a/b"},
+    "its instance_id is 'a/b': it may have only letters": {"instance_id": "a/b"},
 }  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_a_row_that_cannot_be_used_is_named_and_counted(
     bad = row(mirrors) | {"instance_id": "bad-1"} | BAD[why]
     file = write(tmp_path, row(mirrors), bad)
 
-    with pytest.raises(InputError, match=r"1 of 2 rows can't be used, and max_bad_ratio is 0\.05: ") as told:
+    with pytest.raises(InputError, match=r"1 of 2 rows can't be used, but max_bad_ratio is 0\.05: ") as told:
         load(file, mirrors)
     with caplog.at_level(logging.WARNING):
         task = load(file, mirrors, "&max_bad_ratio=0.5")

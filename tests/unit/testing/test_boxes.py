@@ -29,7 +29,7 @@ async def test_stopping_a_program_ends_what_it_started_in_a_session_of_its_own()
 
         await process.wait()
         # This process does not wait for the child, so it may stay as a zombie, which runs nothing.
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
     finally:

@@ -24,6 +24,8 @@ const chosenRun = (query) => Math.min(Math.max(0, Number(query.run) || 0), Math.
 
 async function draw({isUpdate = false, isReplaced = false} = {}) {
   const turn = ++drawing;
+  // News that arrives during the drawing is not in it: it must be drawn next.
+  const address = location.hash, revision = revisions();
   const {page, query} = route();
   const run = chosenRun(query);
   const focused = isUpdate || isReplaced ? document.activeElement?.getAttribute?.("data-key") : null;
@@ -36,8 +38,9 @@ async function draw({isUpdate = false, isReplaced = false} = {}) {
     drawn = h("p", {class: "note bad", role: "alert"}, visible(error.message));
   }
   if (turn !== drawing) return; // somebody went on meanwhile
-  shownRevision = revisions();
+  shownRevision = revision;
   content.removeAttribute("aria-busy");
+  content.dataset.address = address;
   content.replaceChildren(...problems(run), drawn);
   document.title = `${runs[run] ? `${runs[run].name} · ` : ""}${page} · rayapp`;
   if (focused) [...content.querySelectorAll("[data-key]")].find((one) => one.getAttribute("data-key") === focused)?.focus({preventScroll: true});

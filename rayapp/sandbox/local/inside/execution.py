@@ -155,7 +155,7 @@ class Execution:
         if not self.is_ready:
             self._hear_ready()
         if not self.is_ready and not self.problem:
-            self.problem = f"it ended before it was ready, with {self.exit_code}"
+            self.problem = f"it ended with exit code {self.exit_code} before it was ready"
 
     def _kill(self) -> None:
         """Kill the first process. If it is pid 1 of a pid namespace, the kernel kills the whole tree. Idempotent."""

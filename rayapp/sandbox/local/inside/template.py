@@ -114,7 +114,7 @@ class Template:
     def _reply(self, size: int) -> bytes:
         packet = self._channel.recv(_MAX_REPLY_BYTES)
         if len(packet) != size:
-            raise OSError(packet.decode() or "the template of this zygote died")
+            raise OSError(packet.decode() or "the process that forks the sandbox's programs died")
         return packet
 
 

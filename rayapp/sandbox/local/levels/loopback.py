@@ -51,5 +51,5 @@ def listen() -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
-        raise OSError(error.errno, f"loopback: {error.strerror}") from error
+        raise OSError(error.errno, f"loopback: can't listen on 127.0.0.1:{PORT}: {error.strerror}") from error
     return listening

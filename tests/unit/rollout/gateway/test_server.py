@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import httpx
 import openai
 import pytest
 from aiohttp import web
@@ -426,12 +427,31 @@ async def test_a_dropped_connection_gives_its_turn_up_and_a_retry_is_served(serv
         assert len(served.session.tree.turns) == 1
 
 
+class TimesOutOnce(httpx.AsyncHTTPTransport):
+    """Lets the first request time out as soon as the engine samples for it."""
+
+    def __init__(self, is_sampled: asyncio.Event) -> None:
+        super().__init__()
+        self._is_sampled, self._is_first = is_sampled, True
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._is_first:
+            return await super().handle_async_request(request)
+        self._is_first = False
+        request.headers["x-stainless-read-timeout"] = "0.001"  # seconds, over before the engine is asked
+        call = asyncio.create_task(super().handle_async_request(request))
+        await self._is_sampled.wait()
+        call.cancel()
+        await asyncio.wait({call})
+        raise httpx.ReadTimeout("the first call takes too long")
+
+
 async def test_a_call_that_an_sdk_sends_again_after_its_time_out_gets_the_answer_of_the_first(serve: Any) -> None:
     async with serve("yes", "a second sample") as served, served.openai() as client:
         served.session.engine = waits = Waits(served.engine)
-        patient = client.with_options(timeout=0.6, max_retries=9)
+        patient = client.with_options(http_client=httpx.AsyncClient(transport=TimesOutOnce(waits.asked)), max_retries=1)
         call = asyncio.create_task(patient.chat.completions.create(model="any", messages=HI))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not served.session._unanswered:
                 await asyncio.sleep(0.01)
         waits.may.set()
@@ -549,7 +569,7 @@ async def test_the_end_of_the_session_ends_calls_that_wait_for_another_model(ser
         call = asyncio.create_task(client.chat.completions.create(model="small", messages=HI))
         await waits.asked.wait()
         served.session.end()
-        await asyncio.wait_for(waits.given_up.wait(), 30)
+        await asyncio.wait_for(waits.given_up.wait(), 60)
         with pytest.raises(openai.APIConnectionError):
             await call
         with pytest.raises(openai.APIStatusError, match="this session is over"):
@@ -596,21 +616,21 @@ async def test_a_form_guides_the_sampling_where_the_run_says_so_unless_the_engin
     ("form", "fault"),
     [
         ({"regex": r"\d{4}-\d{2}-\d{2}( [a-z]+,?)*"}, ""),
-        ({"regex": "((a{100}){100}){100}"}, "4,096 are allowed"),
-        ({"regex": "[a-z]{1,5000}"}, "4,096 are allowed"),
+        ({"regex": "((a{100}){100}){100}"}, "the maximum is 4,096"),
+        ({"regex": "[a-z]{1,5000}"}, "the maximum is 4,096"),
         ({"regex": r"\{5000\}[(]{2}"}, ""),
-        ({"regex": "(((a*)*b)*c)*"}, "unlimited repetitions inside each other"),
+        ({"regex": "(((a*)*b)*c)*"}, "unlimited repetitions nested in each other"),
         ({"regex": "(" * 100_000}, ""),
         ({"choice": ["yes", "no"]}, ""),
-        ({"grammar": "root ::= [a]{9999}"}, "4,096 are allowed"),
+        ({"grammar": "root ::= [a]{9999}"}, "the maximum is 4,096"),
         ({"grammar": "x" * 20_000}, "16,384 are allowed"),
         ({"json": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 200}}}}, ""),
-        ({"json": {"patternProperties": {"a{9999}": {}}}}, "4,096 are allowed"),
-        ({"json": {"enum": list(range(9999))}}, "4,096 are allowed"),
-        ({"json": '{"minItems": 9999}'}, "4,096 are allowed"),
+        ({"json": {"patternProperties": {"a{9999}": {}}}}, "the maximum is 4,096"),
+        ({"json": {"enum": list(range(9999))}}, "the maximum is 4,096"),
+        ({"json": '{"minItems": 9999}'}, "the maximum is 4,096"),
         ({"json": "no JSON"}, ""),
-        ({"structural_tag": '{"structures": [{"schema": {"pattern": "a{9999}"}}]}'}, "4,096 are allowed"),
-        ({"json": {"items": {"items": {"maxItems": 100}, "maxItems": 100}, "maxItems": 100}}, "4,096 are allowed"),
+        ({"structural_tag": '{"structures": [{"schema": {"pattern": "a{9999}"}}]}'}, "the maximum is 4,096"),
+        ({"json": {"items": {"items": {"maxItems": 100}, "maxItems": 100}, "maxItems": 100}}, "the maximum is 4,096"),
     ],
 )  # fmt: skip
 def test_a_form_is_refused_by_the_number_of_its_states(form: dict[str, Any], fault: str) -> None:

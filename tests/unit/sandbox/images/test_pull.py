@@ -82,7 +82,7 @@ def test_a_digest_is_taken_from_the_cache_without_asking(store: Store, folder: P
         image = taken(store, str(pinned))
 
     assert taken(store, str(pinned)) == image, "its registry is gone"
-    with pytest.raises(SandboxUnavailableError, match="can't be reached"):
+    with pytest.raises(SandboxUnavailableError, match="can't be fetched from"):
         taken(store, f"{host}/name:1")
 
 
@@ -162,8 +162,11 @@ def test_a_registry_that_starts_while_it_is_asked_is_asked_again(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub, stack = RegistryStub(folder), ExitStack()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    # Bound, but not listening: connections are refused, and no other program gets the port.
+    held = stack.enter_context(socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
 
     def start_in_a_pause(pause_s: float) -> None:
         if not stub.port:
@@ -231,11 +234,15 @@ def broken_layer(folder: Path) -> None:
         (broken_layer, "{host}/name:1", "is damaged"),
         (broken_layer, "oci:{folder}", "is damaged"),
         (lambda folder: write_oci(folder, [BIG], platform="plan9/mips"), "{host}/name:1", "is built for plan9/mips"),
-        (lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}), "{host}/name:1", "its user 'unknown'"),
-        (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "unpacked its digest is"),
+        (
+            lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}),
+            "{host}/name:1",
+            "'unknown' is not in its /etc/passwd",
+        ),
+        (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "digest of its unpacked archive"),
         (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is not JSON"),
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
-        (lambda _: None, "oci:{folder}:other", "is not in the index of its folder"),
+        (lambda _: None, "oci:{folder}:other", "its index has no tag 'other'"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
         (lambda _: None, "build:unknown", "rayapp images build"),
     ],

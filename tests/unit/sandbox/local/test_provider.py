@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -130,7 +131,7 @@ async def test_a_fork_by_the_code_itself_has_a_seed_of_its_own(sandbox: LocalSan
 
 async def begun(sandbox: LocalSandbox) -> None:
     """Return when the sandbox has a job whose answer is awaited."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while sandbox.slot._pending is None:
             await asyncio.sleep(0.01)
 
@@ -193,7 +194,7 @@ async def test_beside_an_execution_lives_nothing_but_the_child_that_waits_for_th
         # when: one execution follows another that left something
         left = await sandbox.call_function(code, "f", [[]], timeout_s=5)
         running = asyncio.create_task(sandbox.call_function(code_that_stays, "f", [[]], timeout_s=60))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(descendants_of(template)) < expected:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # any process too many would be there all along
@@ -476,7 +477,7 @@ async def test_files_outside_the_sandbox_can_be_neither_read_nor_written(sandbox
 
 
 async def test_a_file_larger_than_the_disk_is_refused(sandbox: LocalSandbox) -> None:
-    with pytest.raises(OSError, match="its disk has"):
+    with pytest.raises(OSError, match="don't fit on its disk"):
         await sandbox.write_file("big", b"\0" * (17 << 20))
 
 
@@ -539,7 +540,7 @@ async def test_a_connection_that_nobody_accepted_ends_with_its_sandbox() -> None
     sandbox = await provider.create(spec, labels={}, ttl_s=60, timeout_s=30)
     assert sandbox.slot is slot
 
-    async with asyncio.timeout(20), sandbox.loopback() as loopback:
+    async with asyncio.timeout(60), sandbox.loopback() as loopback:
         assert (await sandbox.run_code(sends.format("new"), timeout_s=5)).ok
         with await loopback.accept() as connection:
             assert await asyncio.get_running_loop().sock_recv(connection, 99) == b"new"
@@ -553,7 +554,7 @@ async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: 
     with pytest.raises(asyncio.CancelledError):
         await running
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
 
 
@@ -561,6 +562,7 @@ async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sand
     """Before it began, while it runs, as its answer arrives, and after."""
     for _ in range(3):  # by then all that stays open anyway is
         await sandbox.run_code("print(1)", timeout_s=5)
+    gc.collect()  # sockets that earlier tests left must not be closed in between
     before = len(list(Path("/proc/self/fd").iterdir()))
     ends: Counter[str] = Counter()
 
@@ -573,7 +575,7 @@ async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sand
 
     assert ends.keys() == {"CancelledError", "ExecResult"}
     assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider: LocalProvider) -> None:
@@ -581,7 +583,7 @@ async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider
     running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
     await begun(sandbox)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await sandbox.kill()
         await sandbox.kill()
         assert (await running).stopped_for is StopCause.KILLED
@@ -715,7 +717,7 @@ async def test_a_zygote_that_dies_is_a_gone_sandbox_and_the_next_one_is_new(prov
     sandbox.slot.close()
 
     with pytest.raises(SandboxGoneError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await running
     assert not await sandbox.alive()
     await sandbox.kill()

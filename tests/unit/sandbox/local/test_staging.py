@@ -80,5 +80,5 @@ def test_a_copy_that_fails_leaves_nothing(
 def test_a_folder_that_others_may_write_to_is_refused(cache: Path, originals: dict[str, str]) -> None:
     staged(originals).chmod(0o777)
 
-    with pytest.raises(SandboxConfigError, match="remove it"):
+    with pytest.raises(SandboxConfigError, match="Remove it"):
         staged(originals)

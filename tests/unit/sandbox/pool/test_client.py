@@ -63,7 +63,7 @@ def leased(pool: LeasePool) -> float:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

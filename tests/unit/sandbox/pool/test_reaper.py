@@ -36,7 +36,7 @@ async def test_silence_ends_exactly_what_carries_the_labels_of_the_run() -> None
     reaper.beat(MINE)
     clock.now += GRACE_S
 
-    assert await asyncio.wait_for(reaper.watch(), 5.0) == 1
+    assert await asyncio.wait_for(reaper.watch(), 60) == 1
 
     assert set(provider.living) == {"of the same run on another host", "other"}
     assert provider.is_closed
@@ -51,7 +51,7 @@ async def test_a_run_that_ends_in_order_is_not_swept() -> None:
 
     reaper.dismiss()
 
-    assert await asyncio.wait_for(watching, 5.0) == 0
+    assert await asyncio.wait_for(watching, 60) == 0
     assert "mine" in provider.living
     assert provider.calls["list"] == 0
 
@@ -62,7 +62,7 @@ async def test_a_run_that_never_spoke_ends_nobodys_sandboxes() -> None:
     reaper = make(provider, clock)
     clock.now += GRACE_S
 
-    assert await asyncio.wait_for(reaper.watch(), 5.0) == 0
+    assert await asyncio.wait_for(reaper.watch(), 60) == 0
 
     assert set(provider.living) == {"somebody's"}
 
@@ -76,7 +76,7 @@ async def test_a_provider_that_fails_is_asked_until_nothing_is_listed() -> None:
     reaper.beat(MINE)
     clock.now += GRACE_S
 
-    assert await asyncio.wait_for(reaper.watch(), 5.0) == 2
+    assert await asyncio.wait_for(reaper.watch(), 60) == 2
 
     # Two listings that fail, one whose first kill fails, one that ends the rest, one that finds nothing.
     assert provider.calls["list"] == 5
@@ -101,7 +101,7 @@ async def test_a_run_that_is_heard_again_keeps_what_it_has_left() -> None:
         await asyncio.sleep(0)
     reaper.dismiss()
 
-    assert await asyncio.wait_for(watching, 5.0) == 0
+    assert await asyncio.wait_for(watching, 60) == 0
     assert "a" in provider.living
     assert provider.calls["list"] == 1
 

@@ -354,7 +354,7 @@ async def test_a_kind_nobody_waits_for_makes_way_for_one_that_somebody_wants() -
         pool.prefetch(SPEC, 1)
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
         pool.prefetch(SPEC, 0)
-        await pool.acquire("worker", SandboxSpec(template="other"), timeout_s=2)
+        await pool.acquire("worker", SandboxSpec(template="other"), timeout_s=30)
         assert provider.killed == ["fake-1"]
 
 

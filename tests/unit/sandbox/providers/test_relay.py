@@ -43,7 +43,7 @@ def says(*lines: tuple[int, bytes] | str) -> Converse:
         (["MARK 1 !\n"], "wrote a malformed line"),
         (["MARK 0\n"], "wrote a malformed line"),
         ([(0, b'{"port": "x"}')], "wrote a malformed line"),
-        (["x" * 1_000_000], "writes lines without end"),
+        (["x" * 1_000_000], "wrote a line of more than"),
         ([(number, b"GET /") for number in range(1, MOST_CONNECTIONS + 2)], "opened more than"),
     ],
 )
@@ -102,7 +102,7 @@ async def _run_here(program: str, hear: Hear, started: Callable[[Say], None]) ->
 async def test_a_connection_that_speaks_before_an_earlier_one_loses_neither() -> None:
     async with relayed(says((0, LISTENS), (2, b"second"), (1, b"first")), timeout_s=5.0) as loopback:
         for expected in (b"second", b"first"):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60):
                 connection = await loopback.accept()
                 assert await asyncio.get_running_loop().sock_recv(connection, 99) == expected
             connection.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -96,7 +98,22 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
     assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
-    told = "provider e2b can't use images, only its own templates: build one, and name it in images: {org/x:1: …}"
+    told = (
+        "provider e2b can't use images, only its own templates. Build a template for this image, and name it in "
+        "sandbox.providers[].images: {org/x:1: …}"
+    )
     assert why({"type": "e2b"}) == told
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
     assert why({"type": "local"}, template="") == ""
+
+
+def test_daytonas_sdk_is_loaded_with_its_client_and_not_within_the_first_calls_deadline() -> None:
+    program = (
+        "import sys\n"
+        "from rayapp.sandbox.providers.daytona import sdk\n"
+        "found, before = sdk(), len(sys.modules)\n"
+        "found.AsyncDaytona, found.CreateSandboxFromSnapshotParams, found.ListSandboxesQuery, found.SandboxState\n"
+        "print(len(sys.modules) - before)\n"
+    )
+
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True, timeout=240) == "0\n"

@@ -187,7 +187,7 @@ def test_a_definition_that_fails_says_why(code: str, error: str) -> None:
         ("raise SystemExit", "SystemExit"),
         ("return object()", "TypeError: object is not plain data"),
         ("return type('L', (list,), {})()", "TypeError: L is not plain data"),
-        ("a = []\n    a.append(a)\n    return a", "ValueError: nested deeper"),
+        ("a = []\n    a.append(a)\n    return a", "ValueError: the value is nested more than"),
         ("return 'a' * (1 << 21)", "ValueError: the value takes more than"),
         ("return f(x)", "RecursionError"),
     ],

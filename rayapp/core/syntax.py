@@ -1,0 +1,66 @@
+"""Parse Python source in a process that has other threads.
+
+Before Python 3.11.8 and 3.12.2 `ast.parse` fails with "SystemError: AST constructor recursion depth mismatch" if
+another thread parses at the same time, because all threads share one depth counter (CPython's issue 106905). Libraries
+parse too: `traceback` does, whenever a thread formats an error. So rayapp calls only the functions of this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_ONE_PARSE = threading.Lock()
+_MOST_SHOWN = 80
+
+
+def module(source: str) -> ast.Module:
+    """Return the syntax tree of a module. Raises what `ast.parse` raises."""
+    return _undisturbed(lambda: ast.parse(source))
+
+
+def expression(source: str) -> ast.expr:
+    """Return the syntax tree of one expression; spaces around it don't matter. Raises what `ast.parse` raises."""
+    return _undisturbed(lambda: ast.parse(source.strip(), mode="eval").body)
+
+
+def parse(source: str) -> ast.Module | None:
+    """Return the syntax tree; None if the source does not parse."""
+    try:
+        return module(source)
+    # NUL bytes and lone surrogates raise ValueError; deep nesting raises RecursionError or MemoryError.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def syntax_problem(source: str) -> str:
+    """Return why `source` does not parse: line number, the parser's message, and the line. Empty if it parses."""
+    try:
+        module(source)
+    except SyntaxError as error:
+        line = (error.text or "").strip()[:_MOST_SHOWN]
+        return f"line {error.lineno}: {error.msg}" + (f": `{line}`" if line else "")
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _undisturbed(parse: Callable[[], T]) -> T:
+    """Call a function that parses, while no other thread can run. Python's warnings about the source are suppressed.
+
+    While the tree is made, other threads run only if a garbage collection runs Python code, so collections are paused.
+    """
+    with _ONE_PARSE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return parse()
+        finally:
+            if was_enabled:
+                gc.enable()
