@@ -14,8 +14,8 @@ ancestors. A trajectory that shares nothing is a tree of one segment, so the sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,21 @@ def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Pack
     return builder.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """Sorted sequences that continue one path."""
+
+    order: list[int]
+    shared: list[int]
+    """Length of the prefix that `order[i]` and `order[i + 1]` share."""
+    depth: int
+    """Number of the sequences' tokens that are on the path."""
+    path: Int64Array
+    """Packed positions of these tokens."""
+    parent: int
+    """Index of the segment that ends the path; -1 for none."""
+
+
 class _PackingBuilder:
     """Collects segments depth first."""
 
@@ -104,7 +119,14 @@ class _PackingBuilder:
         # shortest prefix that two neighbours in the range share.
         order = sorted(members, key=lambda i: sort_key(self._sequences[i]))
         shared = [common_prefix(self._sequences[a], self._sequences[b]) for a, b in itertools.pairwise(order)]
-        self._branch(order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
+        # A stack, not recursion: the tree of a trajectory with hundreds of forks is as deep as it has forks.
+        waiting: list[_Branch | int] = [_Branch(order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)]
+        while waiting:
+            match waiting.pop():
+                case int(segment):
+                    self._segments[segment] = replace(self._segments[segment], subtree_end=self._size)
+                case branch:
+                    waiting += reversed(self._place_branch(branch))
 
     def finish(self) -> Packing:
         return Packing(
@@ -114,43 +136,37 @@ class _PackingBuilder:
             paths=tuple(self._paths[i] for i in range(len(self._sequences))),
         )
 
-    def _branch(self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int) -> None:
-        """Place the sorted sequences `order` from token `depth` on. `shared[i]` is the length of the prefix that
-        `order[i]` and `order[i + 1]` share.
+    def _place_branch(self, branch: _Branch) -> list[_Branch | int]:
+        """Place the tokens that all sequences of a branch share. Return the branches that continue them, in order, and
+        then the index of the new segment, if there is one: its subtree ends where the last of the branches ends.
         """
-        common = min(shared) if shared else self._sequences[order[0]].size
-        saved = (common - depth) * (len(order) - 1)
-        if len(order) > 1 and saved < MIN_SAVED_TOKENS:
+        order, shared, depth = branch.order, branch.shared, branch.depth
+        first = self._sequences[order[0]]
+        common = min(shared) if shared else first.size
+        if len(order) > 1 and (common - depth) * (len(order) - 1) < MIN_SAVED_TOKENS:
             common = depth
-        if common > depth:
-            index = len(self._segments)
-            self._segments.append(Segment(start=0, end=0, subtree_end=0, parent=parent))  # replaced below
-            start = self._place(self._sequences[order[0]][depth:common], depth)
-            end = self._size
-            path = np.concatenate([path, np.arange(start, end)])
-            self._branch_children(order, shared, depth=common, path=path, parent=index)
-            self._segments[index] = Segment(start=start, end=end, subtree_end=self._size, parent=parent)
-        else:
-            self._branch_children(order, shared, depth=depth, path=path, parent=parent)
+        if common == depth:
+            return [*self._continued(branch)]
+        index, start = len(self._segments), self._place(first[depth:common], depth)
+        self._segments.append(Segment(start=start, end=self._size, subtree_end=self._size, parent=branch.parent))
+        path = np.concatenate([branch.path, np.arange(start, self._size)])
+        return [*self._continued(replace(branch, depth=common, path=path, parent=index)), index]
 
-    def _branch_children(
-        self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int
-    ) -> None:
-        """Place the tokens after the first `depth` tokens, which all sequences share. A branch ends between two
+    def _continued(self, branch: _Branch) -> Iterator[_Branch]:
+        """Yield the branches after the first `depth` tokens, which all sequences share. A branch ends between two
         neighbours that share only these.
         """
-        smallest = min(shared) if shared else 0
-        first = 0
+        order, shared = branch.order, branch.shared
+        smallest, first = min(shared, default=0), 0
         for i in range(len(order)):
-            is_last = i == len(order) - 1
-            if not is_last and len(order) > 1 and shared[i] > smallest:
+            if i < len(shared) and shared[i] > smallest:
                 continue
             members, inner = order[first : i + 1], shared[first:i]
             first = i + 1
-            if len(members) == 1 and self._sequences[members[0]].size == depth:
-                self._paths[members[0]] = path
+            if len(members) == 1 and self._sequences[members[0]].size == branch.depth:
+                self._paths[members[0]] = branch.path
             else:
-                self._branch(members, inner, depth=depth, path=path, parent=parent)
+                yield replace(branch, order=members, shared=inner)
 
     def _place(self, tokens: Int32Array, depth: int) -> int:
         start = self._size

@@ -273,3 +273,14 @@ def test_each_response_token_finds_its_position_and_itself() -> None:
 def test_a_trajectory_longer_than_a_micro_batch_names_the_key_to_raise() -> None:
     with pytest.raises(LearnerError, match=r"has 12 tokens, but learner\.max_tokens_per_microbatch .* is 10"):
         split([item(0, 0, [1] * 10, [2, 2, 2])], max_tokens=10, share_prefixes=True)
+
+
+def test_a_tree_may_be_deeper_than_pythons_stack() -> None:
+    # Every turn of an agent may begin at an earlier token: 1,200 turns are a tree of 1,200 levels.
+    tokens = np.arange(6000, dtype=np.int32)
+    deep = [np.append(tokens[: 5 * level], 6000) for level in range(1, 1201)]
+
+    packing = pack([deep], share_prefixes=True)
+
+    assert packing.num_tokens == 1199 * 5 + 5 + 1200
+    assert all((packing.token_ids[path] == given).all() for path, given in zip(packing.paths, deep, strict=True))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.runs.tracking import background
 from rayapp.runs.tracking import trackers as module
 from rayapp.runs.tracking.background import MAX_WAITING, BackgroundTracker, remembered_id
 from rayapp.runs.tracking.trackers import RunTracker, flattened, make_trackers
@@ -190,6 +193,28 @@ def test_an_id_is_kept_for_each_service(tmp_path: Path) -> None:
     assert remembered_id(tmp_path, "a", lambda: "1") == "1"
     assert remembered_id(tmp_path, "b", lambda: "2") == "2"
     assert remembered_id(tmp_path, "a", lambda: pytest.fail("it is known")) == "1"
+
+
+def test_two_services_that_store_their_ids_at_once_are_both_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_write, write_text = threading.Event(), threading.Event(), background.write_text
+
+    def slow(file: Path, text: str) -> None:
+        if not is_writing.is_set():
+            is_writing.set()
+            may_write.wait(60)
+        write_text(file, text)
+
+    monkeypatch.setattr(background, "write_text", slow)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(remembered_id, tmp_path, "a", lambda: "1")
+        assert is_writing.wait(60)
+        second = threads.submit(remembered_id, tmp_path, "b", lambda: "2")
+        wait([second], timeout=0.2)  # without a lock it would be done now
+        may_write.set()
+
+    assert json.loads((tmp_path / background.FILE).read_text()) == {"a": "1", "b": "2"}
 
 
 def test_tensorboard_has_every_step_and_those_of_a_resumed_run_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -260,3 +261,22 @@ def test_settings_never_show_the_secret() -> None:
 def test_settings_that_cannot_work_are_refused(environment: dict[str, str], error: type[Exception]) -> None:
     with pytest.raises(error):
         settings_from_environment(environment)
+
+
+async def test_a_folder_is_listed_while_another_process_deletes_files_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, stat = LocalStorage(tmp_path), Path.stat
+    for name in ("kept", "probe"):
+        (tmp_path / name).write_text("x")
+
+    def stat_at_the_last_moment(path: Path, **options: Any) -> Any:
+        """Delete the file right after somebody has looked at it."""
+        found = stat(path, **options)
+        if path.name == "probe":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", stat_at_the_last_moment)
+
+    assert "kept" in [info.key async for info in storage.list()]

@@ -86,6 +86,22 @@ def test_a_folder_that_is_whole_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["smollm2-135m"]
 
 
+def test_of_two_that_fetch_a_model_at_once_the_slower_one_takes_what_the_faster_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert_slowly(gguf: Path, into: Path) -> Path:
+        for folder, text in ((into, "slower"), (tmp_path / "smollm2-135m", "faster")):
+            folder.mkdir()
+            (folder / "model.safetensors").write_text(text)
+        return into
+
+    monkeypatch.setattr(fetch, "_download", lambda model, work: work / "weights.gguf")
+    monkeypatch.setattr(fetch, "_convert", convert_slowly)
+
+    assert (fetch_model("smollm2-135m", tmp_path) / "model.safetensors").read_text() == "faster"
+    assert [path.name for path in tmp_path.iterdir()] == ["smollm2-135m"]
+
+
 def test_a_folder_of_that_name_that_is_no_model_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "smollm2-135m").mkdir()
     (tmp_path / "smollm2-135m" / "notes.txt").write_text("mine")
