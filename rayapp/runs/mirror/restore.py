@@ -90,7 +90,7 @@ async def send_files(storage: Storage, folder: Path, key: str) -> dict[str, Any]
         xxh3, found = await asyncio.to_thread(both_digests, folder / name)
         info = ObjectInfo(key=f"{key}/{name}", num_bytes=manifest["files"][name], sha256=found)
         if xxh3 != manifest[XXH3].get(name) or await put_missing(storage, folder / name, info) != info:
-            raise CheckpointDamagedError(f"{name} does not match its checksum")
+            raise CheckpointDamagedError(f"the checksum of {name} is wrong")
         sha256[name] = found
 
     await together(send, manifest["files"], at_once=_AT_ONCE)

@@ -132,7 +132,7 @@ def test_a_truncated_checkpoint_is_told_with_its_reason(tmp_path: Path, caplog: 
     with RunFolder.open(config(tmp_path)) as folder:
         assert latest_version(folder) == 4
     (line,) = caplog.messages
-    assert "step=000006 is refused: weights should have 100 bytes, and has 1; step=000004 is used instead" in line
+    assert "step=000006 is refused: weights should have 100 bytes, but has 1; step=000004 is used instead" in line
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_file_of_another_schema_is_refused_by_its_version(tmp_path: Path) -> N
     path = tmp_path / "other.parquet"
     pq.write_table(pa.table({"step": [1]}), path)
 
-    with pytest.raises(InputError, match="has trajectory schema none, and this version reads 1"):
+    with pytest.raises(InputError, match="has trajectory schema none, but this version reads only 1"):
         read_groups(path)
 
 
