@@ -32,4 +32,4 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
         given = Ticket.model_validate_json(solution_str).model_dump()
     except ValueError:
         return 0.0
-    return sum(given[name] == value for name, value in wanted.items()) / len(wanted)
+    return float(sum(given[name] == value for name, value in wanted.items()) / len(wanted))
