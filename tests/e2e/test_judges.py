@@ -132,7 +132,7 @@ def test_a_run_ends_at_the_cap_saved_and_goes_on_with_a_larger_one(
         assert json.loads((folder / "costs.json").read_text()) == spent
         assert train("budget.cap=1e12", f"train.num_steps={last + 2}") == 0, log.read_text()
 
-    assert "budget.cap is 1. To continue, raise budget.cap" in said
+    assert "which reaches budget.cap = 1. To continue, raise budget.cap" in said
     assert saved == [f"step={last:06d}"]
     costs = [
         record["cost/total"]

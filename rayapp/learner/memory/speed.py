@@ -154,9 +154,9 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
     step_s = decode_step_s(shape, config, gpu, server, at_once, at_once * (prompt + completion / 2))
     # Sequences start and end one by one, so the number of waves may be a fraction.
     decode_s = max(1.0, mine / at_once) * completion * step_s
-    flops = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
+    products = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
     prompts_s = prefill_s(shape, config, gpu, load.prompts * prompt) / section.num_servers
-    flops += attention_flops(shape, load.attended)
+    flops = products + attention_flops(shape, load.attended)
     return Speed(seconds=prompts_s + decode_s, flops=flops, num_gpus=num_gpus)
 
 

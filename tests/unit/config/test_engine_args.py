@@ -88,7 +88,7 @@ def test_rounding_needs_the_correction_of_every_token(key: str) -> None:
         ({"quantization": "fp8_per_tensor"}, (8, 0), ""),
         ({"quantization": "fp8_per_block", "kv_cache_dtype": "fp8"}, (9, 0), ""),
         ({"run.deterministic": True}, (7, 5), "compute capability 8.0"),
-        ({"run.deterministic": True, "quantization": "fp8_per_block"}, (8, 0), "use one of the two"),
+        ({"run.deterministic": True, "quantization": "fp8_per_block"}, (8, 0), "use only one of the two keys"),
         ({"run.deterministic": True, "quantization": "fp8_per_block"}, (9, 0), ""),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_completion_without_the_experts_of_each_token_is_the_engines_failure(e
     output = SimpleNamespace(
         token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason="stop", routed_experts=experts
     )
-    with pytest.raises(EngineError, match=r"returned the experts of [03] tokens of group=1, but 4 are needed$"):
+    with pytest.raises(EngineError, match=r"the experts of [03] tokens, but those of 4 tokens are needed$"):
         whole_completion(RequestId("group", 1), output, (), 3, 0.0, 0.1, num_routed=4)
 
 
@@ -153,7 +153,7 @@ async def test_half_an_answer_that_the_engine_gave_up_is_a_failed_rollout_and_ge
     assert group.trajectories[3].status is RolloutStatus.ERROR_ENGINE
     assert (
         group.trajectories[3].reward.detail
-        == f"vLLM ended group=11/trajectory=3 early, after 2 tokens (finish reason {reason})"
+        == f"group=11/trajectory=3: vLLM ended the request early, after 2 tokens (finish reason {reason})"
     )
     assert summary.valid.tolist() == [True, True, False, False]
     assert summary.failure_kinds == ("", "", "sandbox_gone", "engine")
