@@ -230,7 +230,7 @@ def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: floa
     }
 
 
-class Recorder:
+class StepProfiler:
     """Profiles one step of this rank with torch's profiler. It records the first MOST_MICRO_BATCHES micro-batches of
     each pass: the other micro-batches are similar, and a trace of all would grow with the batch.
     """

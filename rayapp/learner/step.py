@@ -50,7 +50,7 @@ from rayapp.learner.batch import (
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.memory.speed import MfuMeter
-from rayapp.learner.metrics import MicroBatchFacts, Recorder, RowFacts, mfu_metrics, step_metrics, timing_metrics
+from rayapp.learner.metrics import MicroBatchFacts, RowFacts, StepProfiler, mfu_metrics, step_metrics, timing_metrics
 from rayapp.learner.policy import (
     DeviceBatch,
     PolicyModel,
@@ -106,7 +106,7 @@ class PolicyLearner:
     """
     profile: Profile | None = None
     """Profile of the last step in `train.profile_steps`; only on rank 0."""
-    _recorder: Recorder | None = None
+    _profiler: StepProfiler | None = None
 
     def train_step(
         self,
@@ -128,17 +128,17 @@ class PolicyLearner:
         if self.ranks.rank or step not in self.config.train.profile_steps:
             yield
             return
-        self._recorder = recorder = Recorder(self.ranks.device)
+        self._profiler = profiler = StepProfiler(self.ranks.device)
         try:
-            with recorder.recording():
+            with profiler.recording():
                 yield
         finally:
-            self._recorder = None
-        self.profile = recorder.profile("learner-0")
+            self._profiler = None
+        self.profile = profiler.profile("learner-0")
 
     def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
         """Return the micro-batches of one pass. In a profiled step, only the first micro-batches are recorded."""
-        return batches if self._recorder is None else self._recorder.first_of(batches)
+        return batches if self._profiler is None else self._profiler.first_of(batches)
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
         """Score every item without a gradient. Returns scores by row. Collective: every rank must call it."""

@@ -32,7 +32,7 @@ from rayapp.core.errors import ImageError, SandboxError, SandboxUnavailableError
 from rayapp.sandbox.images import manifest as documents
 from rayapp.sandbox.images.manifest import ImageConfig, Layer
 from rayapp.sandbox.images.reference import Reference, parse
-from rayapp.sandbox.images.sources import Source, open_source
+from rayapp.sandbox.images.sources import StoredImage, open_image
 from rayapp.sandbox.images.store import Hold, Image, Store, blob_lock, layer_lock, open_store
 from rayapp.sandbox.local.inside.privileges import images_uid
 
@@ -74,7 +74,7 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
         found = store.named(reference)
         if found is not None and (hold := store.hold(found)) is not None:
             return hold
-    source = open_source(reference, wanted.mirrors or {})
+    source = open_image(reference, wanted.mirrors or {})
     plan = _resolve(source, reference, wanted.platform or documents.this_platform())
     for _ in range(3):
         found = store.image(plan.digest)
@@ -113,11 +113,11 @@ def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
     if reference.kind != "registry":
         return reference
     wanted = wanted or Wanted()
-    source = open_source(reference, wanted.mirrors or {})
+    source = open_image(reference, wanted.mirrors or {})
     return reference.pinned(_resolve(source, reference, wanted.platform or documents.this_platform()).digest)
 
 
-def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
+def _resolve(source: StoredImage, reference: Reference, platform: str) -> _Plan:
     what = f"image {reference}"
     of_manifest = f"the manifest of {what}"
     data = documents.check_digest(source.top(), reference.digest, of_manifest)
@@ -136,7 +136,7 @@ def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
     return _Plan(reference=reference, digest=digest, config=config, layers=documents.layers_of(found, config, what))
 
 
-def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], None]) -> None:
+def _bring(store: Store, source: StoredImage, plan: _Plan, on_bytes: Callable[[int], None]) -> None:
     """Unpack an image into the cache. Locks keep its layers from being evicted until the image's record is written."""
     stored = sum(layer.size for layer in plan.layers if store.layer(layer.diff_id) is None)
     if stored > store.max_bytes:
@@ -167,7 +167,7 @@ def _too_large(store: Store, plan: _Plan, why: str) -> str:
     )
 
 
-def _layer(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> IO[bytes]:
+def _layer(store: Store, source: StoredImage, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> IO[bytes]:
     """Download and unpack one layer. Return an open file that holds a lock: the layer can't be evicted until the file
     is closed.
     """
@@ -182,7 +182,7 @@ def _layer(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Ca
                 _unpack(store, source, plan, layer, on_bytes)
 
 
-def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> None:
+def _unpack(store: Store, source: StoredImage, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> None:
     what = f"layer {layer.diff_id} of image {plan.reference}"
     stored = layer.digest or layer.diff_id
     with store.alone(blob_lock(stored)):
@@ -240,7 +240,7 @@ class _Arriving:
         return f"sha256:{self._hash.hexdigest()}"
 
 
-def _unpack_as_it_comes(store: Store, source: Source, layer: Layer, what: str, arriving: _Arriving) -> None:
+def _unpack_as_it_comes(store: Store, source: StoredImage, layer: Layer, what: str, arriving: _Arriving) -> None:
     """Download a layer, and unpack it meanwhile.
 
     Raises:

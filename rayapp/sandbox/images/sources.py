@@ -1,6 +1,6 @@
-"""Reads images from a registry, a folder in OCI's layout, or an archive, all through the interface `Source`.
+"""Reads images from a registry, a folder in OCI's layout, or an archive, all through the interface `StoredImage`.
 
-    Source.top() -> index or manifest -> Source.document(digest) -> Source.fetch(layer) -> a file
+    StoredImage.top() -> index or manifest -> StoredImage.document(digest) -> StoredImage.fetch(layer) -> a file
 
 Requests to registries go through the library `oras`, which reads credentials from Docker's `config.json` and credential
 helpers. This module adds time limits, mirrors and resumed downloads. Callers check digests, except where `fetch` must
@@ -33,7 +33,7 @@ OnBytes = Callable[[int], None]
 T = TypeVar("T")
 
 
-class Source(Protocol):
+class StoredImage(Protocol):
     """Interface to one image in one registry, folder or archive."""
 
     def top(self) -> bytes:
@@ -53,7 +53,7 @@ class Source(Protocol):
         """
 
 
-def open_source(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Source:
+def open_image(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> StoredImage:
     """Return the source of an image.
 
     Args:
@@ -61,15 +61,15 @@ def open_source(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> S
     """
     match reference.kind:
         case "registry":
-            return RegistrySource(reference, mirrors.get(reference.registry, ()))
+            return RegistryImage(reference, mirrors.get(reference.registry, ()))
         case "oci":
-            return FolderSource(reference, Path(reference.name))
+            return FolderImage(reference, Path(reference.name))
         case "archive":
             return _archive(reference)
     raise ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
 
 
-class RegistrySource:
+class RegistryImage:
     """An image in a registry, or in one of its mirrors."""
 
     def __init__(self, reference: Reference, mirrors: Sequence[str] = ()) -> None:
@@ -225,7 +225,7 @@ def _read(source: Any, what: str) -> bytes:
     return data
 
 
-class FolderSource:
+class FolderImage:
     """An image in a folder in OCI's layout."""
 
     def __init__(self, reference: Reference, folder: Path) -> None:
@@ -255,7 +255,7 @@ class FolderSource:
             ) from error
 
 
-class ArchiveSource:
+class ArchiveImage:
     """An image in an archive whose members are those of OCI's layout."""
 
     def __init__(self, reference: Reference, archive: tarfile.TarFile) -> None:
@@ -281,7 +281,7 @@ class ArchiveSource:
         return _read(_member(self._archive, path, self._reference), str(self._reference))
 
 
-class SavedSource(ArchiveSource):
+class SavedImage(ArchiveImage):
     """An image in an archive that `docker save` of Docker before 25 wrote. It has no digests of the stored layers."""
 
     def __init__(self, reference: Reference, archive: tarfile.TarFile) -> None:
@@ -317,16 +317,16 @@ class SavedSource(ArchiveSource):
         raise ImageError(f"image {self._reference} is not in the archive, which has {known}")
 
 
-def _archive(reference: Reference) -> ArchiveSource:
+def _archive(reference: Reference) -> ArchiveImage:
     try:
         archive = tarfile.open(reference.name)  # noqa: SIM115  (the source keeps it open)
         names = archive.getnames()
     except (OSError, tarfile.TarError) as error:
         raise ImageError(f"image {reference} can't be read: {one_line(error)}") from error
     if "index.json" in names:
-        return ArchiveSource(reference, archive)
+        return ArchiveImage(reference, archive)
     if "manifest.json" in names:
-        return SavedSource(reference, archive)
+        return SavedImage(reference, archive)
     raise ImageError(f"{reference.name} is not an archive of an image: it has neither index.json nor manifest.json")
 
 

@@ -17,7 +17,7 @@ from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, Unu
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.tasks.audit.hunt import holds_expression, places_of, texts_in_sandbox
-from rayapp.tasks.audit.subject import Attempt, RunTests, Score, Subject, TestRun
+from rayapp.tasks.audit.subject import Attempt, RunTests, Score, Subject, TestResult
 
 Check = Literal[
     "nothing", "solution", "flaky", "clock", "order", "network", "slow", "oracle", "trivial", "cheat", "difficulty",
@@ -186,7 +186,7 @@ class Auditor:
         named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
         return f"; {'; '.join(named)}" if named else ""
 
-    async def _run_tests(self, run_tests: RunTests | None, seed: int) -> tuple[TestRun, ...]:
+    async def _run_tests(self, run_tests: RunTests | None, seed: int) -> tuple[TestResult, ...]:
         if run_tests is None or self.subject.solution is None:
             return ()
         try:
@@ -197,7 +197,7 @@ class Auditor:
             self._found("verdict", f"the tests can't be run one by one: {type(error).__name__}: {error}")
             return ()
 
-    def _slow(self, runs: Sequence[TestRun]) -> None:
+    def _slow(self, runs: Sequence[TestResult]) -> None:
         limit_s, total_s = self.subject.limit_s, sum(run.seconds for run in runs)
         if self.subject.is_limit_of_all and runs:
             slowest = max(runs, key=lambda run: run.seconds)
@@ -206,14 +206,14 @@ class Auditor:
             if limit_s and run.seconds > limit_s * SLOW_SHARE:
                 self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
 
-    async def _clock(self, runs: Sequence[TestRun]) -> None:
+    async def _clock(self, runs: Sequence[TestResult]) -> None:
         later = await self._run_tests(self.subject.run_later, seed=0)
         names = [then.name for now, then in zip(runs, later, strict=False) if then.problem and not now.problem]
         if names:
             told = "; ".join(names[:_MOST_NAMED])
             self._found("clock", f"the solution passes today and fails with the clock a year ahead: {told}")
 
-    async def _order(self, runs: Sequence[TestRun]) -> None:
+    async def _order(self, runs: Sequence[TestResult]) -> None:
         problems = {run.name: run.problem for run in await self._run_tests(self.subject.run_reversed, seed=0)}
         if names := [run.name for run in runs if problems.get(run.name) and not run.problem]:
             told = "; ".join(names[:_MOST_NAMED])

@@ -20,7 +20,7 @@ from rayapp.tasks.audit.subject import (
     Attempt,
     Score,
     Subject,
-    TestRun,
+    TestResult,
     cheats_of_function,
     cheats_of_program,
     fenced,
@@ -137,18 +137,18 @@ def _share_of(problem: CodeProblem) -> Score:
 
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
-) -> tuple[TestRun, ...]:
+) -> tuple[TestResult, ...]:
     """Run all tests of the problem: the seed is ignored."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
-        TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
+        TestResult(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
         for number, (test, (why, seconds)) in enumerate(zip(tests.tests, ran, strict=True), start=1)
     )
 
 
 async def _run_later(
     problem: CodeProblem, tests: CodeTests, code: str, _: str, sandboxes: SandboxSource, seed: int
-) -> tuple[TestRun, ...]:
+) -> tuple[TestResult, ...]:
     return await _run_tests(problem, tests, fenced(code), sandboxes, seed)
 
 

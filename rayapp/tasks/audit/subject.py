@@ -46,7 +46,7 @@ def score_of(task: Task) -> Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestRun:
+class TestResult:
     """Result of one hidden test on one answer."""
 
     __test__ = False  # not a pytest class
@@ -57,7 +57,7 @@ class TestRun:
     seconds: float
 
 
-RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestRun, ...]]]
+RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestResult, ...]]]
 """Function of an answer, sandboxes and a seed that runs the hidden tests and returns one result for each test."""
 
 

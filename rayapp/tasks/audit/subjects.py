@@ -23,7 +23,7 @@ from rayapp.tasks.audit.subject import (
     PROSE,
     Attempt,
     Subject,
-    TestRun,
+    TestResult,
     cheats,
     cheats_of_function,
     examples_in,
@@ -124,7 +124,7 @@ def _reference(task: CodingTask) -> str:
 
 async def _run_tests(
     task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int, *, is_later: bool = False
-) -> tuple[TestRun, ...]:
+) -> tuple[TestResult, ...]:
     """Run each test in a separate execution."""
     code = extract_code(answer, task.func_name) or ""
     code = a_year_later(code) if is_later else code
@@ -135,7 +135,7 @@ async def _run_tests(
             (call,) = report.calls
             problem = "" if call.ok and same_value(call.value, case.expected) else _problem(call.error, case)
             test = f"test {number}, {task.tests[number - 1]}, of seed {seed}"
-            runs.append(TestRun(name=test, problem=problem, seconds=report.exec.duration_s))
+            runs.append(TestResult(name=test, problem=problem, seconds=report.exec.duration_s))
     return tuple(runs)
 
 
@@ -199,7 +199,7 @@ async def _run_hidden_tests(
     *,
     is_later: bool = False,
     in_reverse: bool = False,
-) -> tuple[TestRun, ...]:
+) -> tuple[TestResult, ...]:
     if task.folder.named is not None:
         above = CLOCK if is_later else ""
         return await _run_named_tests(task, task.folder.named, answer, sandboxes, above=above, in_reverse=in_reverse)
@@ -210,25 +210,25 @@ async def _run_hidden_tests(
         if task.folder.script is not None:
             reward, seconds = await task.judge_by_script(repository, sandbox)
             problem = "" if reward.value >= 1.0 else reward.detail or f"it earns {reward.value:g}"
-            return (TestRun(name="tests/test.sh", problem=problem, seconds=seconds),)
+            return (TestResult(name="tests/test.sh", problem=problem, seconds=seconds),)
         outcomes = await task.run_tests(repository, sandbox, tests)
     return tuple(
-        TestRun(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
+        TestResult(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
         for test, outcome in zip(tests, outcomes, strict=True)
     )
 
 
 async def _run_named_tests(
     task: RepositoryTask, tests: NamedTests, answer: str, sandboxes: SandboxSource, *, above: str, in_reverse: bool
-) -> tuple[TestRun, ...]:
+) -> tuple[TestResult, ...]:
     files = read_answer(answer) or {}
     async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
         run = await task.run_named_tests(tests, files, sandbox, above=above, in_reverse=in_reverse)
     if isinstance(run, Reward):
-        return (TestRun(name="test_patch", problem=run.detail, seconds=0.0),)
+        return (TestResult(name="test_patch", problem=run.detail, seconds=0.0),)
     # Report one duration for all tests together, because the time limit is for all of them.
     seconds = run.seconds / len(tests.names)
-    return tuple(TestRun(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
+    return tuple(TestResult(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
 
 
 def _tests(task: RepositoryTask) -> Sequence[str]:
