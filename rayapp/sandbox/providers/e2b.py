@@ -16,7 +16,9 @@ sent, because the server's default wait for a sandbox is a hundred years.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
+import re
 import urllib.parse
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -42,6 +44,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.sandbox.images.reference import PREFIX, is_image
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.remote import Sink, run_session
@@ -200,6 +203,9 @@ _PAGE = 100
 _CALL_TIMEOUT_S = 15.0
 _LATE_ANSWER_S = 30.0
 _MIN_TTL_S = 30
+_BUILD_TIMEOUT_S = 3600.0
+_STATUS = re.compile(r"\d{3}: ")
+"""Begin of the SDK's message about a build if the server refused a request; other messages are of failed builds."""
 _EXTENSION = "e2b.agents.kruise.io"
 _DEFAULT_ENVD = "0.1.0"
 
@@ -362,6 +368,8 @@ class SdkService:
         self._options: dict[str, Any] = {"api_key": api_key, "debug": False}
         named = {"domain": config.domain, "api_url": config.api_url, "sandbox_url": config.sandbox_url}
         self._options |= {name: value for name, value in named.items() if value}
+        self._builds: dict[str, asyncio.Task[str]] = {}
+        """Image -> task that returns the name of its template."""
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
@@ -378,9 +386,10 @@ class SdkService:
     async def _create(
         self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float, timeout_s: float, key: str
     ) -> Connection:
+        template = await self._template(spec.template)
         try:
             made = await AsyncSandbox.create(
-                template=self._config.template_of(spec.template) or self._config.template,
+                template=template,
                 timeout=math.ceil(ttl_s),
                 metadata=dict(labels),
                 envs=dict(spec.env),
@@ -403,6 +412,40 @@ class SdkService:
             traffic_token=made.traffic_access_token or "",
             version=str(made._envd_version),  # noqa: SLF001
         )
+
+    async def _template(self, wanted: str) -> str:
+        """Return the name of the template for a task's template or image. The first sandbox of an image waits until E2B
+        has built the template; later runs use the same template.
+        """
+        name = self._config.template_of(wanted) or self._config.template
+        image = wanted.removeprefix(PREFIX)
+        if not is_image(wanted) or name != image:
+            return name
+        if image not in self._builds:
+            self._builds[image] = asyncio.create_task(self._build(image))
+        # The caller may give up at its deadline; the build goes on for the next caller.
+        return await asyncio.shield(self._builds[image])
+
+    async def _build(self, image: str) -> str:
+        """Build the template of an image, if the account does not have it.
+
+        Raises:
+            SandboxConfigError: E2B can't build the template, e.g. because the image does not exist.
+        """
+        name = f"rayapp-{hashlib.sha256(image.encode()).hexdigest()[:24]}"
+        try:
+            async with asyncio.timeout(_BUILD_TIMEOUT_S):
+                if not await e2b.AsyncTemplate.exists(name, **self._options):
+                    await e2b.AsyncTemplate.build(e2b.AsyncTemplate().from_image(image), name, **self._options)
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
+            if isinstance(error, e2b.BuildException) and not _STATUS.match(str(error)):
+                raise SandboxConfigError(
+                    f"e2b can't build a template from image {image}: {str(error)[:300]}. Build a template yourself, "
+                    f"and name it in sandbox.providers[].images: {{{image}: …}}"
+                ) from None
+            del self._builds[image]  # the next caller tries again
+            raise control_error(error, f"build a template from image {image}") from error
+        return name
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
         query = SandboxQuery(metadata=dict(labels), state=[SandboxState.RUNNING, SandboxState.PAUSED])
@@ -454,7 +497,9 @@ class SdkService:
         return ConnectionConfig(extra_sandbox_headers=headers, **self._options)
 
     async def close(self) -> None:
-        """Do nothing, because the SDK's connections belong to the process and not to this object."""
+        """Stop waiting for builds of templates. The SDK's connections belong to the process and stay open."""
+        for build in self._builds.values():
+            build.cancel()
 
 
 def control_error(error: Exception, what: str) -> SandboxError:

@@ -24,6 +24,8 @@ from rayapp.sandbox.images.reference import PREFIX, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
+_NOT_IN_A_REGISTRY = tuple(f"{PREFIX}{kind}:" for kind in ("oci", "archive", "build"))
+
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
     """Return the number of local sandboxes that may be in use at the same time."""
@@ -131,10 +133,11 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
         name = template.removeprefix(PREFIX).removeprefix("build:")
         if isinstance(section, LocalConfig) and (why := _why_no_image(section, template)):
             return why
-        if isinstance(section, E2BConfig | McpConfig) and not {template, name} & section.images.keys():
+        has_template = _builds_templates(section, template) or bool({template, name} & section.images.keys())
+        if isinstance(section, E2BConfig | McpConfig) and not has_template:
             return (
-                f"provider {section.type} can't use images, only its own templates. Build a template for this image, "
-                f"and name it in sandbox.providers[].images: {{{name}: …}}"
+                f"provider {section.type} has no template for this image. Build one, and name it in "
+                f"sandbox.providers[].images: {{{name}: …}}"
             )
         if isinstance(section, DaytonaConfig) and name.startswith(("oci:", "archive:")) and name not in section.images:
             return (
@@ -142,6 +145,12 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
                 "sandbox.providers[].images"
             )
     return ""
+
+
+def _builds_templates(section: ProviderConfig, template: str) -> bool:
+    """Return True if a template is the name of an image in a registry, and E2B builds its own template from it."""
+    is_e2b = isinstance(section, E2BConfig) and section.dialect == "e2b"
+    return is_e2b and is_image(template) and not template.startswith(_NOT_IN_A_REGISTRY)
 
 
 def _why_no_image(section: LocalConfig, template: str) -> str:

@@ -557,7 +557,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(
         ConfigError,
-        match=r"provider e2b can't use images, only its own .* name it in sandbox.providers\[\].images: \{mine",
+        match=r"provider e2b has no template .* name it in sandbox.providers\[\].images: \{mine",
     ):
         check_tasks(config({"type": "e2b"}), training=True)
     check_tasks(

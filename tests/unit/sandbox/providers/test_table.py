@@ -99,10 +99,17 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
     assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
     told = (
-        "provider e2b can't use images, only its own templates. Build a template for this image, and name it in "
-        "sandbox.providers[].images: {org/x:1: …}"
+        "provider e2b has no template for this image. Build one, and name it in sandbox.providers[].images: "
+        "{org/x:1: …}"
     )
     assert why({"type": "e2b"}) == told
+    assert why({"type": "e2b"}, template="image:org/x:1") == ""  # E2B builds a template from it
+    kruise = {"type": "e2b", "dialect": "kruise", "api_url": "http://h"}
+    assert (
+        why({"type": "e2b"}, template="image:build:x")
+        == why(kruise, template="image:x")
+        == told.replace("org/x:1", "x")
+    )
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
     assert why({"type": "local"}, template="") == ""
 
