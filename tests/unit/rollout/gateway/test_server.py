@@ -452,7 +452,7 @@ async def test_a_call_that_an_sdk_sends_again_after_its_time_out_gets_the_answer
         patient = client.with_options(http_client=httpx.AsyncClient(transport=TimesOutOnce(waits.asked)), max_retries=1)
         call = asyncio.create_task(patient.chat.completions.create(model="any", messages=HI))
         async with asyncio.timeout(60):
-            while not served.session._unanswered:
+            while not (served.session._unanswered or served.session.counts["repeated"]):  # the retry may be faster
                 await asyncio.sleep(0.01)
         waits.may.set()
         reply = await call
