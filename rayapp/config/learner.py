@@ -31,6 +31,8 @@ class OptimizerSection(FrozenModel):
     """Learning rate at the end of the schedule as a share of lr; has no effect on a constant schedule."""
 
 
+CPU_SOFTMAX_ROWS = 64
+"""Number of rows that go through the softmax together on CPU: 64 x 49152 float32 fit into the last-level cache."""
 MAX_ADAPTER_RANK = 512
 """Highest rank of an adapter that vLLM serves."""
 

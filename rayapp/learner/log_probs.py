@@ -15,14 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayapp.config.learner import CPU_SOFTMAX_ROWS
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.types import AllowedTokens, Int32Array
 from rayapp.learner.algo.distillation import kl, kl_gradient
 from rayapp.learner.packing import Int64Array
-
-CACHE_ROWS = 64
-"""Number of rows that go through the softmax together on CPU: 64 x 49152 float32 fit into the last-level cache."""
-
 
 _NOT_ALLOWED = -1e30
 """Logit of a token that a form does not allow. Its probability is exactly 0, and its terms in sums are finite."""
@@ -91,10 +88,10 @@ class HeadOptions:
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
     softmax_rows: int | None = None
-    """Rows that go through the softmax together; None: a whole chunk on a GPU, CACHE_ROWS on a CPU."""
+    """Rows that go through the softmax together; None: a whole chunk on a GPU, CPU_SOFTMAX_ROWS on a CPU."""
 
     def rows_together(self, logits: Tensor) -> int:
-        return self.softmax_rows or (CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0])
+        return self.softmax_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else logits.shape[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
 from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.learner import CPU_SOFTMAX_ROWS
 from rayapp.config.other_models import ModelServerSection
 from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
@@ -371,16 +372,20 @@ def _normed_heads(shape: ModelShape) -> int:
     return shape.head_size * (shape.num_heads + shape.num_key_heads) if shape.norms_heads else 0
 
 
-def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None) -> int:
+def head_bytes(
+    shape: ModelShape, config: Config, num_tokens: int | None = None, *, softmax_rows: int | None = None
+) -> int:
     """Return the peak bytes of computing log-probs of `num_tokens` tokens in chunks (`rayapp.learner.log_probs`).
 
     Args:
         num_tokens: number of tokens; None: more tokens than the number whose logits are kept.
+        softmax_rows: number of rows that go through the softmax together; None: a whole chunk, as on a GPU.
     """
-    return _own_head_bytes(shape, config, num_tokens) + _teacher_head_bytes(shape, config, num_tokens)
+    own = _own_head_bytes(shape, config, num_tokens, softmax_rows or sys.maxsize)
+    return own + _teacher_head_bytes(shape, config, num_tokens)
 
 
-def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
+def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None, softmax_rows: int) -> int:
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
     # Number of rows whose logits are kept from forward to backward: as many as fit into the memory of one float32
     # chunk.
@@ -388,13 +393,13 @@ def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -
     weight = 0 if shape.num_adapter_parameters else shape.vocabulary * shape.hidden  # a frozen head has no gradient
     if num_tokens is not None and num_tokens <= kept_rows:
         kept = element * num_tokens * shape.vocabulary
-        softmax = 2 * FLOAT32 * min(rows, num_tokens) * shape.vocabulary
+        softmax = 2 * FLOAT32 * min(rows, num_tokens, softmax_rows) * shape.vocabulary
         # The float32 sum of the head's gradient exists from the second chunk on.
         return kept + max(softmax, element * weight) + (FLOAT32 * weight if num_tokens > rows else 0)
     logits = rows * shape.vocabulary
     kept = FLOAT32 * logits
     # One more chunk of logits, and during its softmax a float32 copy and the result.
-    softmax = (element + 2 * FLOAT32) * logits
+    softmax = element * logits + 2 * FLOAT32 * min(rows, softmax_rows) * shape.vocabulary
     if not weight:
         return kept + softmax
     # The float32 sum of the head's gradient exists from the first chunk on. Each chunk adds its share after its
@@ -558,7 +563,8 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     shards = weight_bytes(shape, config, shape.num_parameters) + adapters + element * frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
-    batch = kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
+    head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
+    batch = kept_bytes(shape, config) + working_bytes(shape, config) + head
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
     serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
     return HostPlan(

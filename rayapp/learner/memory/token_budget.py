@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rayapp.config.config import Config
+from rayapp.config.learner import CPU_SOFTMAX_ROWS
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
 from rayapp.learner.batch import empty_micro_batch
@@ -222,8 +223,9 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     frozen = sum(
         gathered_bytes(own, config, own.num_layers if on_cpu else 2) for own in frozen_shapes(shape, config).values()
     )
+    head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None)
     return MemoryNeed(
-        fixed=first - few * per_token + head_bytes(shape, config) + frozen,
+        fixed=first - few * per_token + head + frozen,
         per_token=per_token.clip(0) + head_bytes_per_token(shape, config),
     )
 

@@ -28,9 +28,11 @@ from rayapp.learner.memory.plan import (
     head_bytes,
     kept_bytes,
     plan_gpu,
+    plan_host,
     plan_learner,
     plan_node,
     plan_server,
+    working_bytes,
 )
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
@@ -91,6 +93,15 @@ def test_a_head_whose_chunks_are_all_kept_takes_no_softmax_in_its_backward() -> 
     changed = config(log_prob_chunk_tokens=1000)
     # Logits of all 1000 tokens, and two float32 copies while their softmax is taken.
     assert head_bytes(SHAPE, changed, 1000) == 2 * 1000 * 50 + 8 * 1000 * 50
+
+
+def test_on_a_cpu_few_rows_of_a_chunk_are_in_the_softmax_together() -> None:
+    changed = config(log_prob_chunk_tokens=1000)
+    assert head_bytes(SHAPE, changed, 1000, softmax_rows=64) == 2 * 1000 * 50 + 8 * 64 * 50
+    chunk, small = (head_bytes(SHAPE, changed, softmax_rows=rows) for rows in (None, 64))
+    assert chunk - small == 8 * (1000 - 64) * 50
+    on_host = plan_host(SHAPE, changed, 1 << 40)
+    assert on_host.activations == kept_bytes(SHAPE, changed) + working_bytes(SHAPE, changed) + small
 
 
 def test_a_reference_takes_its_own_shards() -> None:

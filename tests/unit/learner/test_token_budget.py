@@ -134,8 +134,8 @@ def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: d
     config = config_of(wide_model, max_tokens_per_microbatch=num_tokens, log_prob_chunk_tokens=chunk_rows, **changes)
     shape = model_shape(config)
     plan = plan_learner(shape, config)
-    # A step finds weights and moments there. On CPU every layer stays gathered, the float32 softmax takes `CACHE_ROWS`
-    # rows at a time, and one rank reduces nothing.
+    # A step finds weights and moments there. On CPU every layer stays gathered, the float32 softmax takes
+    # `CPU_SOFTMAX_ROWS` rows at a time, and one rank reduces nothing.
     head, backward, _ = plan.moments
     softmax = 8 * (chunk_rows - softmax_rows) * shape.vocabulary
     working = max(head.activations + head.head - softmax, backward.activations + backward.head)
