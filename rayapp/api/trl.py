@@ -641,7 +641,7 @@ FIELDS: dict[str, Rule] = {
     "fp16": no_effect("goes with bf16"),
     "tf32": only(None, False, why="float32 is computed in full precision"),
     "gradient_checkpointing": to("learner.activation_checkpointing", bool),
-    "torch_compile": to("learner.compile", bool),
+    "torch_compile": to("learner.compile", lambda value: bool(value) or "auto"),
     "temperature": lambda key, value, values: Landing(
         settings={"rollout.temperature": float(value), "eval.temperature": float(value)}
     ),

@@ -37,7 +37,7 @@ from rayapp.config.config import Config, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import SandboxError, StorageError, UserError
+from rayapp.core.errors import LearnerError, SandboxError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
 from rayapp.core.machine import available_memory, num_cores
@@ -264,6 +264,22 @@ def _device_fits(config: Config) -> Iterator[Finding]:
             cure="make venv DEVICE=gpu, or cluster.device=cpu",
         )
     yield from _gpu_computes(config)
+    yield from _compiler_is_there(config)
+
+
+def _compiler_is_there(config: Config) -> Iterator[Finding]:
+    """Yield a problem if this machine lacks the compiler that `learner.compile` needs. Learners on other machines check
+    theirs when they start."""
+    on_gpu = config.cluster.device != "cpu" and bool(gpu_names())
+    attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    if attaches or (config.cluster.device == "gpu" and not on_gpu) or not config.compiles(on_gpu=on_gpu):
+        return
+    from rayapp.learner.policy import check_compiler
+
+    try:
+        check_compiler("cuda" if on_gpu else "cpu")
+    except LearnerError as error:
+        yield Finding("problem", "compiler", str(error))
 
 
 def _gpu_computes(config: Config) -> Iterator[Finding]:

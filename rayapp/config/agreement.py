@@ -472,6 +472,11 @@ def _repeats(config: Keys) -> None:
             f"run.deterministic is true and train.max_staleness is {config.train.max_staleness}: the weights that "
             "sample a token would depend on the processes' speed. Set train.max_staleness: 0."
         )
+    if config.learner.compile is True:
+        raise ValueError(
+            "run.deterministic and learner.compile are both true: the sums of compiled kernels depend on the size of "
+            "the first micro-batch that a process computes. Leave learner.compile out."
+        )
     args = config.server.engine_args
     backend = str(args.get("attention_backend") or INVARIANT_BACKENDS[0]).upper()
     if backend not in INVARIANT_BACKENDS:

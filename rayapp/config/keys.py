@@ -154,6 +154,12 @@ class Keys(FrozenModel):
             or (algorithm.kl_in_reward.coef > 0 and algorithm.policy_loss != "bypass_mode")
         )
 
+    def compiles(self, *, on_gpu: bool) -> bool:
+        """Return True if learners compile norms, rotary positions and gated MLPs (`learner.compile`)."""
+        if self.learner.compile == "auto":
+            return on_gpu and not self.run.deterministic
+        return self.learner.compile
+
     @property
     def group_deadline_s(self) -> float:
         """Maximum seconds from a group's start to its end; see rollout.group_deadline_s."""

@@ -88,9 +88,10 @@ class LearnerSection(FrozenModel):
     """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass, which needs less memory and a third more time."""
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
-    rounding. The first steps take longer. Needs a C++ compiler on the learners' nodes, and Triton on GPUs."""
+    rounding. The first steps take longer. auto: true on GPUs, unless run.deterministic is set. Needs Triton, a C
+    compiler and Python's headers on the learners' nodes; on CPU a C++ compiler."""
     router_replay: bool = False
     """Router replay (R3), for mixtures of experts: train each token, and compute its old log-prob, with the experts
     that the server chose. The learner still computes the mixture weights, and a reference chooses its own experts

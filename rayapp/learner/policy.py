@@ -18,9 +18,11 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -213,11 +215,15 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
         is_checked: check the model's family, on rank 0 only, by computing a small model.
     Raises:
         InputError: the model can't be loaded, or the learner does not support its family.
+        LearnerError: the model is to be compiled, but the compiler is missing, or there is nothing to compile.
     """
+    compiles = config.compiles(on_gpu=mesh.device_type == "cuda")
+    if compiles:
+        check_compiler(mesh.device_type)
     causal_lm = build_causal_lm(config, is_checked=is_checked and mesh.get_rank() == 0)
     section = config.learner
-    if section.compile:
-        fuse(causal_lm, torch.device(mesh.device_type))
+    if compiles:
+        fuse(causal_lm, is_asked=section.compile is True)
     model = policy_of(causal_lm, config, trainable=trainable)
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
     _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
@@ -394,13 +400,14 @@ GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 """Names of the linear layers of a gated MLP, for each known layout."""
 
 
-def fuse(causal_lm: Any, device: torch.device) -> None:
+def fuse(causal_lm: Any, *, is_asked: bool) -> None:
     """Make the model compile its small operators when they first run. Call it before sharding.
 
+    Args:
+        is_asked: True if the config has `learner.compile: true`.
     Raises:
-        LearnerError: the compiler is missing, or the model has nothing to compile.
+        LearnerError: the config asks for it, but the model has nothing to compile.
     """
-    _check_compiler(device)
     decoder = causal_lm.get_decoder()
     norms = [module for module in decoder.modules() if _is_norm(module)]
     mlps = [module for module in decoder.modules() if _is_gated(module)]
@@ -411,7 +418,7 @@ def fuse(causal_lm: Any, device: torch.device) -> None:
     rotary = [code for code in rotary if code.__name__.startswith("transformers.") and hasattr(code, ROPE)]
     for code in rotary:
         setattr(code, ROPE, _compiled(getattr(code, ROPE)))
-    if not norms and not mlps and not rotary:
+    if is_asked and not (norms or mlps or rotary):
         raise LearnerError(
             f"learner.compile is true, but {type(causal_lm).__name__} has no operators to compile. Set "
             "learner.compile=false."
@@ -441,20 +448,33 @@ def _is_gated(module: nn.Module) -> bool:
     return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
 
 
-def _check_compiler(device: torch.device) -> None:
-    missing = list(_missing(device))
+def check_compiler(device_type: str) -> None:
+    """Check that torch.compile has on this machine what it needs for this kind of device.
+
+    Raises:
+        LearnerError: something is missing.
+    """
+    missing = list(_missing(device_type))
     if missing:
         raise LearnerError(
-            f"learner.compile is true, but this learner has no {' and no '.join(missing)}, which torch.compile needs "
-            f"for device {device.type}. Install it (Debian: apt-get install g++), or set learner.compile=false."
+            f"learner.compile is on, but this machine has no {' and no '.join(missing)}, which torch.compile needs "
+            f"for device {device_type}. Install it (Debian: apt-get install gcc g++ python3-dev), or set "
+            "learner.compile=false."
         )
 
 
-def _missing(device: torch.device) -> Iterator[str]:
-    if not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
-        yield "C++ compiler"
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
+def _missing(device_type: str) -> Iterator[str]:
+    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up."""
+    if device_type == "cpu":
+        if not shutil.which(os.environ.get("CXX", "g++")):
+            yield "C++ compiler (CXX, or g++)"
+        return
+    from torch.utils._triton import has_triton
 
-        if not has_triton():
-            yield "Triton"
+    if not (shutil.which(os.environ["CC"]) if "CC" in os.environ else shutil.which("gcc") or shutil.which("clang")):
+        yield "C compiler (CC, or gcc or clang)"
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if not headers.is_file():
+        yield f"{headers}"
+    if not has_triton():
+        yield "Triton"

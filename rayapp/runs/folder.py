@@ -75,7 +75,7 @@ MACHINE_KEYS = (
     "server.weight_bucket_mib",
     *_of("model_servers", "tensor_parallel_size", "gpu_memory_utilization"),
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
-    *_of("learner", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
+    *_of("learner", "compile", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
 """Keys that differ between machines. The training is equal, but not to the last bit, which a warning says."""
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")

@@ -168,7 +168,7 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": arithmetic.microbatch_tokens,
     f"{_ACTOR}.use_dynamic_bsz": no_effect(_ALWAYS + ": micro-batches are sized in tokens"),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": no_effect("sets learner.max_tokens_per_microbatch if use_dynamic_bsz is on"),
-    f"{_ACTOR}.use_torch_compile": no_effect("rayapp.learner.compile=true compiles norms, positions and MLPs"),
+    f"{_ACTOR}.use_torch_compile": no_effect("on GPUs learner.compile compiles norms, positions and MLPs"),
     f"{_ACTOR}.strategy": only("fsdp", "fsdp2", why="learners shard with FSDP2"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": arithmetic.sequence_parallel,
     f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),

@@ -220,7 +220,7 @@ def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
 
 
 def _passes(config: Config) -> tuple[int, int]:
-    if config.learner.compile:
+    if config.compiles(on_gpu=True):
         return COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES
     return FORWARD_PASSES, BACKWARD_PASSES
 

@@ -11,7 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayapp.cli.doctor import Finding, _gpu_computes, _token_folder, fitness, gpu_names, machine, metrics_port
+from rayapp.cli.doctor import (
+    Finding,
+    _compiler_is_there,
+    _gpu_computes,
+    _token_folder,
+    fitness,
+    gpu_names,
+    machine,
+    metrics_port,
+)
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.learner.memory.plan import plan_host
@@ -101,6 +110,24 @@ def test_config_that_needs_more_memory_than_there_is_shows_its_parts(model: Path
 
     assert "servers 100002.1" in found["memory"].detail
     assert "server.kv_cache_gib" in found["memory"].cure
+
+
+def test_a_missing_compiler_is_found_before_the_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayapp.cli.doctor.gpu_names", lambda: ["g"] * 2)
+    for name in ("CC", "CXX", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")
+
+    def found(device: str, **learner: object) -> list[str]:
+        config = Config.model_validate({"cluster": {"device": device}, "learner": learner})
+        return [finding.detail for finding in _compiler_is_there(config)]
+
+    (detail,) = found("auto")
+    assert "learner.compile is on, but this machine has no C compiler" in detail
+    assert "apt-get install" in detail
+    assert found("auto", compile=False) == found("cpu") == []
+    (detail,) = found("cpu", compile=True)
+    assert "no C++ compiler" in detail
 
 
 def test_each_rank_of_a_server_on_a_cpu_has_a_cache_of_its_own(model: Path) -> None:

@@ -109,5 +109,7 @@ def test_a_run_that_repeats_is_synchronous_and_uses_kernels_that_dont_depend_on_
         loaded("run.deterministic=true", "server.engine_args={attention_backend: flashinfer}")
     with pytest.raises(ConfigError, match="speculative_config is set"):
         loaded("run.deterministic=true", "server.engine_args={speculative_config: {method: ngram}}")
+    with pytest.raises(ConfigError, match=r"Leave learner\.compile out"):
+        loaded("run.deterministic=true", "learner.compile=true")
 
     assert loaded("run.deterministic=true", "server.engine_args={attention_backend: TRITON_ATTN}").run.deterministic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rayapp.core.types import AllowedTokens, Completion, Group, Prompt, Reward, 
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE, end_ranks, start_ranks
+from rayapp.learner.policy import check_compiler
 from rayapp.learner.shares import Share
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
@@ -456,9 +458,15 @@ def test_compiled_norms_positions_and_mlps_give_the_plain_gradient(tiny_model: P
 
 def test_what_can_not_be_compiled_here_is_said_at_the_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(LearnerError, match=r"has no C\+\+ compiler, which torch.compile needs for device cpu"):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LearnerError, match=r"has no C\+\+ compiler .* which torch.compile needs for device cpu"):
         gradient_of_step(make_config(tiny_model, compile=True), make_groups(5))
+    with pytest.raises(LearnerError, match=r"has no C compiler \(CC, or gcc or clang\).* set learner.compile=false"):
+        check_compiler("cuda")
+    monkeypatch.setenv("CC", sys.executable)  # any program: only its place is looked up
+    with pytest.raises(LearnerError, match="has no Triton, which"):
+        check_compiler("cuda")
 
 
 def test_groups_with_equal_rewards_move_nothing(tiny_model: Path) -> None:

@@ -189,7 +189,10 @@ def test_the_largest_share_of_a_server_fits_and_a_larger_one_does_not() -> None:
 
 
 def test_a_compiled_learner_is_faster() -> None:
-    plain, compiled = large(), large(learner={"compile": True, "num_learners": 8})
+    plain, compiled = large(learner={"compile": False, "num_learners": 8}), large()
+    assert not compiled.compiles(on_gpu=False)
+    assert not with_values(compiled, run={"deterministic": True}).compiles(on_gpu=True)
+    assert with_values(compiled, learner={"compile": True}).compiles(on_gpu=False)
     assert train(QWEN3_8B, compiled, H100).seconds < train(QWEN3_8B, plain, H100).seconds
 
 
