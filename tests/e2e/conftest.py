@@ -59,7 +59,9 @@ def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[s
 
 @pytest.fixture(scope="session")
 def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with ChatML's tokens and room for what a prompt tells of tools."""
+    """The tiny model with ChatML's tokens and room for what a prompt tells of tools. Its heads are as small as vLLM's
+    attention on a CPU can take: 32.
+    """
     from transformers import AutoTokenizer
 
     from support.learners import save_llama
@@ -70,7 +72,8 @@ def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     tokenizer.save_pretrained(folder)
     return save_llama(
         folder, dtype="bfloat16", vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        max_position_embeddings=4096, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+        num_attention_heads=2, max_position_embeddings=4096, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
     )  # fmt: skip
 
 

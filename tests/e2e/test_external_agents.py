@@ -241,6 +241,8 @@ def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(
     model: str, rater: Path, tmp_path: Path
 ) -> None:
     config = rater if model == "tiny" else ROOT / "configs" / "agents" / "structured_output.yaml"
+    if model == "shipped":
+        subprocess.run([sys.executable, "-m", "rayapp", "model", "fetch", "smollm2-135m"], cwd=ROOT, check=True)
     folder, log = tmp_path / "run", tmp_path / "log"
     changes = [f"run.output_dir={tmp_path}", "run.name=run", "cluster.address=local"]
     with log.open("w") as sink:
@@ -253,8 +255,11 @@ def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward/mean"] for record in records]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
-    # Without the masks the learner's distribution would be over all tokens, and the difference near 1.
-    assert max(record["rollout_probs_diff/mean"] for record in records) < 0.02
+    # Without the masks the learner's distribution would be over all tokens, and the difference near 1. A step whose
+    # groups all have equal rewards trains on nothing, and has no difference.
+    differences = [record["rollout_probs_diff/mean"] for record in records if "rollout_probs_diff/mean" in record]
+    assert len(differences) >= 5, records
+    assert max(differences) < 0.02
     for path in sorted((folder / "trajectories").glob("*")):
         for trajectory in (trajectory for group in read_groups(path) for trajectory in group.trajectories):
             assert trajectory.allowed is not None

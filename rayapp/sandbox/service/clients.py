@@ -1,4 +1,4 @@
-"""Clients of the sandbox service: their keys, their shares of the pool, and their metrics.
+"""Clients of the sandbox service: their keys, limits and metrics.
 
     request -> key -> client name -> at most `max_leases` sandboxes at a time -> the pool, which serves clients in turn
 
@@ -76,7 +76,7 @@ class Clients:
         self._sandboxes = sandboxes
         self._pool = pool
         self._max_leases = max_leases or pool.max_leases
-        self._shares: dict[str, Share] = {}
+        self._clients: dict[str, Client] = {}
         self._metrics = _Metrics(pool)
 
     def named(self, given_keys: tuple[str, ...], address: str) -> str | None:
@@ -87,15 +87,15 @@ class Clients:
         names = [name for name, key in self._keys.items() for given in encoded if hmac.compare_digest(key, given)]
         return names[0] if names else None
 
-    def of(self, name: str) -> Share:
-        """Return this client's share of the pool."""
-        share = self._shares.get(name)
-        if share is None:
+    def of(self, name: str) -> Client:
+        """Return the client of this name."""
+        client = self._clients.get(name)
+        if client is None:
             self._forget_idle()
             own = replace(self._sandboxes, holder=f"{self._sandboxes.holder}/{name}")
             leased = self._metrics.leased.labels(client=self._label(name))
-            share = self._shares[name] = Share(own, self._max_leases, leased)
-        return share
+            client = self._clients[name] = Client(own, self._max_leases, leased)
+        return client
 
     def metrics(self) -> bytes:
         """Return the metrics of clients and pool in Prometheus' text format."""
@@ -107,8 +107,8 @@ class Clients:
 
     def rest(self) -> None:
         """Stop the heartbeats of all clients to the pool. Called when the service ends."""
-        for share in self._shares.values():
-            share.sandboxes.rest()
+        for client in self._clients.values():
+            client.sandboxes.rest()
 
     def _label(self, name: str) -> str:
         """Return the client's label in the metrics. Clients known only by address share one label, because their number
@@ -117,19 +117,19 @@ class Clients:
         return name if self._keys else "any"
 
     def _forget_idle(self) -> None:
-        """Remove unused shares if there are more than 1,000. Without keys each address is a client, so their number is
+        """Remove idle clients if there are more than 1,000. Without keys each address is a client, so their number is
         unlimited.
         """
-        if len(self._shares) >= _MAX_CLIENTS:
-            idle = [name for name, share in self._shares.items() if not share.num_users]
+        if len(self._clients) >= _MAX_CLIENTS:
+            idle = [name for name, client in self._clients.items() if not client.num_users]
             if not idle:
                 raise SandboxUnavailableError(
                     f"{_MAX_CLIENTS} clients use sandboxes at once, which is the maximum: try again later"
                 )
-            self._shares.pop(idle[0]).sandboxes.rest()
+            self._clients.pop(idle[0]).sandboxes.rest()
 
 
-class Share:
+class Client:
     """One client's access to the pool, with a limit of its own, as a `core.protocols.SandboxSource`."""
 
     def __init__(self, sandboxes: PoolClient, max_leases: int, leased: Gauge) -> None:
@@ -173,8 +173,8 @@ class Share:
 class _ClientLease:
     """A lease on behalf of a client, as a `core.protocols.SandboxLease`."""
 
-    def __init__(self, share: Share, spec: SandboxSpec, timeout_s: float) -> None:
-        self._held = share.sandbox(spec, timeout_s)
+    def __init__(self, client: Client, spec: SandboxSpec, timeout_s: float) -> None:
+        self._held = client.sandbox(spec, timeout_s)
 
     async def __aenter__(self) -> Sandbox:
         return await self._held.__aenter__()

@@ -45,7 +45,7 @@ class Sessions:
     """The sessions of one server and their sandboxes.
 
     Args:
-        clients: the service's clients, through whose shares sandboxes are leased.
+        clients: the service's clients, which lease the sandboxes.
         lease_timeout_s: maximum seconds to wait for a sandbox.
     """
 

@@ -122,7 +122,8 @@ def _files_at(mirror: str, commit: str) -> dict[str, str]:
     data = _git(mirror, "archive", "--format=tar", commit)
     if len(data) > _MAX_REPOSITORY_BYTES:
         raise InputError(
-            f"{mirror} at {commit}: the files have more than {_MAX_REPOSITORY_BYTES >> 20} MiB. Use an image"
+            f"{mirror} at {commit}: the files have more than {_MAX_REPOSITORY_BYTES >> 20} MiB. Name an image that has "
+            "them: image=NAME"
         )
     found: dict[str, str] = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
