@@ -86,8 +86,10 @@ class LearnerSection(FrozenModel):
     Trained parameters and optimizer state are float32."""
     share_prefixes: bool = True
     """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass, which needs less memory and a third more time."""
+    activation_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Recompute activations of layers in the backward pass. This needs less memory, and for all layers a third more
+    time. A number: only of this many layers, from the first on. auto: on GPUs of as few layers as fit by the plan, on
+    CPU of none."""
     compile: bool | Literal["auto"] = "auto"
     """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
     rounding. The first steps take longer. auto: true on GPUs, unless run.deterministic is set. Needs Triton, a C
@@ -119,6 +121,14 @@ class LearnerSection(FrozenModel):
         """`max_tokens_per_microbatch` as a number. A learner replaces auto before this is read."""
         assert isinstance(self.max_tokens_per_microbatch, int), "learner.max_tokens_per_microbatch is still auto"
         return self.max_tokens_per_microbatch
+
+    def num_recomputed(self, num_layers: int) -> int:
+        """Return how many of a model's layers compute their activations again. auto counts as none: where a GPU is
+        known, it is replaced before this is called."""
+        asked = self.activation_checkpointing
+        if asked == "auto":
+            return 0
+        return num_layers if asked is True else min(int(asked), num_layers)
 
     @model_validator(mode="after")
     def _learners_form_whole_groups(self) -> Self:

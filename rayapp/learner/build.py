@@ -12,6 +12,8 @@ from rayapp.core.errors import InputError
 from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
+from rayapp.learner.memory.plan import least_recomputed
+from rayapp.learner.memory.shape import model_shape, room_here
 from rayapp.learner.memory.speed import mfu_meter
 from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
@@ -30,6 +32,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         LearnerError: the longest trajectory does not fit into free memory.
     """
     torch.manual_seed(config.run.seed)
+    config = with_recomputation(config, ranks)
     model = load_policy(config, ranks.mesh, trainable=True)
     frozen = {name: load_frozen(name, own, ranks, model) for name, own in frozen_models(config).items()}
     config = with_token_budget(with_sharing(config, [model, *frozen.values()]), ranks, model)
@@ -78,6 +81,20 @@ def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
         return config
     log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
     return with_values(config, learner={"share_prefixes": False})
+
+
+def with_recomputation(config: Config, ranks: Ranks) -> Config:
+    """Replace `learner.activation_checkpointing: auto` by the fewest layers that fit by the plan; on CPU by 0.
+    Collective.
+    """
+    if config.learner.activation_checkpointing != "auto":
+        return config
+    number = 0
+    if ranks.device.type == "cuda":
+        shape = model_shape(config)
+        number = max(ranks.gather(least_recomputed(shape, config, room_here())))
+        log.info("the activations of %d of %d layers are recomputed", number, shape.num_layers)
+    return with_values(config, learner={"activation_checkpointing": number})
 
 
 def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Config:

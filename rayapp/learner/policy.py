@@ -237,8 +237,8 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
 
     Frozen parameters are cast to the compute dtype; trained parameters stay float32.
     """
-    if config.learner.activation_checkpointing and trainable:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if trainable:
+        recompute(causal_lm, config.learner.num_recomputed(len(causal_lm.get_decoder().layers)))
     model = PolicyModel(causal_lm)
     model.eval().requires_grad_(trainable)
     if trainable:
@@ -252,6 +252,25 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[config.learner.compute_dtype])
     return model
+
+
+def recompute(causal_lm: Any, num_layers: int) -> None:
+    """Make the first `num_layers` decoder layers compute their activations again in the backward.
+
+    Raises:
+        InputError: the model can only recompute all of its layers.
+    """
+    if not num_layers:
+        return
+    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = causal_lm.get_decoder().layers
+    for layer in layers[num_layers:]:
+        if not hasattr(layer, "gradient_checkpointing"):
+            raise InputError(
+                f"{type(causal_lm).__name__} can't recompute only {num_layers} of its {len(layers)} layers: set "
+                "learner.activation_checkpointing to true or false"
+            )
+        layer.gradient_checkpointing = False
 
 
 def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:

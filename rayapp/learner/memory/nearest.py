@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rayapp.config.config import Config, with_values
-from rayapp.learner.memory.plan import longest_part, plan_gpu, with_token_budget
+from rayapp.learner.memory.plan import longest_part, plan_gpu, with_learner_numbers
 from rayapp.learner.memory.shape import Gpu, ModelShape
 
 MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
@@ -39,7 +39,7 @@ def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
 
 def largest_server_share(shape: ModelShape, config: Config, gpu: Gpu) -> float:
     """Return the largest `server.gpu_memory_utilization` with which a server fits, in whole hundredths."""
-    config = with_token_budget(shape, config, gpu.room)
+    config = with_learner_numbers(shape, config, gpu.room)
     if config.server.gpu_memory_utilization == "auto":
         config = with_values(config, server={"gpu_memory_utilization": 0.5})  # the memory beside it stays the same
     free = (gpu.room - plan_gpu(shape, config, gpu).beside_server) / gpu.room
@@ -47,8 +47,8 @@ def largest_server_share(shape: ModelShape, config: Config, gpu: Gpu) -> float:
 
 
 def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    """Replace `learner.max_tokens_per_microbatch: auto` and `server.gpu_memory_utilization: auto` by numbers."""
-    config = with_token_budget(shape, config, gpu.room)
+    """Replace `auto` by numbers in the learner's section and in `server.gpu_memory_utilization`."""
+    config = with_learner_numbers(shape, config, gpu.room)
     if config.server.gpu_memory_utilization != "auto":
         return config
     share = round(largest_server_share(shape, config, gpu) - AUTO_MARGIN, 2)

@@ -35,7 +35,10 @@ for the tensors of Qwen2.5-3B, 1.4 for the tensors of Qwen3-8B.
 """
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
-"""Share of a GPU that `learner.max_tokens_per_microbatch: auto` fills."""
+"""Share of a GPU that learners fill if `learner.max_tokens_per_microbatch` or `.activation_checkpointing` is auto."""
+ENOUGH_TOKENS = 8192
+"""Number of tokens with which matrix products are fast. Layers are recomputed until a micro-batch may have this many
+tokens, if `learner.max_tokens_per_microbatch` and `.activation_checkpointing` are both auto."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -124,6 +127,11 @@ class ServerPlan:
     def asleep(self) -> int:
         """Bytes on the GPU of a sleeping server, whose weights are in host memory."""
         return RUNTIME_BYTES + self.graphs
+
+
+def graph_bytes(config: Config) -> int:
+    """Return the bytes of a server's CUDA graphs on each of its GPUs."""
+    return 0 if config.server.is_eager(on_gpu=True) else GRAPH_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,22 +303,40 @@ def export_bytes(shape: ModelShape, config: Config) -> int:
     return 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
 
 
-def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
-    """Replace `learner.max_tokens_per_microbatch: auto` by a number, if any fits.
+def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
+    """Replace `learner.activation_checkpointing: auto` and `learner.max_tokens_per_microbatch: auto` by numbers, if any
+    fit.
 
-    The number is the largest power of two that fits by this module's formulas. In a run the learner measures the number
-    (`rayapp.learner.memory.token_budget`).
+    The number of tokens is the largest power of two that fits by this module's formulas. In a run the learner measures
+    it (`rayapp.learner.memory.token_budget`).
     """
+    if config.learner.activation_checkpointing == "auto":
+        config = with_values(config, learner={"activation_checkpointing": least_recomputed(shape, config, gpu_bytes)})
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
 
-    def having(tokens: int) -> Config:
-        return with_values(config, learner={"max_tokens_per_microbatch": tokens})
-
     longest = longest_part(config)
-    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
+    sizes = [_having(config, 1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
-    return next(fitting, having(longest))
+    return next(fitting, _having(config, longest))
+
+
+def _having(config: Config, tokens: int) -> Config:
+    return with_values(config, learner={"max_tokens_per_microbatch": tokens})
+
+
+def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
+    """Return the smallest number of recomputed layers with which a learner fits; all layers if none fits."""
+    if config.learner.max_tokens_per_microbatch == "auto":
+        config = _having(config, max(longest_part(config), ENOUGH_TOKENS))
+    room = AUTO_SHARE * gpu_bytes
+    if config.cluster.placement == "colocated":
+        room -= RUNTIME_BYTES + graph_bytes(config)  # of the sleeping server
+
+    def fits(number: int) -> bool:
+        return plan_learner(shape, with_values(config, learner={"activation_checkpointing": number})).total <= room
+
+    return next(filter(fits, range(shape.num_layers)), shape.num_layers)
 
 
 def longest_part(config: Config) -> int:
@@ -323,17 +349,21 @@ def kept_bytes(shape: ModelShape, config: Config) -> int:
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
     # The last norm: its input in float32, its output, and the rows of the output that the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
-    if config.learner.activation_checkpointing:
-        return shape.num_layers * tokens * element * shape.hidden + last_norm
-    return shape.num_layers * _layer_bytes(shape, config) + last_norm
+    recomputed = config.learner.num_recomputed(shape.num_layers)
+    inputs = recomputed * tokens * element * shape.hidden
+    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, config) + last_norm
 
 
 def working_bytes(shape: ModelShape, config: Config) -> int:
     """Return the bytes that the backward of one layer takes in addition to all kept activations: the layer's own
     activations, if they are computed again, and the gradients of the MLP's products.
+
+    The first layers are computed again. Their backward comes last, when the activations of all other layers are freed.
+    So only if every layer is computed again, these activations come on top of what is kept.
     """
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
-    again = _layer_bytes(shape, config) if config.learner.activation_checkpointing else 0
+    recomputes_all = config.learner.num_recomputed(shape.num_layers) == shape.num_layers
+    again = _layer_bytes(shape, config) if recomputes_all else 0
     return again + tokens * element * 2 * (shape.intermediate + shape.hidden)
 
 
@@ -446,7 +476,7 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
         weights=weights,
         kv_cache=kv_cache,
         runtime=runtime,
-        graphs=0 if section.is_eager(on_gpu=True) else GRAPH_BYTES,
+        graphs=graph_bytes(config),
         kv_token_bytes=per_token,
         kv_tokens=tokens,
         num_sequences=tokens // config.max_model_tokens,
@@ -554,8 +584,9 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     On CPU all layers stay gathered, gradients are summed before they are reduced over ranks, and malloc keeps freed
     memory.
     """
-    if config.learner.max_tokens_per_microbatch == "auto":
-        config = with_token_budget(shape, config, have // 2)
+    if config.learner.activation_checkpointing == "auto":
+        config = with_values(config, learner={"activation_checkpointing": 0})
+    config = with_learner_numbers(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
     frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())

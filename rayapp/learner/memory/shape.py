@@ -100,13 +100,17 @@ def gpu_here() -> Gpu | None:
     plain = found.lower().replace(" ", "")
     for name, gpu in GPUS.items():
         if name in plain:
-            room = (
-                torch.cuda.get_device_properties(0).total_memory - GIB
-            )  # GPUs of the same name may have different memory sizes
-            return replace(gpu, room=min(gpu.room, room))
+            return replace(gpu, room=min(gpu.room, room_here()))  # GPUs of a name may have different memory sizes
     raise InputError(
         f"this machine's GPU {found} is unknown to the plan: `rayapp plan` takes a similar kind, --gpu {'|'.join(GPUS)}"
     )
+
+
+def room_here() -> int:
+    """Return the bytes of this machine's first GPU that a process can use."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory - GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

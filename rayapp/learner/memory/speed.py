@@ -204,7 +204,7 @@ def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
     product.
     """
     backward = 1.0 if shape.num_adapter_parameters else 2.0
-    again = 1.0 if config.learner.activation_checkpointing else 0.0
+    again = config.learner.num_recomputed(shape.num_layers) / shape.num_layers
     forward, backward_passes = _passes(config)
     return _learner_speed(
         shape,

@@ -7,6 +7,8 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +18,13 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import DistillationSection
-from rayapp.core.errors import LearnerError
+from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.trajectories import path_to, summarize_group
 from rayapp.core.types import AllowedTokens, Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
-from rayapp.learner.build import build_learner
+from rayapp.learner.build import build_learner, with_recomputation
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE, end_ranks, start_ranks
-from rayapp.learner.policy import check_compiler
+from rayapp.learner.policy import check_compiler, recompute
 from rayapp.learner.shares import Share
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
@@ -240,7 +242,7 @@ def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, tor
     seed=st.integers(0, 2**16),
     max_tokens=st.sampled_from([32, 40, 64, 512]),
     share_prefixes=st.booleans(),
-    checkpointing=st.booleans(),
+    checkpointing=st.sampled_from([False, True, 1]),  # 1: the first of two layers
     chunk=st.sampled_from([16, 1024]),
     cpu_offload=st.booleans(),
 )
@@ -249,7 +251,7 @@ def test_any_packing_and_split_gives_the_plain_gradient(
     seed: int,
     max_tokens: int,
     share_prefixes: bool,
-    checkpointing: bool,
+    checkpointing: bool | int,
     chunk: int,
     cpu_offload: bool,
 ) -> None:
@@ -454,6 +456,30 @@ def test_compiled_norms_positions_and_mlps_give_the_plain_gradient(tiny_model: P
     finally:
         llama.apply_rotary_pos_emb = rotary
     assert_same_gradient(found, plain_gradient(tiny_model, groups))
+
+
+def test_a_model_without_a_switch_for_each_layer_recomputes_all_or_none() -> None:
+    asked: list[object] = []
+    decoder = SimpleNamespace(layers=[object(), object()])
+    model = SimpleNamespace(
+        gradient_checkpointing_enable=lambda **keys: asked.append(keys), get_decoder=lambda: decoder
+    )
+    recompute(model, 0)
+    assert not asked
+    recompute(model, 2)
+    assert asked
+    with pytest.raises(InputError, match="can't recompute only 1 of its 2 layers"):
+        recompute(model, 1)
+
+
+def test_every_rank_on_a_gpu_recomputes_as_many_layers_as_the_one_that_needs_most(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.learner.build.room_here", lambda: 8 << 30)
+    config = make_config(tiny_model, activation_checkpointing="auto")
+    for device, others, number in (("cuda", 0, 0), ("cuda", 2, 2), ("cpu", 2, 0)):
+        ranks: Any = SimpleNamespace(device=torch.device(device), gather=lambda mine, others=others: [mine, others])
+        assert with_recomputation(config, ranks).learner.activation_checkpointing == number
 
 
 def test_what_can_not_be_compiled_here_is_said_at_the_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from rayapp.learner.memory.plan import (
     RUNTIME_BYTES,
     head_bytes,
     kept_bytes,
+    least_recomputed,
     plan_gpu,
     plan_host,
     plan_learner,
@@ -87,6 +88,46 @@ def test_recomputing_activations_keeps_the_inputs_of_layers_and_one_layer() -> N
     assert kept_bytes(SHAPE, changed) == 3 * 1000 * 2 * 8 + 1000 * 64
     backward = plan_learner(SHAPE, changed).moments[1]
     assert backward.activations == kept_bytes(SHAPE, changed) + 1000 * TOKEN + 1000 * 2 * 2 * (20 + 8)
+
+
+def test_recomputing_the_first_layers_keeps_their_inputs_and_the_other_layers_whole() -> None:
+    changed = config(activation_checkpointing=2)
+    assert kept_bytes(SHAPE, changed) == 2 * 1000 * 2 * 8 + 1000 * TOKEN + 1000 * 64
+    # The backward of the last layer comes first and needs no layer again.
+    backward = plan_learner(SHAPE, changed).moments[1]
+    assert backward.activations == kept_bytes(SHAPE, changed) + 1000 * 2 * 2 * (20 + 8)
+    assert plan_learner(SHAPE, config(activation_checkpointing=7)) == plan_learner(
+        SHAPE, config(activation_checkpointing=True)
+    )
+
+
+def test_auto_recomputes_as_few_layers_as_fit() -> None:
+    assert Config().learner.activation_checkpointing == "auto"
+    auto = with_values(large(), learner={"activation_checkpointing": "auto"})
+    number = without_autos(QWEN3_8B, auto, H100).learner.activation_checkpointing
+    assert isinstance(number, int)
+    assert 0 < number < QWEN3_8B.num_layers
+
+    def total(layers: bool | int, tokens: int = 16384) -> int:
+        own = {"activation_checkpointing": layers, "max_tokens_per_microbatch": tokens}
+        plan = plan_gpu(QWEN3_8B, with_values(auto, learner=own), H100)
+        return plan.training
+
+    assert total(number) <= 0.9 * H100.room < total(number - 1)
+    # What is recomputed costs time, in proportion to the layers.
+    seconds = [
+        train(QWEN3_8B, with_values(auto, learner={"activation_checkpointing": layers}), H100).seconds
+        for layers in (False, number, True)
+    ]
+    share = (seconds[1] - seconds[0]) / (seconds[2] - seconds[0])
+    assert share == pytest.approx(number / QWEN3_8B.num_layers)
+    # With short micro-batches none is recomputed; if nothing fits, all are.
+    assert least_recomputed(QWEN3_8B, with_values(auto, learner={"max_tokens_per_microbatch": 4096}), H100.room) == 0
+    assert least_recomputed(QWEN3_8B, auto, 20 * GIB) == QWEN3_8B.num_layers
+    # Both are auto: recompute until 8192 tokens fit, then take as many as fit.
+    both = without_autos(QWEN3_8B, with_values(auto, learner={"max_tokens_per_microbatch": "auto"}), H100)
+    assert both.learner.token_budget == 8192
+    assert total(both.learner.activation_checkpointing, 8192) <= 0.9 * H100.room  # type: ignore[arg-type]
 
 
 def test_a_head_whose_chunks_are_all_kept_takes_no_softmax_in_its_backward() -> None:
@@ -280,7 +321,8 @@ def test_the_shape_is_read_without_weights(tiny_model: Path) -> None:
 def large(**sections: dict[str, Any]) -> Config:
     base = {"rollout": {"max_prompt_tokens": 1024, "max_completion_tokens": 3072},
             "cluster": {"placement": "colocated"}, "server": {"num_servers": 8, "gpu_memory_utilization": 0.5},
-            "learner": {"num_learners": 8, "max_tokens_per_microbatch": 16384}}  # fmt: skip
+            "learner": {"num_learners": 8, "max_tokens_per_microbatch": 16384,
+                        "activation_checkpointing": False}}  # fmt: skip
     return Config.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
 
 

@@ -63,6 +63,7 @@ def check_plan(config: Config) -> None:
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"activation_checkpointing": True},
+    "first-layer-recomputed": {"activation_checkpointing": 1},
     "adapters": {"lora": {"rank": 32}, "activation_checkpointing": True},
     "offloaded": {"cpu_offload": True, "activation_checkpointing": True},
     "reference": {"kl": 0.01, "activation_checkpointing": True},

@@ -21,7 +21,7 @@ from rayapp.learner.memory.plan import (
     GIB,
     gathered_bytes,
     plan_learner,
-    with_token_budget,
+    with_learner_numbers,
 )
 from rayapp.learner.memory.shape import ModelShape, model_shape
 from rayapp.learner.memory.token_budget import (
@@ -126,8 +126,14 @@ def test_what_is_found_fits_and_twice_as_much_does_not(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"activation_checkpointing": True}, {"lora": {"rank": 16}}, {"compute_dtype": "bfloat16"}],
-    ids=["plain", "recomputed", "adapters", "bfloat16"],
+    [
+        {},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": 1},
+        {"lora": {"rank": 16}},
+        {"compute_dtype": "bfloat16"},
+    ],
+    ids=["plain", "recomputed", "first layer recomputed", "adapters", "bfloat16"],
 )
 def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: dict[str, Any]) -> None:
     num_tokens, chunk_rows, softmax_rows = 2048, 256, 64
@@ -239,8 +245,9 @@ def test_the_plan_has_a_number_for_it() -> None:
         head_size=64,
         vocabulary=4096,
     )
-    config = Config.model_validate({"learner": {"max_tokens_per_microbatch": "auto"}})
-    planned = with_token_budget(shape, config, 4 * GIB)
+    plain = {"max_tokens_per_microbatch": "auto", "activation_checkpointing": False}
+    config = Config.model_validate({"learner": plain})
+    planned = with_learner_numbers(shape, config, 4 * GIB)
     assert plan_learner(shape, planned).total <= 0.9 * 4 * GIB
     twice = planned.learner.model_copy(update={"max_tokens_per_microbatch": 2 * planned.learner.token_budget})
     assert plan_learner(shape, planned.model_copy(update={"learner": twice})).total > 0.9 * 4 * GIB
