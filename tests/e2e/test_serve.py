@@ -183,7 +183,8 @@ def test_adapters_are_served_beside_the_model_each_under_its_name(
 
         def greedy(model: str) -> Any:
             asked: Any = [{"role": "user", "content": "hello"}]
-            return client.chat.completions.create(model=model, messages=asked, temperature=0, max_tokens=20)
+            options: Any = {"temperature": 0, "max_tokens": 20, "logprobs": True}
+            return client.chat.completions.create(model=model, messages=asked, **options)
 
         listed = [model.id for model in client.models.list().data]
         replies = {name: [greedy(name) for _ in range(2)] for name in ("policy", *adapters)}
@@ -195,7 +196,8 @@ def test_adapters_are_served_beside_the_model_each_under_its_name(
     assert listed[1:] == [*adapters]
     texts = {name: {reply.choices[0].message.content for reply in each} for name, each in replies.items()}
     assert all(len(each) == 1 for each in texts.values()), texts
-    assert len(set.union(*texts.values())) == 3, texts
+    firsts = {name: round(each[0].choices[0].logprobs.content[0].logprob, 2) for name, each in replies.items()}
+    assert len(set(firsts.values())) == 3, firsts
     assert [each[0].model for each in replies.values()] == ["policy", *adapters]
 
 
