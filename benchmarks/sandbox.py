@@ -4,7 +4,8 @@
 
 The rounds of all figures alternate, so that a busy moment of the machine affects all of them. The output has medians
 over all samples. The baselines are a bare `os.fork` of the same warm interpreter (the lower bound of an execution), a
-cold interpreter, and a cold interpreter in bubblewrap if that is installed.
+cold interpreter, and a cold interpreter in bubblewrap, runc and gVisor's runsc, where these are installed. runc and
+runsc need root.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import machine
 
@@ -69,6 +72,8 @@ BWRAP = (
     "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--proc", "/proc",
     "--dev", "/dev",
 )  # fmt: skip
+RUNSC = ("runsc", "--network=none", "--ignore-cgroups", "do")
+NOT_BOUND = ("proc", "sys", "dev", "tmp")
 FOLDERS = os.pathsep.join((str(Path(__file__).resolve().parents[1]), sysconfig.get_path("purelib")))
 """Import path with this project and numpy."""
 WARM_INTERPRETER = (*WARM_MODULES, boot.__name__)
@@ -114,6 +119,29 @@ def cold(executions: int, *argv: str) -> list[float]:
     return times
 
 
+@contextmanager
+def runc_bundle(*args: str) -> Iterator[str]:
+    """Yield a folder from which runc runs a command, with this machine's folders read-only."""
+    with TemporaryDirectory() as folder:
+        root, mounts = Path(folder, "rootfs"), []
+        for each in [*Path("/").iterdir(), *(Path("/", name) for name in NOT_BOUND)]:
+            place = root / each.name
+            if each.is_symlink():
+                place.symlink_to(each.readlink())
+            elif each.is_dir() and not place.exists():
+                place.mkdir(parents=True)
+                if each.name not in NOT_BOUND:
+                    options = ["rbind", "ro"]
+                    mounts.append({"destination": str(each), "source": str(each), "type": "bind", "options": options})
+        subprocess.run(["runc", "spec", "--bundle", folder], check=True)
+        config = json.loads(Path(folder, "config.json").read_text())
+        config["process"] |= {"terminal": False, "args": list(args)}
+        config["mounts"] += mounts
+        config["linux"].pop("resources")  # cgroups may be read-only here, and only make runc slower
+        Path(folder, "config.json").write_text(json.dumps(config))
+        yield folder
+
+
 async def open_levels() -> dict[str, LocalProvider]:
     """Open a provider for each isolation level that this machine offers."""
     providers = {}
@@ -145,11 +173,17 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
     if shutil.which("bwrap"):
         kinds["cold bwrap"] = lambda count: cold(count // 4, *BWRAP, PYTHON, "-c", "pass")
         kinds["cold bwrap, imports"] = lambda count: cold(count // 4, *BWRAP, PYTHON, "-c", HARNESS_IMPORTS)
-    samples: Samples = {kind: [] for kind in kinds}
-    for _ in range(ROUNDS):
-        for kind, measure in kinds.items():
-            measured = measure(max(executions // ROUNDS, 4))
-            samples[kind] += measured if isinstance(measured, list) else await measured
+    if shutil.which("runsc") and os.geteuid() == 0:
+        kinds["cold runsc"] = lambda count: cold(count // 10, *RUNSC, PYTHON, "-c", "pass")
+    samples: Samples = {}
+    with runc_bundle(PYTHON, "-c", "pass") if shutil.which("runc") and os.geteuid() == 0 else nullcontext() as bundle:
+        if bundle:
+            run = ("runc", "run", "--bundle", bundle, f"benchmark-{os.getpid()}")
+            kinds["cold runc"] = lambda count: cold(count // 4, *run)
+        for _ in range(ROUNDS):
+            for kind, measure in kinds.items():
+                measured = measure(max(executions // ROUNDS, 4))
+                samples.setdefault(kind, []).extend(measured if isinstance(measured, list) else await measured)
     await with_numpy.close()
     return samples
 
@@ -242,7 +276,7 @@ def ratios(median_s: dict[str, float], rates: dict[str, dict[int, int]]) -> dict
     found = {"ns/bare_fork_over_execution_after_a_pause": after_a_pause}
     for level, by_cores in rates.items():
         found[f"{level}/bare_fork_over_execution"] = median_s["bare fork"] / median_s[level]
-        for other in ("cold python", "cold bwrap"):
+        for other in ("cold python", "cold bwrap", "cold runc", "cold runsc"):
             if other in median_s:
                 found[f"{level}/{other.replace(' ', '_')}_over_execution"] = median_s[other] / median_s[level]
         found[f"{level}/rate_of_all_cores_over_one"] = by_cores[max(by_cores)] / by_cores[1]

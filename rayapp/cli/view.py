@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from rayapp.core.errors import InputError, UserError
+from rayapp.core.http import listen
 from rayapp.core.logs import visible
 from rayapp.runs.view.security import is_loopback
 
@@ -35,19 +36,12 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on this address. Raises: InputError: the port is taken or needs other rights, or the
     host is not this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
-        # Listen immediately: until then a second viewer could bind the same port.
-        listening.listen(128)
+        return listen(host, port, backlog=128)
     except OSError as error:
-        listening.close()
         raise InputError(
             f"--host {host} --port {port}: {error.strerror or error}. Give another --port, or --port 0 for any free one"
         ) from None
-    return listening
 
 
 def address(host: str, port: int, token: str) -> str:

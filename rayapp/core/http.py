@@ -1,4 +1,4 @@
-"""Keys, pauses between tries and rate limits for clients of services.
+"""Listening sockets of servers, and keys, pauses between tries and rate limits for clients of services.
 
 Keys are read from environment variables, never from config files.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import os
 import random
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,20 @@ from rayapp.core.errors import ConfigError, UserError
 
 MAX_WAIT_S = 600.0
 """Longest pause that a service may request, so that a wrong header doesn't stop a run for days."""
+
+
+def listen(host: str, port: int, *, backlog: int) -> socket.socket:
+    """Return a socket that listens on an address. Raises OSError.
+
+    Connections inherit TCP_NODELAY from it: asyncio sets the option only for sockets made with IPPROTO_TCP. Without the
+    option an answer on a kept connection takes 40 ms longer, because its body waits until the client has acknowledged
+    its headers.
+    """
+    listener = socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
+    )
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 KEY_VARIABLE = "RAYAPP_MODEL_SERVER_KEY"

@@ -4,6 +4,7 @@ reason to have none."""
 from __future__ import annotations
 
 import ast
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from actors.model_server import vllm_serve
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
-from rayapp.core.http import KEY_VARIABLE, KeyGuard
+from rayapp.core.http import KEY_VARIABLE, KeyGuard, listen
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
@@ -52,6 +53,7 @@ WITHOUT_A_KEY = {
     "actors/learner.py": "finds a free port, for learner/distributed.py",
     "actors/learner_group.py": "finds a free port, for engine/weights/",
     "actors/spawn.py": "finds a free port; listens to nothing",
+    "rayapp/core/http.py": "listens for its callers: `view` and the sandbox service",
     "rayapp/cli/doctor.py": "tries whether a port is free",
     "rayapp/engine/weights/vllm_gloo.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/learner/distributed.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
@@ -67,6 +69,13 @@ OPEN = {"/health", "/metrics"}
 def listens(path: Path) -> bool:
     calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     return any(getattr(each, "attr", getattr(each, "id", "")) in LISTENING_CALLS for each in calls)
+
+
+def test_the_parts_of_an_answer_on_a_kept_connection_are_sent_at_once() -> None:
+    with listen("127.0.0.1", 0, backlog=1) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_every_listener_of_the_product_has_a_server_that_is_tried_here_or_a_reason() -> None:

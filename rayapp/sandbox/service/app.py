@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
+from rayapp.core.http import listen
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
 from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
@@ -105,9 +106,8 @@ class _Server(uvicorn.Server):
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return listen(host, port, backlog=2048)
     except OSError as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}. Choose another --port") from error
 
