@@ -33,9 +33,9 @@ _SESSION_CPU_S = 600
 """Maximum processor time of all runs of a session together, in seconds. Each run also has its own deadline."""
 _OWN_PROCESSES = 2
 """Number of processes that are not candidate code: the zygote and its template."""
-_USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
-"""Working folder for which the first child is forked in advance. If the first job needs another folder, that child is
-not used."""
+_FIRST_PLACE = Place(home=False, writable=False, disk_mib=16)
+"""Working folder for which the first child is forked in advance. Later children are forked for the folder of the last
+job, as one sandbox after another usually does the same work. If a job needs another folder, that child is not used."""
 
 
 class Zygote:
@@ -43,7 +43,8 @@ class Zygote:
 
     def __init__(self, channel: socket.socket, level: Level, *, is_for_images: bool = False) -> None:
         self._channel = channel
-        self._usual_place = None if is_for_images else _USUAL_PLACE
+        self._is_for_images = is_for_images
+        self._usual_place = _FIRST_PLACE
         self._level = level
         self._template = Template.start(level, channel)
         self._usage = level.usage
@@ -83,6 +84,8 @@ class Zygote:
             image=str(header["image"]),
         )
         self._home_is_used |= place.home or bool(place.image)
+        if not place.writable:
+            self._usual_place = place
         is_resumed = bool(header["session"]) and self._session is not None
         ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
         self._order(ran, limits, descriptors, is_session=bool(header["session"]))
@@ -223,7 +226,7 @@ class Zygote:
             self._fork_usual_spares()
 
     def _fork_usual_spares(self) -> None:
-        if self._usual_place is not None:
+        if not self._is_for_images:
             self._fork_spares(self._usual_place)
 
     def forget(self) -> None:
