@@ -51,7 +51,7 @@ def _model_servers_fit(config: Keys) -> None:
         if name and name not in names:
             raise ValueError(
                 f"{who}: base_url is {base_url}, but `model_servers` has {', '.join(names) or 'no server'}. Add "
-                f"this server{', or use the name of another one' if names else ''}."
+                f"this server{', or use the name of a listed one' if names else ''}."
             )
         if name and model != name:
             raise ValueError(

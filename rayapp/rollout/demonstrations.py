@@ -201,7 +201,7 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
     """Return a demonstration made from plain strings, without a chat template: prompt, completion and end token."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
-        raise TypeError("prompt is a string, so completion must be a string; or make both lists of messages")
+        raise TypeError("prompt is a string, so completion must be a string; or give both as lists of messages")
     _not_empty(completion, "completion")
     _not_empty(prompt, "prompt")
     answer = [*tokenizer.encode(completion, add_special_tokens=False), _end_of_text(tokenizer, "warmup.files")]

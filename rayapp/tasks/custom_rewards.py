@@ -82,7 +82,7 @@ class CustomReward:
             return _terms(found)
         except Exception as error:  # boundary: the result may be an object of a user's class
             raise RewardFailedError(
-                f"reward function {self.path} returned {readable_error(error)}", "reward_nonsense"
+                f"reward function {self.path} returned an unusable value: {readable_error(error)}", "reward_nonsense"
             ) from error
 
     def _failed(self, error: BaseException) -> RewardFailedError:

@@ -71,7 +71,7 @@ class BackgroundTracker(Generic[T]):
             self._records.put_nowait((step, work))
         except queue.Full:
             raise queue.Full(
-                f"{MAX_WAITING} steps, the maximum, wait for {self._name}, which is too slow or hangs"
+                f"{self._name} is too slow or hangs: the records of {MAX_WAITING} steps wait, which is the maximum"
             ) from None
         self._raise_first()
 

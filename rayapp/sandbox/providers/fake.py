@@ -113,7 +113,7 @@ class FakeProvider:
         del self.created[:-_REMEMBERED]
         if self._fails():
             # The sandbox exists, but the caller never gets its id, so a sweep must find it.
-            raise SandboxDeadlineError("the reply to create was lost")
+            raise SandboxDeadlineError("the answer to the request for a sandbox was lost")
         return FakeSandbox(self, Connection(sandbox_id=sandbox_id))
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> FakeSandbox:
