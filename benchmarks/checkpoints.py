@@ -119,6 +119,7 @@ class FakeLearners:
         spawn, port = multiprocessing.get_context("spawn"), free_port()
         self._lines: list[Connection] = []
         self._processes = []
+        self._one_at_a_time = asyncio.Lock()
         for rank in range(config.learner.num_learners):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=serve_rank, args=(config, rank, port, num_layers, theirs), daemon=True)
@@ -139,9 +140,11 @@ class FakeLearners:
         return all(await self.ask("done"))
 
     async def ask(self, *command: Any) -> list[Any]:
-        for line in self._lines:
-            line.send(command)
-        return [await asyncio.to_thread(line.recv) for line in self._lines]
+        """Return the answers of all ranks."""
+        async with self._one_at_a_time:  # the saver asks whether it is done while the phases ask for products
+            for line in self._lines:
+                line.send(command)
+            return [await asyncio.to_thread(line.recv) for line in self._lines]
 
     def end(self) -> None:
         for line, process in zip(self._lines, self._processes, strict=True):
