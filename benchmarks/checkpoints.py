@@ -69,6 +69,7 @@ def fake_learner(config: Config, ranks: Any, num_layers: int) -> Any:
             local = torch.randn(parameter.shape[0] // ranks.world_size, *parameter.shape[1:])
             shard = DTensor.from_local(local, ranks.mesh, [Shard(0)])
             causal_lm.get_submodule(owner).register_parameter(leaf, torch.nn.Parameter(shard))
+    causal_lm.lm_head.weight = causal_lm.get_input_embeddings().weight
     model = PolicyModel(causal_lm)
     optimizer = make_optimizer(model, config.learner.optimizer)
     for parameter in model.parameters():
