@@ -1,5 +1,5 @@
 """Plots processor time and peak memory over the size of trajectories, from reports of benchmarks.growth. Reports over
-the same axis share a column; forked trajectories are dashed.
+the same axis share a column; forked trajectories are dashed. A part's memory is the process's peak until its end.
 
     python benchmarks/plot_growth.py OUT.png benchmarks/records/growth/*.json
 """
@@ -13,7 +13,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-PARTS = ("record", "micro-batches", "write", "read")
+PARTS = {
+    "record": "recorder", "micro-batches": "learner's micro-batches", "write": "trajectory file: write",
+    "read": "trajectory file: read",
+}  # fmt: skip
 AXES = {"turns": "turns of 320 tokens", "trajectories": "trajectories of 100 turns"}
 
 
@@ -28,20 +31,18 @@ def main(out: Path, files: list[Path]) -> None:
     panels = figure.subplots(2, len(columns), sharex="col", squeeze=False)
     for report in reports:
         time, memory = panels[:, columns.index(axis_of(report))]
-        is_forked = report["settings"]["forked"]
-        style, suffix = ("--", ", forked") if is_forked else ("-", "")
+        style = "--" if report["settings"]["forked"] else "-"
         sizes = [int(size) for size in report["sizes"]]
-        for number, part in enumerate(PARTS):
-            seconds = [one["s_per_million_tokens"][part] for one in report["sizes"].values()]
-            time.plot(sizes, seconds, style, color=f"C{number}", marker=".", label=f"{part}{suffix}")
-        peaks = [max(one["peak_mib"].values()) for one in report["sizes"].values()]
-        memory.plot(sizes, peaks, style, color="k", marker=".", label=f"whole process{suffix}")
+        for number, (part, label) in enumerate(PARTS.items()):
+            for panel, key in ((time, "s_per_million_tokens"), (memory, "peak_mib")):
+                values = [one[key][part] for one in report["sizes"].values()]
+                panel.plot(sizes, values, style, color=f"C{number}", marker=".", label=label if style == "-" else None)
         memory.set(xlabel=AXES[axis_of(report)])
     panels[0, 0].set(ylabel="processor seconds\nper million tokens")
     panels[1, 0].set(ylabel="peak memory, MiB")
     for panel in panels.flat:
         panel.set(xlim=(0, None), ylim=(0, None))
-        panel.legend(frameon=False, fontsize="small")
+    panels[0, -1].legend(frameon=False)
     figure.savefig(out, dpi=110)
 
 
