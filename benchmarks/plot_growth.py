@@ -42,7 +42,7 @@ def main(out: Path, files: list[Path]) -> None:
     panels[1, 0].set(ylabel="peak memory, MiB")
     for panel in panels.flat:
         panel.set(xlim=(0, None), ylim=(0, None))
-    panels[0, -1].legend(frameon=False)
+    panels[0, 0].legend(frameon=False, loc="upper left")
     figure.savefig(out, dpi=110)
 
 
