@@ -186,7 +186,7 @@ def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=section.num_learners)
     try:
-        yield learner_mesh("cpu", section.num_learners, section.replicas)
+        yield learner_mesh("cpu", section.num_learners, section)
     finally:
         dist.destroy_process_group()
 
