@@ -58,7 +58,8 @@ def frozen_models(config: Config) -> dict[str, Config]:
     models = {"reference": config} if config.algorithm.has_reference else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
-        models["teacher"] = with_values(config, model={"path": section.teacher, "max_position_embeddings": None})
+        own = {"path": section.teacher, "max_position_embeddings": None}
+        models["teacher"] = with_values(config, model=own, learner={"expert_parallel_size": 1})
     return models
 
 
