@@ -143,3 +143,20 @@ class LearnerSection(FrozenModel):
                     f"Use a multiple of {size} learners."
                 )
         return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_split(self) -> Self:
+        if self.expert_parallel_size == 1:
+            return self
+        refused = f"learner.expert_parallel_size is {self.expert_parallel_size}, which"
+        if self.replicas > 1:
+            raise ValueError(
+                f"{refused} has not been built together with learner.replicas = {self.replicas}. Set one of the two to "
+                "1."
+            )
+        if self.max_tokens_per_microbatch == "auto":
+            raise ValueError(
+                f"{refused} makes a learner's memory depend on the other learners' tokens, so it can't be measured. "
+                "Set learner.max_tokens_per_microbatch to a number."
+            )
+        return self

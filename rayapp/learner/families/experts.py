@@ -1,4 +1,4 @@
-"""Expert parallelism: each of several ranks holds a part of the experts, and tokens travel to the ranks of their experts.
+"""Expert parallelism: each of several ranks holds a part of the experts, and tokens travel to their experts' ranks.
 
 FSDP alone gathers all experts of a layer on every rank. With `learner.expert_parallel_size` a group of neighbouring
 ranks shares them: each rank gathers only its own experts, over the ranks of other groups that hold the same experts.
@@ -93,7 +93,7 @@ class _OwnExperts:
         if own.requires_grad:
             # The gradient has the tokens of all ranks of the group, and FSDP takes its mean over the groups. Other
             # parameters get the mean over all ranks.
-            own.register_hook(lambda gradient: gradient / self._size)
+            own.register_hook(lambda gradient: gradient / self._size)  # type: ignore[no-untyped-call]
         return own
 
 
@@ -117,16 +117,16 @@ def _experts_over_ranks(
     counts = torch.bincount(chosen, minlength=experts.num_experts)
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
-    sent, received = torch.stack([counts, arriving]).unflatten(1, (-1, own.num_experts)).sum(2).tolist()
+    sent, received = torch.stack([counts, arriving]).view(2, -1, own.num_experts).sum(2).tolist()
     rows = _Exchange.apply(hidden_states[order // k], sent, received, group)  # type: ignore[no-untyped-call]
     numbers = torch.arange(own.num_experts, device=rows.device).repeat(group.size()).repeat_interleave(arriving)
     if not len(numbers):
         # Compute one row of zeros, which no token gets: FSDP's reduction waits for a gradient of every rank.
         rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
-    found = grouped_mm_experts_forward(own, rows, numbers[:, None], rows.new_ones(len(rows), 1))  # type: ignore[arg-type]
+    found = grouped_mm_experts_forward(own, rows, numbers[:, None], rows.new_ones(len(rows), 1))
     back = _Exchange.apply(found[: sum(received)], received, sent, group)  # type: ignore[no-untyped-call]
-    weighted = back[order.argsort()] * top_k_weights.reshape(-1, 1)
-    return weighted.unflatten(0, (-1, k)).sum(1).to(hidden_states.dtype)
+    weighted: Tensor = back[order.argsort()] * top_k_weights.reshape(-1, 1)
+    return weighted.view(-1, k, weighted.shape[1]).sum(1).to(hidden_states.dtype)
 
 
 class _Exchange(torch.autograd.Function):
