@@ -47,7 +47,7 @@ CASES = {
         ("tiny", "taught", {"taught": "vocabulary"}),
         ("tiny", "sampled", {"taught": "sampled"}), ("eight", "one", {}), ("eight", "routed", {"router_replay": True}),
         ("eight", "skewed", {"router_replay": True}), ("eight", "adapted", {"lora": {"rank": 2}}),
-        ("eight", "resumed", {})],
+        ("eight", "clipped", {"optimizer": {"max_grad_norm": 0.1}}), ("eight", "resumed", {})],
     2: [("tiny", "two", {}), ("tiny", "tokens", {"sequence_parallel": 2, "max_tokens_per_microbatch": 16}),
         ("six_heads", "tokens", {"sequence_parallel": 2}), ("experts", "two", {}),
         ("gpt_oss", "tokens", {"sequence_parallel": 2}), ("gemma2", "tokens", {"sequence_parallel": 2}),
@@ -68,6 +68,7 @@ CASES = {
         ("eight", "split", {"expert_parallel_size": 2}), ("eight", "each", {"expert_parallel_size": 4}),
         ("eight", "routed", {"router_replay": True, "expert_parallel_size": 2}),
         ("eight", "skewed", {"router_replay": True, "expert_parallel_size": 4}),
+        ("eight", "clipped", {"optimizer": {"max_grad_norm": 0.1}, "expert_parallel_size": 2}),
         ("eight", "saved", {"expert_parallel_size": 2})],
 }
 def experts_of(token_ids):
@@ -179,6 +180,7 @@ BY_TOKENS = [
     ("eight-checkpointed-2", "eight-one-1"),
     ("eight-split_tokens-2", "eight-one-1"),
     ("eight-adapted-2", "eight-adapted-1"),
+    ("eight-clipped-4", "eight-clipped-1"),
     ("eight-routed-4", "eight-routed-1"),
     ("eight-skewed-2", "eight-skewed-1"),
     ("eight-skewed-4", "eight-skewed-1"),
