@@ -126,7 +126,7 @@ def only_rank(config: Config) -> Iterator[Ranks]:
         end_ranks()
 
 
-EXPERTS = "experts"
+EXPERT_RANKS = "experts"
 """Dimension of the learners' mesh over which experts are split; only with `learner.expert_parallel_size` above 1."""
 
 
@@ -138,7 +138,7 @@ def learner_mesh(device_type: str, world_size: int, section: LearnerSection) -> 
       All other parameters are sharded over all ranks.
     """
     if (size := section.expert_parallel_size) > 1:
-        return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("shard", EXPERTS))
+        return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("shard", EXPERT_RANKS))
     if (replicas := section.replicas) == 1:
         return init_device_mesh(device_type, (world_size,))
     return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))

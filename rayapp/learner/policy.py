@@ -45,8 +45,7 @@ from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.names import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
-from rayapp.learner.distributed import EXPERTS as EXPERT_RANKS
-from rayapp.learner.distributed import whole
+from rayapp.learner.distributed import EXPERT_RANKS, whole
 from rayapp.learner.families.experts import check_expert_parallel, is_split, split_experts
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
