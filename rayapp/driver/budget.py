@@ -42,6 +42,7 @@ class Costs:
 
     prices: BudgetSection
     num_gpus: int
+    """Number of GPUs that the run holds now."""
     file: Path
     spent: dict[str, float] = field(default_factory=dict)
     _lived_s: dict[str, float] = field(default_factory=dict)
@@ -148,10 +149,14 @@ async def within_budget(
     if not config.budget.has_prices:
         yield lambda pool_metrics: None
         return
-    num_gpus = num_held_gpus(config, with_servers=with_servers)
-    costs = Costs.open(config.budget, num_gpus, folder.path, warmup)
+    costs = Costs.open(config.budget, 0, folder.path, warmup)
     tracker.more_metrics = costs.step_metrics
-    async with counting(costs, num_alive_nodes, tracker.note) as on_lease:
+    async with counting(costs, num_alive_nodes, tracker.note) as begin:
+
+        def on_lease(pool_metrics: PoolMetrics) -> None:
+            costs.num_gpus = num_held_gpus(config, with_servers=with_servers)
+            begin(pool_metrics)
+
         yield on_lease
 
 
