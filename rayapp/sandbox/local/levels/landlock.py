@@ -188,6 +188,9 @@ class Landlocked:
                 os.close(self._rulesets.pop(key))
                 del self._steps[key]
 
+    def is_unchanged(self) -> bool:
+        return bool(self._home) and not os.listdir(self._home)  # executions can't write to it, only our own code
+
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
         return True  # executions can't write to the working folder
