@@ -189,7 +189,8 @@ class Landlocked:
                 del self._steps[key]
 
     def is_unchanged(self) -> bool:
-        return bool(self._home) and not os.listdir(self._home)  # executions can't write to it, only our own code
+        # Executions can't write to the folder; only our own code can.
+        return bool(self._home) and not os.listdir(self._home)  # noqa: PTH208
 
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
