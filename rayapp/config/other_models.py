@@ -216,9 +216,9 @@ class DistillationSection(ClientSection):
             )
         if self.privileged != "none" and self.kl_over != "sampled":
             raise ValueError(
-                f"distillation.privileged is {self.privileged} and distillation.kl_over is {self.kl_over}: text that "
-                "only the teacher reads shifts the teacher's token positions against the policy's. Use "
-                "distillation.kl_over: sampled."
+                f"distillation.kl_over is {self.kl_over}, but distillation.privileged: {self.privileged} works with "
+                "sampled only, because the teacher reads another prompt than the policy. "
+                "Use distillation.kl_over: sampled."
             )
         return self
 

@@ -167,8 +167,8 @@ async def _still_ours(storage: Storage, manifest: Manifest) -> None:
         raise StorageCorruptError(f"{storage.uri}/{CLAIM} is malformed: {error!r}. Overwrite the folder.") from error
     if claimed != manifest.digest:
         raise StorageExistsError(
-            f"{storage.uri}: another writer is uploading other content to it, or stopped half-way. "
-            "Choose another place, or overwrite it."
+            f"{storage.uri} is claimed by another writer, whose content differs: its upload is running or was "
+            "interrupted. Choose another folder, or overwrite this one if no upload is running."
         )
 
 

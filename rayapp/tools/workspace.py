@@ -165,7 +165,10 @@ class WorkspaceTool(ToolBase):
         # dead.
         self.timeout_s = 2 * (self.config.timeout + self.config.lease_timeout) + 30.0
         if self.context.sandboxes is None:
-            raise ConfigError(f"tool {self.schema.name} needs sandboxes, but this process has none")
+            raise ConfigError(
+                f"tool {self.schema.name} runs code in sandboxes, but was made without them: pass it "
+                "ToolContext(sandboxes=...)"
+            )
         self.sandboxes = self.context.sandboxes
 
     @classmethod

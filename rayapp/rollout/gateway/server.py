@@ -229,8 +229,8 @@ class Gateway:
     def _door_of(self, session: Session) -> Door:
         @contextmanager
         def door(request: web.Request) -> Iterator[Session]:
-            if request.match_info["session"] != session.id:
-                raise RefusedError("unknown", "no session has this address")
+            if (asked := request.match_info["session"]) != session.id:
+                raise _unknown(asked)
             check_key(request, [session.key], "this key does not open this session")
             yield session
 
@@ -247,9 +247,15 @@ class Gateway:
         if session is None:
             if session_id in self._over:
                 raise RefusedError("over", "this session is over: its trajectory has ended, and no call is served")
-            raise RefusedError("unknown", "no session has this address")
+            raise _unknown(session_id)
         check_key(request, [session.key], "this key does not open this session")
         yield session
+
+
+def _unknown(session_id: str) -> RefusedError:
+    return RefusedError(
+        "unknown", f"no session has the id {session_id[:100]!r}: use the base URL that the session was given"
+    )
 
 
 def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:

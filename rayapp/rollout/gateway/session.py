@@ -519,8 +519,8 @@ class Session:
         if len(self._tool_sets) > _MAX_TOOL_SETS:
             raise RefusedError(
                 "invalid",
-                f"this call has new tools or template variables, and the session has had {_MAX_TOOL_SETS} different "
-                "lists of them, which is the maximum. Send the tools and variables of an earlier call",
+                f"this call has new tools or template variables, but a session may use {_MAX_TOOL_SETS} different sets "
+                "at most. Send the tools and variables of an earlier call",
             )
         return chat_format
 

@@ -124,7 +124,7 @@ class RemoteSandbox:
         job = {"kind": "read", "path": path, "max_bytes": max_bytes, "nonce": nonce}
         found = await self._find_report(job, nonce, timeout_s, max_bytes)
         if found is None:
-            raise SandboxProtocolError(f"sandbox {self.id}: no answer came when {path!r} was read")
+            raise SandboxProtocolError(f"sandbox {self.id}: {path!r} can't be read: the sandbox sent no result")
         if (error := found.get("error")) is not None:
             kind = FileNotFoundError if str(error).startswith("FileNotFoundError") else OSError
             raise kind(f"sandbox {self.id}: {path!r} can't be read: {str(error)[:200]}")

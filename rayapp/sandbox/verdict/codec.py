@@ -185,7 +185,7 @@ def _pair(item: object, depth: int) -> tuple[object, object]:
 
 def _check_size(built: int, sent: int) -> None:
     if built != sent:
-        raise ValueError("the same key came twice")
+        raise ValueError("a dict has a key twice, or a set has a member twice")
 
 
 def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:

@@ -168,7 +168,7 @@ async def test_tool_of_a_user_is_one_file(tmp_path: Path) -> None:
         ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, tool_schema: {type: x}}", "it needs `type: function`"),
         ("{class_name: verl.tools.mcp_search_tool.MCPSearchTool, config: {type: mcp}}", "has no section `mcp`"),
         ("{class_name: rayapp.tools.coding.PythonTool, config: {time: 3}}", "time"),
-        ("{class_name: rayapp.tools.coding.PythonTool}", "needs sandboxes"),
+        ("{class_name: rayapp.tools.coding.PythonTool}", "made without them"),
         (
             "{class_name: rayapp.tools.mcp_tool.McpTool, config: {ratelimit: 3}, mcp: {mcp_servers_config_path: x}}",
             "rate_limit",
