@@ -13,7 +13,6 @@ The types follow those of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
