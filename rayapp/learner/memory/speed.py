@@ -44,8 +44,9 @@ COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
 """Assumed number of passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs."""
 HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18
 """Number of times that the logits, in float32, are read or written."""
-DECODE_S, EAGER_DECODE_S = 0.002, 0.015
-"""Overhead of a decoding step for scheduling and launches, with CUDA graphs and without."""
+DECODE_S, EAGER_DECODE_S = 0.0035, 0.010
+"""Overhead of a decoding step for scheduling and launches, with CUDA graphs and without, as an H100 took it
+(docs/results.md)."""
 HOST_GB_S = 20.0
 """Bandwidth of a process to host memory, for AdamW in host memory and for weights that go through the object store."""
 ASSUMPTIONS = (
