@@ -273,6 +273,6 @@ def test_a_run_whose_rows_need_a_missing_compiler_is_refused_in_one_line(
     with pytest.raises(InputError) as caught:
         check_data(config, config.tasks)
     assert str(caught.value) == (
-        "rows that ask for C++: C++: sandboxes of local have no no-such-g++, which compiles and runs its programs: "
-        "install it on this machine, in /usr/bin"
+        "rows that need C++ can't be scored: C++: sandboxes of local have no no-such-g++, which compiles and "
+        "runs its programs: install it on this machine, in /usr/bin"
     )
