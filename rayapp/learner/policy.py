@@ -452,6 +452,10 @@ def _compiled(function: Any) -> Any:
 @cache
 def _compile(function: Any) -> Any:
     """Compile a function for any number of tokens."""
+    from torch._dynamo import config
+
+    # Torch 2.13 would make a norm's epsilon an input: a tensor on the CPU, for which GPUs too would need C++.
+    config.specialize_float = True
     return torch.compile(function, dynamic=True)
 
 
@@ -483,12 +487,10 @@ def check_compiler(device_type: str) -> None:
 
 
 def _missing(device_type: str) -> Iterator[str]:
-    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up. Torch needs C++
-    on GPUs too: a step with adapters on an H100 did.
-    """
-    if not shutil.which(os.environ.get("CXX", "g++")):
-        yield "C++ compiler (CXX, or g++)"
+    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up."""
     if device_type == "cpu":
+        if not shutil.which(os.environ.get("CXX", "g++")):
+            yield "C++ compiler (CXX, or g++)"
         return
     from torch.utils._triton import has_triton
 
