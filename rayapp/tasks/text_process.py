@@ -159,7 +159,8 @@ class TextProcess:
             return None
         if status >= 0:
             raise OSError(
-                f"the text process ended with status {status}; see its error output, in the worker's log or on the terminal"
+                f"the text process ended with status {status}; see its error output, in the worker's log or on the "
+                "terminal"
             )
         raise TextTooCostlyError(self._why(status), "unreadable")
 
@@ -169,7 +170,8 @@ class TextProcess:
             read_frame(child.stream)
         except (EOFError, OSError) as error:
             raise OSError(
-                f"the text process can't start: status {child.end()}; see its error output, in the worker's log or on the terminal"
+                f"the text process can't start: status {child.end()}; see its error output, in the worker's log or on "
+                "the terminal"
             ) from error
         return child
 

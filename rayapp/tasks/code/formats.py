@@ -244,7 +244,7 @@ def _pickled_text(pickled: bytes) -> str:
     others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS
     if len(texts) != 1 or others:
         raise ValueError(
-            f"the pickle must hold one string and nothing else, but it holds {len(texts)} strings and uses "
+            f"the pickle must hold exactly one string, but it holds {len(texts)} strings and uses "
             f"{len(others)} pickle operations for other objects"
         )
     (text,) = texts
