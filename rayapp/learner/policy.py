@@ -483,8 +483,8 @@ def check_compiler(device_type: str) -> None:
 
 
 def _missing(device_type: str) -> Iterator[str]:
-    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up. On a GPU torch
-    needs C++ too: for a step with adapters on an H100 it did.
+    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up. Torch
+    needs C++ on GPUs too: a step with adapters on an H100 did.
     """
     if not shutil.which(os.environ.get("CXX", "g++")):
         yield "C++ compiler (CXX, or g++)"

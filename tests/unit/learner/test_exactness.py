@@ -488,7 +488,10 @@ def test_what_can_not_be_compiled_here_is_said_at_the_start(tiny_model: Path, mo
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LearnerError, match=r"has no C\+\+ compiler .* which torch.compile needs for device cpu"):
         gradient_of_step(make_config(tiny_model, compile=True), make_groups(5))
-    with pytest.raises(LearnerError, match=r"no C\+\+ compiler .* and no C compiler \(CC, or gcc or clang\).* set learner.compile=false"):
+    with pytest.raises(
+        LearnerError,
+        match=r"no C\+\+ compiler .* and no C compiler \(CC, or gcc or clang\).* set learner.compile=false",
+    ):
         check_compiler("cuda")
     for name in ("CC", "CXX"):
         monkeypatch.setenv(name, sys.executable)  # any program: only its place is looked up
