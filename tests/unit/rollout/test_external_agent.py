@@ -496,14 +496,14 @@ def test_arguments_are_filled_in_once() -> None:
         ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
         (
             {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
-            "a function runs in the rollout worker, and only a command can run in a sandbox",
+            "only a command can run in a sandbox, not a function",
         ),
         (
             {
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "fake"}]},
             },
-            "sandboxes of fake have no connection to the policy, unlike sandboxes of local, e2b and daytona",
+            "the agent can't reach the policy from sandboxes of fake. Use only local, e2b and daytona",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},

@@ -251,7 +251,11 @@ def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refuse
     raw = write(tmp_path / "raw.jsonl", MBPP)
     for name, language, why in (
         ("taco", "cobol", "unknown language 'cobol': known are python, cpp, c,"),
-        ("mbpp", "cpp", "--language cpp: only apps, taco, codecontests, livecodebench have programs"),
+        (
+            "mbpp",
+            "cpp",
+            "--language cpp can't be used with mbpp: only apps, taco, codecontests, livecodebench ask for programs",
+        ),
     ):
         argv = ["data", "prepare", name, "--source", raw, "--out", str(tmp_path / "out"), "--language", language]
         assert run(argv) == 2
