@@ -57,6 +57,7 @@ BENCHMARKS = {
     "memory": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),
+    "checkpoints": Benchmark(),
     "storage": Benchmark(arguments=("--json",)),
 }
 

@@ -112,7 +112,7 @@ def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
 
-    with pytest.raises(RunFolderError, match="deletes after it"), RunFolder.open(Config()):
+    with pytest.raises(RunFolderError, match="Ray deletes that folder"), RunFolder.open(Config()):
         pass
     assert not (copy / "outputs").exists()
 

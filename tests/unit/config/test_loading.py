@@ -159,6 +159,22 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             ["train.groups_per_step=3", "train.num_minibatches=2"],
             "train.num_minibatches is 2, which does not divide train.groups_per_step = 3",
         ),
+        (
+            ["learner.num_learners=3", "learner.expert_parallel_size=2"],
+            "learner.num_learners is 3, which is not a multiple of learner.expert_parallel_size = 2",
+        ),
+        (
+            ["learner.num_learners=4", "learner.expert_parallel_size=2", "learner.replicas=2"],
+            "has not been built together with learner.replicas = 2. Set one of the two to 1",
+        ),
+        (
+            [
+                "learner.num_learners=2",
+                "learner.expert_parallel_size=2",
+                "learner.max_tokens_per_microbatch=auto",
+            ],
+            "Set learner.max_tokens_per_microbatch to a number",
+        ),
         (["distillation.teacher=policy"], "teacher and policy would be the same model"),
         (
             ["distillation.teacher=m", "distillation.privileged=verdict", "distillation.kl_over=vocabulary"],

@@ -151,7 +151,9 @@ def test_a_run_folder_with_keys_of_an_earlier_version_is_refused(tmp_path: Path)
     stored = tmp_path / "config.yaml"
     stored.write_text(yaml.safe_dump({"data": {"train_files": ["a.parquet"]}, "train": {"num_steps": 3}}))
 
-    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: con"):
+    with pytest.raises(
+        RunFolderError, match=r"older version of rayapp: its key data\.train_files is now called tasks\. Con"
+    ):
         check_same_training(load_config(None, ["tasks=[a.parquet]"]), stored)
 
 

@@ -414,7 +414,10 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
         return 42
 
     b: Bench = bench("14")
-    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "its function returned a int: it must")):
+    for entry, detail in (
+        (raises, "the agent failed: KeyError"),
+        (nonsense, "the agent's function returned a int, but must"),
+    ):
         async with b.agent(entry) as external:
             played = await b.row(external)
         assert played.first.status is RolloutStatus.ERROR_TASK

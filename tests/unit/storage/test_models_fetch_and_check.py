@@ -171,7 +171,7 @@ def test_a_missing_part_is_named(model: Path, removed: str, message: str) -> Non
     ("name", "content", "message"),
     [
         ("config.json", "{", "config.json is not JSON"),
-        ("config.json", "{}", "names no architecture"),
+        ("config.json", "{}", "has no field `architectures`"),
         ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
         ("model.safetensors.index.json", "{", "index.json is not an index of weights"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "2.safetensors"}}', "missing: 2.safetensors"),
