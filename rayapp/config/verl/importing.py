@@ -88,7 +88,7 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
     file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         raise ConfigError(
-            f"verl script {path}: the config file of its command, {folders[0] / name}.yaml, does not exist. Give the "
+            f"verl script {path}: the command's config file {folders[0] / name}.yaml does not exist. Give the "
             "config file and the overrides without the script: --verl FILE.yaml KEY=VALUE ..."
         )
     return file, [*found, *overrides]

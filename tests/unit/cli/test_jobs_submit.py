@@ -78,7 +78,7 @@ def test_state_of_a_job_is_what_a_person_asks_for() -> None:
     ("override", "message"),
     [
         ("run.output_dir=outputs", "run.output_dir is the relative path 'outputs': checkpoints would be deleted"),
-        ("model.path=models/tiny", "model.path 'models/tiny' is a folder on this machine"),
+        ("model.path=models/tiny", "model.path 'models/tiny' would not exist in the job"),
         ("train.num_stepz=3", "did you mean train.num_steps"),
     ],
 )
