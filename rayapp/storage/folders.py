@@ -56,8 +56,8 @@ class Manifest:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
                 raise StorageError(
-                    f"{where} was written by another version: its format is {raw['format']}, and this version reads "
-                    f"{FORMAT}"
+                    f"{where} has format {raw['format']}, but this version of rayapp reads only format {FORMAT}: use "
+                    "the version that wrote it"
                 )
             files = {
                 check_key(key): ObjectInfo(key=key, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
@@ -153,7 +153,9 @@ async def _claim(storage: Storage, manifest: Manifest, there: Manifest | None, *
         await storage.put_bytes(claim, CLAIM)
         return
     if there is not None:
-        raise StorageExistsError(f"{storage.uri} already has other content. Choose another place, or overwrite it.")
+        raise StorageExistsError(
+            f"{storage.uri} already holds different files. Choose another folder, or overwrite this one."
+        )
     try:
         await storage.put_bytes(claim, CLAIM, if_absent=True)
     except StorageExistsError:

@@ -261,7 +261,8 @@ def ground_truth(asked: Submit) -> str:
         row = next((each for each in row if each.get("id") == asked.id), None)
     if row is None:
         raise InputError(
-            f"dataset {asked.dataset!r} is not here: the service has no data sets. Send the row as config.provided_data"
+            f"the request has no row {asked.id!r:.60} of dataset {asked.dataset!r}, and the service has no data sets. "
+            "Send the row as config.provided_data"
         )
     match asked.config.dataset_type or asked.dataset:
         case "HumanEvalDataset" | "humaneval_python":

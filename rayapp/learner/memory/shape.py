@@ -102,7 +102,8 @@ def gpu_here() -> Gpu | None:
         if name in plain:
             return replace(gpu, room=min(gpu.room, room_here()))  # GPUs of a name may have different memory sizes
     raise InputError(
-        f"this machine's GPU {found} is unknown to the plan: `rayapp plan` takes a similar kind, --gpu {'|'.join(GPUS)}"
+        f"this machine's GPU {found} is unknown to rayapp. To plan for a similar GPU, use `rayapp plan --gpu "
+        f"{'|'.join(GPUS)}`"
     )
 
 

@@ -262,7 +262,9 @@ def _unpack_as_it_comes(store: Store, source: StoredImage, layer: Layer, what: s
                 raise _BadBytesError(f"{what} is damaged: its digest is {arriving.digest}, not {layer.digest}")
             facts = child.result()
             if facts["diff_id"] != layer.diff_id:
-                raise ImageError(f"{what} is damaged: the digest of its unpacked archive is {facts['diff_id']}")
+                raise ImageError(
+                    f"{what} is damaged: the digest of its unpacked archive is {facts['diff_id']}, not {layer.diff_id}"
+                )
         except ImageError:
             arriving.blob.unlink()
             raise
@@ -327,7 +329,7 @@ def _in_child(
         child.communicate()
     if child.returncode or len(said) > _MAX_ANSWER_BYTES:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2][-300:]
-        raise ImageError(f"{what} can't be unpacked: exit status {child.returncode}, {last}")
+        raise ImageError(f"{what} can't be unpacked: the unpacker ended with exit status {child.returncode}: {last}")
     found: dict[str, Any] = json.loads(said)
     if "problem" in found:
         raise ImageError(f"{what} is refused: {found['problem']}")

@@ -101,5 +101,6 @@ def _local(kind: Kind, rest: str, text: str) -> Reference:
     folder, slash, last = rest.rpartition("/")
     file, _, tag = last.partition(":")
     if not file:
-        raise ImageError(f"image {text!r} names no {'folder' if kind == 'oci' else 'file'}")
+        missing = "folder" if kind == "oci" else "file"
+        raise ImageError(f"image {text!r} names no {missing}: write image:{kind}:{missing.upper()}")
     return Reference(kind=kind, name=f"{folder}{slash}{file}", tag=tag)

@@ -221,7 +221,9 @@ def _copy(source: Any, target: IO[bytes], most: int | None, on_bytes: OnBytes) -
 def _read(source: Any, what: str) -> bytes:
     data: bytes = source.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise ImageError(f"a document of image {what} has more than {MAX_DOCUMENT_BYTES} bytes")
+        raise ImageError(
+            f"image {what}: its index, manifest or configuration has more than {MAX_DOCUMENT_BYTES} bytes, the limit"
+        )
     return data
 
 
@@ -289,7 +291,9 @@ class SavedImage(ArchiveImage):
         entry = self._entry()
         self._config = self._small(str(entry.get("Config")))
         paths = [str(path) for path in entry.get("Layers") or ()]
-        diff_ids = (document(self._config, f"image {reference}").get("rootfs") or {}).get("diff_ids") or []
+        diff_ids = (document(self._config, f"the configuration of image {reference}").get("rootfs") or {}).get(
+            "diff_ids"
+        ) or []
         self._paths = dict(zip(map(str, diff_ids), paths, strict=False))
 
     def top(self) -> bytes:

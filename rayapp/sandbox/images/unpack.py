@@ -105,7 +105,7 @@ class _Stream:
 
     def seek(self, position: int) -> None:
         if position < self._position:
-            raise ValueError(f"its entries lead back from byte {self._position} to byte {position}")
+            raise ValueError(f"an entry begins at byte {position}, but the entry before ends at byte {self._position}")
         for _ in self.parts(position - self._position):
             pass
 
@@ -203,7 +203,7 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
         stream.seek(sys.maxsize)
         layer.finish()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise BadLayerError(f"it is not a layer's archive: {type(error).__name__}: {error}") from error
+        raise BadLayerError(f"it is not a valid tar archive: {type(error).__name__}: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -374,7 +374,7 @@ def clean(path: str) -> str:
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise BadLayerError(f"the path {path[:200]!r} leads out of its folder")
+        raise BadLayerError(f"the path {path[:200]!r} leads out of the image's root folder")
     if len(parts) > _MAX_DEPTH:
         raise BadLayerError(f"the path {path[:200]!r} has more than {_MAX_DEPTH} components")
     return "/".join(parts)

@@ -220,8 +220,8 @@ class LocalProvider:
         if spec.own_files and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                "repositories and languages other than Python can't run in this node's sandboxes: at level "
-                f"{slot.level} code can neither write files nor start programs. Allow user namespaces, or use a "
+                "this node's sandboxes can't hold repositories or run languages other than Python: at isolation level "
+                f"{slot.level}, code can't write files or start programs. Allow user namespaces, or use a "
                 "remote provider"
             )
         image = hold.image if hold is not None else None
@@ -300,9 +300,9 @@ class LocalProvider:
         steps = "; ".join(f"{level}: {self._refused[level]}" for level in levels) or "none is built in"
         if with_loopback:
             raise IsolationUnavailableError(
-                f"agent.external.inside: this node can't make a sandbox with a loopback interface ({steps}). It needs "
-                "a network namespace and Landlock's rules for TCP (Linux 6.7). Leave agent.external.inside out: then "
-                "the agent runs outside of the sandbox."
+                f"agent.external.inside: this node can't make a sandbox with a loopback interface ({steps}). Such a "
+                "sandbox needs a network namespace and Landlock's rules for TCP (Linux 6.7). Leave "
+                "agent.external.inside out: then the agent runs outside of the sandbox."
             )
         raise IsolationUnavailableError(
             f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "

@@ -126,7 +126,9 @@ class Slot:
         """
         if not await self._is_reset_in_time():
             self.close()
-            raise SandboxDeadlineError("the sandbox's interpreter does not end the processes of an earlier sandbox")
+            raise SandboxDeadlineError(
+                f"the sandbox's interpreter did not end an earlier sandbox's processes within {GRACE_S:g} s"
+            )
         return self.listener.dup() if self.listener is not None else None
 
     async def _is_reset_in_time(self) -> bool:
@@ -199,7 +201,9 @@ class Slot:
                 await asyncio.shield(self._pending)
         except TimeoutError:
             self.close()
-            raise SandboxDeadlineError("the sandbox's interpreter does not end a cancelled execution") from None
+            raise SandboxDeadlineError(
+                f"the sandbox's interpreter did not end a cancelled execution within {GRACE_S:g} s"
+            ) from None
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
 
@@ -355,7 +359,10 @@ def _close_all(descriptors: list[int]) -> None:
 def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) -> RawResult:
     try:
         if not bodies or reply.get("id") != number:
-            raise SandboxProtocolError(f"answer to job {reply.get('id')} came for job {number}")
+            raise SandboxProtocolError(
+                f"the sandbox's interpreter gave no valid answer to job {number}: it answered job {reply.get('id')} "
+                f"with {len(bodies)} files"
+            )
         sizes, starts, stopped = reply["sizes"], reply["starts"], reply["stopped"]
         assert isinstance(sizes, list)
         assert isinstance(starts, list)

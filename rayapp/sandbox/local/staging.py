@@ -157,9 +157,9 @@ def _place(name: str) -> Path:
         if os.access(folder, os.W_OK) and _is_readable(str(folder)):
             return folder / f"python-{name}"
     raise SandboxConfigError(
-        f"only root can read this Python ({sys.base_prefix}), and the sandboxes' copy can be written neither to "
-        f"{' nor to '.join(map(str, FOLDERS))}: make one of them writable, or install Python where every user can read "
-        "it, e.g. in /opt"
+        f"sandboxes can't use this Python ({sys.base_prefix}): only root can read it, and a copy can be written "
+        f"neither to {' nor to '.join(map(str, FOLDERS))}. Make one of these folders writable, or install Python where "
+        "every user can read it, e.g. in /opt"
     )
 
 
@@ -171,7 +171,8 @@ def _is_made(place: Path) -> bool:
         return False
     if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o022:
         raise SandboxConfigError(
-            f"{place} must be a folder that belongs to this user and that no other user may write to. Remove it"
+            f"{place} is not safe to use: it is not a folder, belongs to another user, or others may write to it. "
+            "Remove it"
         )
     return True
 

@@ -28,7 +28,7 @@ def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> Non
     """
     packet = json.dumps(header, separators=(",", ":")).encode()
     if len(packet) > MAX_HEADER_BYTES:
-        raise ValueError(f"the header has {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
+        raise ValueError(f"the header of a sandbox's message has {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
     socket.send_fds(channel, [packet], bodies)
 
 
@@ -41,7 +41,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
     """
     packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, MAX_BODIES)
     if not packet:
-        raise EOFError("the other end has closed")
+        raise EOFError("the process at the other end has closed the channel")
     header: dict[str, object] = json.loads(packet)
     return header, descriptors
 

@@ -109,7 +109,9 @@ class LeasePool:
         self.heartbeat(holder)
         key = next(self._ids) if lease_id is None else lease_id
         if key in self._given_up:
-            raise SandboxUnavailableError(f"lease {key} was cancelled before its request arrived")
+            raise SandboxUnavailableError(
+                f"lease {key} was not granted: its caller cancelled the request before it arrived"
+            )
         lane = self._lane(spec or SandboxSpec())
         turn = self._turns[key] = asyncio.get_running_loop().create_future()
         lane.queue.push(holder, key, (holder, key, turn))

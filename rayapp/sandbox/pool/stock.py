@@ -90,8 +90,8 @@ async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
     found = _ANSWER.search(result.stdout)
     if not result.ok or found is None:
         raise SandboxProtocolError(
-            f"sandbox {sandbox.id} could not be checked for leftovers: exit status {result.exit_code}, "
-            f"{result.error[:200]}"
+            f"sandbox {sandbox.id} could not be checked for leftover processes and files: exit status "
+            f"{result.exit_code}, {result.error[:200]}"
         )
     return found.group(1)
 

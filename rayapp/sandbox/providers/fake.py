@@ -106,7 +106,7 @@ class FakeProvider:
     ) -> FakeSandbox:
         await self.answer("create")
         if self.max_alive and len(self.living) >= self.max_alive:
-            raise SandboxQuotaError(f"the fake provider's quota is {self.max_alive}")
+            raise SandboxQuotaError(f"the fake provider's quota is reached: {self.max_alive} sandboxes are alive")
         sandbox_id = f"{self._name}-{next(self._ids)}"
         self.living[sandbox_id] = dict(labels)
         self.created.append(sandbox_id)

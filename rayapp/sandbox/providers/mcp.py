@@ -68,7 +68,10 @@ class McpProvider:
         """
         known = self._living.get(connection.sandbox_id)
         if known is None:
-            raise SandboxGoneError(f"sandbox {connection.sandbox_id} was not created in this process, or has ended")
+            raise SandboxGoneError(
+                f"sandbox {connection.sandbox_id} has ended, or belongs to another process: MCP sessions can't be "
+                "passed on"
+            )
         return self._sandbox(connection, known[0], spec)
 
     def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:

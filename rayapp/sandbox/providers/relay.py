@@ -59,7 +59,9 @@ async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loop
                 async with asyncio.timeout(timeout_s):
                     loopback = await relay.ready
             except TimeoutError:
-                raise SandboxDeadlineError(f"the relay in the sandbox did not listen within {timeout_s:g} s") from None
+                raise SandboxDeadlineError(
+                    f"agent.external.inside: the relay in the sandbox did not listen within {timeout_s:g} s"
+                ) from None
             yield loopback
             running.cancel()
             relay.close()
@@ -80,7 +82,7 @@ class _Relay:
 
     async def run(self, converse: Converse) -> None:
         await converse(f"{_SOURCE}\nasyncio.run(main({self._mark!r}))\n", self._hear, self._started)
-        raise SandboxProtocolError("the relay in the sandbox has ended")
+        raise SandboxProtocolError("agent.external.inside: the relay in the sandbox has ended")
 
     def close(self) -> None:
         for pump in self._pumps:
@@ -95,7 +97,8 @@ class _Relay:
         *lines, self._rest = (self._rest + text).split("\n")
         if len(self._rest) > 4 * PIECE_BYTES:
             raise SandboxProtocolError(
-                f"the relay in the sandbox wrote a line of more than {4 * PIECE_BYTES} characters"
+                "agent.external.inside: the relay in the sandbox wrote a line of more than "
+                f"{4 * PIECE_BYTES} characters"
             )
         for line in lines:
             mark, _, rest = line.partition(" ")
@@ -103,7 +106,9 @@ class _Relay:
                 try:
                     await self._take(*parts_of(rest))
                 except (ValueError, KeyError, TypeError, zlib.error) as error:
-                    raise SandboxProtocolError(f"the relay in the sandbox wrote a malformed line: {error}") from None
+                    raise SandboxProtocolError(
+                        f"agent.external.inside: the relay in the sandbox wrote a malformed line: {error}"
+                    ) from None
 
     async def _take(self, number: int, data: bytes) -> None:
         if number == 0:
@@ -124,8 +129,8 @@ class _Relay:
         """
         if sum(writer.transport.get_write_buffer_size() for writer in self._writers.values()) > _MOST_UNREAD_BYTES:
             raise SandboxProtocolError(
-                f"the relay in the sandbox sends faster than rayapp reads: more than {_MOST_UNREAD_BYTES} bytes, the "
-                "limit, are waiting to be read"
+                "agent.external.inside: the relay in the sandbox sends faster than rayapp reads: more than "
+                f"{_MOST_UNREAD_BYTES} bytes, the limit, are waiting to be read"
             )
 
     def _listens(self, told: dict[str, object]) -> None:
@@ -136,7 +141,9 @@ class _Relay:
     async def _open(self, number: int) -> None:
         self._seen.add(number)
         if len(self._writers) >= MOST_CONNECTIONS:
-            raise SandboxProtocolError(f"the relay in the sandbox opened more than {MOST_CONNECTIONS} connections")
+            raise SandboxProtocolError(
+                f"agent.external.inside: the relay in the sandbox opened more than {MOST_CONNECTIONS} connections"
+            )
         own, other = socket.socketpair()
         other.setblocking(False)
         reader, self._writers[number] = await asyncio.open_connection(sock=own)

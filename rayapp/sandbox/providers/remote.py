@@ -111,8 +111,8 @@ class RemoteSandbox:
         converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
             raise SandboxConfigError(
-                f"sandboxes of {self.provider} have no loopback interface, because their programs can't be sent input "
-                "while they run"
+                f"sandboxes of {self.provider} have no loopback interface: a running program can't be sent input "
+                "there. Use local, e2b or daytona"
             )
         return relayed(converse, timeout_s=self.margin_s)
 
@@ -238,7 +238,9 @@ async def run_session(
     if in_doubt and not await alive(timeout_s=_PROBE_TIMEOUT_S):
         raise SandboxGoneError(f"sandbox provider {provider}: the sandbox ended while code ran in its session")
     if stopped is None and not is_whole:
-        raise SandboxProtocolError(f"sandbox provider {provider}: the session's answer ended before it was complete")
+        raise SandboxProtocolError(
+            f"sandbox provider {provider}: the output of stateful code was cut off before its end"
+        )
     ended = failure(error, provider, exit_code=-9 if stopped else int(bool(error)), stopped_for=stopped)
     return replace(
         ended,

@@ -107,7 +107,7 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
             return _of_plugin(section)
         case _:
             raise SandboxConfigError(
-                "the local provider is not a remote provider: rollout workers make its sandboxes themselves"
+                "provider local is not a remote provider: each rollout worker makes its own local sandboxes"
             )
 
 

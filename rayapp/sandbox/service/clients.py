@@ -153,8 +153,8 @@ class Client:
                     await self.places.acquire()
             except TimeoutError:
                 raise SandboxUnavailableError(
-                    f"{self.sandboxes.holder} holds the maximum number of sandboxes for a client, and returned none "
-                    f"within {timeout_s:g} s"
+                    f"{self.sandboxes.holder} already holds as many sandboxes as a client may have, and returned none "
+                    f"within {timeout_s:g} s. Return one, or raise --max-per-client"
                 ) from None
             try:
                 left_s = max(0.001, timeout_s - (time.monotonic() - started))

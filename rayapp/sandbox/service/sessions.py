@@ -75,7 +75,7 @@ class Sessions:
         bound = self._bound.setdefault(session, _Bound())
         async with bound.lock:
             if bound.is_over:
-                raise SandboxGoneError(f"the sandbox of session {session.mcp_id[:8]} was not found: it has ended")
+                raise SandboxGoneError(f"the sandbox of MCP session {session.mcp_id[:8]} has ended: open a new session")
             if bound.sandbox is None:
                 lease = self.once(session.client, spec)
                 bound.sandbox = await lease.__aenter__()

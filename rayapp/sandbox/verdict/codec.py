@@ -86,12 +86,12 @@ def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallRe
 
 def _load(raw: bytes) -> list[object]:
     if len(raw) > MAX_VALUE_BYTES:
-        raise ValueError("frame too large")
+        raise ValueError(f"the message has more than {MAX_VALUE_BYTES} bytes")
     if count_nodes(raw) > MAX_NODES:
-        raise ValueError("frame has too many values")
+        raise ValueError(f"the message has more than {MAX_NODES} values")
     parsed = _read(raw.decode())
     if type(parsed) is not list:
-        raise ValueError("a frame must be an array")
+        raise ValueError("the message is not a JSON array")
     return parsed
 
 
@@ -145,7 +145,7 @@ def decode_value(packed: object, depth: int = 0) -> object:
     if isinstance(content, str):
         return _decode_text(tag, content)
     if not isinstance(content, list):
-        raise TypeError(f"the content of {tag!r} must be a string or an array")
+        raise TypeError(f"the value with tag {tag!r} is neither a string nor an array")
     return _decode_container(tag, content, depth)
 
 
@@ -179,7 +179,7 @@ def _decode_container(tag: str, content: list[object], depth: int) -> object:
 
 def _pair(item: object, depth: int) -> tuple[object, object]:
     if not isinstance(item, list) or len(item) != 2:
-        raise ValueError("a dict must be an array of pairs")
+        raise ValueError("a dict was not sent as an array of pairs")
     return decode_value(item[0], depth + 1), decode_value(item[1], depth + 1)
 
 
@@ -191,7 +191,7 @@ def _check_size(built: int, sent: int) -> None:
 def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
     """Return a JSON object with one key as a tuple (tag, content). Raises ValueError: it has another number of keys."""
     if len(pairs) != 1:
-        raise ValueError("an object must have exactly one tag")
+        raise ValueError(f"a JSON object has {len(pairs)} keys, not only its type tag")
     return pairs[0]
 
 

@@ -157,4 +157,4 @@ def read_bytes(found: dict[str, object], key: str, max_bytes: int) -> bytes:
             raise ValueError(key)
         return base64.b64decode(text, validate=True)[:max_bytes]
     except ValueError:
-        raise SandboxProtocolError(f"the sandbox's report has no readable {key}") from None
+        raise SandboxProtocolError(f"{key} in the sandbox's report is missing, too long or not base64") from None

@@ -103,7 +103,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(architecture, dict) or not architecture.get("architectures"):
-        raise InputError(f"{file} names no architecture, so vLLM and transformers can't load the model")
+        raise InputError(f"{file} has no field `architectures`, so vLLM and transformers can't load the model")
     if not trust_remote_code:
         _check_architecture(file, str(architecture.get("model_type")))
     return architecture
@@ -328,7 +328,7 @@ def _check_server(config: Config) -> None:
         found = answer.json()["tokens"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"distillation.base_url {section.base_url!r} does not return the tokens of {section.teacher!r}: "
+            f"distillation.base_url {section.base_url!r}: the server can't tokenize text for {section.teacher!r}: "
             f"{type(error).__name__}: {error}. Start a vLLM server there (vllm serve MODEL), or correct the URL."
         ) from error
     if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):

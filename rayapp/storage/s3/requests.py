@@ -187,7 +187,7 @@ async def with_retries(request: Callable[[], Awaitable[T]], location: Location, 
                 raise translate(error, location, endpoint, attempts=attempt) from error
             _log.info("%s: try %d failed (%s), next in %.1f s", location, attempt, type(error).__name__, wait_s)
         await asyncio.sleep(wait_s)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("the last attempt neither returned nor raised an error, which is a bug")
 
 
 SHA256 = "sha256"

@@ -190,7 +190,8 @@ async def _complete(storage: S3Requests, location: Location, key: str, current: 
             raise
     if not await _is_there(storage, key, current):
         raise StorageCorruptError(
-            f"{location}: the uploaded object does not have {current.num_bytes} bytes with the right checksum"
+            f"{location}: the stored object differs in size or checksum from the file of {current.num_bytes} bytes. "
+            "Upload the file again"
         )
 
 

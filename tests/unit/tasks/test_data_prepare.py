@@ -299,6 +299,6 @@ def test_a_folder_with_other_rows_needs_the_option_that_the_message_names(
     assert run([*arguments, "--limit", "1"]) == 0
 
     assert run(arguments) == 2
-    assert "already has other content" in (said := capsys.readouterr().err)
+    assert "already holds different files" in (said := capsys.readouterr().err)
     assert "--overwrite" in said
     assert run([*arguments, "--overwrite"]) == 0

@@ -153,7 +153,7 @@ def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None
         request, received, _, _ = receive(_MAX_REQUEST_BYTES, _SPACE, _CLOSE_ON_EXEC)
         if received:
             if received[0][2] != _NUMBERS:
-                raise OSError("descriptors for a child did not get the numbers that are kept free for them")
+                raise OSError("the file descriptors for a child process did not get their reserved numbers")
             place = place_of(request)
             level.prepare(place)
             pid = level.fork()

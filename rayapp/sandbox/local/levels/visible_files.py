@@ -79,6 +79,6 @@ def spare_mount_point(used: tuple[str, ...]) -> str:
         if Path(folder).is_dir() and not any(path == folder or path.startswith(f"{folder}/") for path in used):
             return folder
     raise OSError(
-        f"no mount point for a sandbox's root folder: one of {', '.join(_MOUNT_POINTS)} must exist and have none of "
-        "the files that sandboxes show, such as Python's library. Create an empty folder with one of these names"
+        f"a sandbox's root folder has no mount point: each of {', '.join(_MOUNT_POINTS)} is missing, or holds files "
+        "that sandboxes need, such as Python's library. Create an empty folder with one of these names"
     )

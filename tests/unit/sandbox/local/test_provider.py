@@ -464,7 +464,7 @@ async def test_the_folder_of_a_sandbox_at_level_ll_is_gone_when_its_provider_is_
 async def test_at_level_ll_code_that_needs_files_of_its_own_is_refused_with_the_way_out() -> None:
     provider = LocalProvider(levels=("ll",))
 
-    with pytest.raises(SandboxConfigError, match=r"nor start programs\. Allow user namespaces"):
+    with pytest.raises(SandboxConfigError, match=r"write files or start programs\. Allow user namespaces"):
         await provider.create(spec_of(language_of("c++"), 512), labels={}, ttl_s=60, timeout_s=60)
     await provider.close()
 
