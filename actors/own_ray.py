@@ -136,8 +136,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
             raise ConfigError(
                 f"no Ray answers at {address!r} ({first_line(error)}). If no Ray runs there, start one with `ray start "
                 "--head`, correct cluster.address or RAY_ADDRESS, or leave both empty to start a local Ray. If "
-                "`ray start` failed there, run rayapp doctor, which checks the metrics port. If Ray runs there, "
-                f"Ray may refuse the token. {WRONG_TOKEN}"
+                "`ray start` failed there, another program may use Ray's metrics port: run rayapp doctor there. If Ray "
+                f"runs there, Ray may refuse the token. {WRONG_TOKEN}"
             ) from None
     started_here = "" if address else _address_of_ray_start()
     if started_here:

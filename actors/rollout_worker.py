@@ -174,7 +174,7 @@ class RolloutWorker(Restartable):
 
     def _ready_sources(self) -> Sources:
         if self._sources is None:
-            raise RayappError(f"{self!r} got a group before its tasks were loaded (method `ready`)")
+            raise RayappError(f"{self!r} can't sample a group yet: its tasks are not loaded. Call `ready` first.")
         return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:

@@ -140,7 +140,8 @@ class GroupCalls:
                 return await call.answer
         except TimeoutError:
             raise DeadlineError(
-                f"{self._server.name}.generate did not answer {request_id} within {self._server.request_timeout_s:g} s"
+                f"{self._server.name} did not answer request {request_id} within {self._server.request_timeout_s:g} s "
+                "(server.request_timeout_s)"
             ) from None
 
     def _send(self) -> None:

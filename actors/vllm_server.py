@@ -121,7 +121,8 @@ class VllmServer(Restartable):
         engine = self._ready_engine()
         if engine.policy_version < min_policy_version:
             raise StaleVersionError(
-                f"{self!r} holds policy version {engine.policy_version}, but {request_id} needs {min_policy_version}"
+                f"{self!r} holds policy version {engine.policy_version}, but request {request_id} needs version "
+                f"{min_policy_version} or a newer one"
             )
         return await engine.generate(request_id, prompt_ids, sampling, on_tokens, cohort_size=cohort_size)
 

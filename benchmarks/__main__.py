@@ -44,7 +44,7 @@ class Benchmark:
 BENCHMARKS = {
     "starts": Benchmark(is_default=True),
     "agent_loop": Benchmark(is_default=True),
-    "growth": Benchmark(arguments=("--lengths", "25,100", "--trajectories", "20")),
+    "growth": Benchmark(arguments=("--lengths", "25,50,100,200", "--trajectories", "20")),
     "gateway": Benchmark(is_default=True),
     "driver": Benchmark(arguments=("--groups", "200", "--steps", "8"), is_default=True),
     "sandbox": Benchmark(arguments=("--json",), is_default=True),
@@ -57,6 +57,7 @@ BENCHMARKS = {
     "memory": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),
+    "checkpoints": Benchmark(),
     "storage": Benchmark(arguments=("--json",)),
 }
 

@@ -1,5 +1,5 @@
 """Speed of one GRPO step, of rayapp and of TRL's GRPOTrainer, with the same model, prompts, reward code and cores. The
-two alternate in one run.
+two alternate in one run, and each is first in every other round.
 
     python -m benchmarks.grpo_step [--rounds 5] [--json] [key.sub=value ...]
 
@@ -146,10 +146,10 @@ async def run(config: Config, rounds: int) -> dict[str, Any]:
         _note("TRL is ready")
         ours, theirs = [], []
         for number in range(rounds + 1):
-            ours.append(await our_step(cluster, number + 1))
-            _note(_line(number, "ours", ours[-1]))
-            theirs.append(await peer.step())
-            _note(_line(number, "TRL", theirs[-1]))
+            for side in ("ours", "TRL") if number % 2 == 0 else ("TRL", "ours"):
+                result = await (our_step(cluster, number + 1) if side == "ours" else peer.step())
+                (ours if side == "ours" else theirs).append(result)
+                _note(_line(number, side, result))
     return report | _summary(ours[1:], theirs[1:], report["limits"], config)
 
 

@@ -316,10 +316,11 @@ class RecordedTasks:
         told = _told(prompt.messages)
         found = [task for task, asked in self._asked[prompt.task] if told and told in asked]
         if not found or any(task != found[0] for task in found):
-            matching = f"{len(found)} different ones of them have" if found else "none of them has"
+            matching = f"{len(found)} different ones have" if found else "none of them has"
             raise InputError(
-                f"task {prompt.task!r}: {len(self._named[prompt.task])} tasks have this name, and {matching} the "
-                f"recorded prompt {prompt.text!r:.80}. Use the run's own task file, a judge, or a function."
+                f"recorded prompt {prompt.text!r:.80}: its task is unknown, because {len(self._named[prompt.task])} "
+                f"tasks have the name {prompt.task!r} and {matching} this prompt. Use the run's own task file, a "
+                "judge, or a function."
             )
         return found[0]
 

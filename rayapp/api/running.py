@@ -248,7 +248,7 @@ def _config_of_run(checkpoint: Path) -> Config:
     file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():
         raise InputError(
-            f"checkpoint {checkpoint} was saved without hf_model, so its base model must be read from its run's "
-            f"config, but {file} is missing. Use the checkpoint where its run wrote it."
+            f"checkpoint {checkpoint} can't be read without {file}, which names its base model. Use the checkpoint "
+            "in its run's folder, not a copy elsewhere."
         )
     return after_warmup(load_config(file))

@@ -363,8 +363,8 @@ def _warmup(key: str, value: Any, values: Values) -> Landing:
     if not steps.settings:
         name = "warmup_ratio" if values["warmup_ratio"] else key
         raise ConfigError(
-            f"{name} = {share:g} is a share of the optimizer steps, whose number is unknown without train_dataset. "
-            "Give max_steps."
+            f"{name} = {share:g} can't be converted to steps: without train_dataset the number of optimizer steps is "
+            "unknown. Give max_steps."
         )
     total = int(steps.settings["train.num_steps"]) * _sizes(values)[1]
     return Landing(settings={"learner.optimizer.warmup_steps": int(share * total)}, note=f"{share:g} of {total}")
@@ -411,7 +411,7 @@ def _gpus(key: str, value: Any, values: Values) -> Landing:
     if not is_split and total % tp:
         raise ConfigError(
             f"num_gpus = {total} can't be divided into servers of vllm_tensor_parallel_size = {tp} GPUs each. "
-            "Make num_gpus a multiple of it."
+            f"Make num_gpus a multiple of {tp}."
         )
     settings = {
         "cluster.device": "gpu",

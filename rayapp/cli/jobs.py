@@ -199,15 +199,15 @@ def _check_paths(config: Config, config_path: Path) -> None:
         )
     if not config.run_folder.is_absolute():
         raise ConfigError(
-            f"run.output_dir is the relative path {config.run.output_dir!r}: a job runs in a temporary copy of this "
-            "folder, which is deleted with all checkpoints in it. Give an absolute path of the cluster, e.g. "
+            f"run.output_dir is the relative path {config.run.output_dir!r}: checkpoints would be deleted with the "
+            "job's temporary copy of this folder. Give an absolute path on the cluster, e.g. "
             f"run.output_dir={here / 'outputs'}"
         )
     model = Path(config.model.path)
     if not model.is_absolute() and model.is_dir():
         raise ConfigError(
-            f"model.path {config.model.path!r} is a folder on this machine, which .gitignore excludes from the job's "
-            f"copy. Give a path of the cluster, e.g. model.path={model.resolve()}, or a hub id."
+            f"model.path {config.model.path!r} would not exist in the job: .gitignore excludes this folder from the "
+            f"upload. Give a path on the cluster, e.g. model.path={model.resolve()}, or a hub id."
         )
 
 
@@ -401,7 +401,7 @@ def submit_batch(config_path: Path, overrides: Sequence[str], options: Sequence[
     """
     name = load_config(config_path, overrides).run.name
     if not SCRIPT.is_file():
-        raise InputError(f"{SCRIPT} is missing, as in every installed wheel: run this in a clone of the project.")
+        raise InputError(f"{SCRIPT} does not exist: wheels don't contain it. Run this in a clone of the project.")
     if running := slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%A %T").split():
         raise ConfigError(
             f"run {name!r} is {running[1].lower()} in Slurm already, as job {running[0]}. Stop it (scancel --batch "

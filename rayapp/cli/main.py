@@ -220,8 +220,8 @@ def sync_command(
     ledger = Ledger.load(folder)
     if ledger is None:
         raise RunFolderError(
-            f"{folder} is not a staging folder of a run on s3://: it has no .mirror.json. The run's "
-            "last message names the folder."
+            f"{folder} is not a staging folder of a run on s3://: there is no .mirror.json in it. Give the folder that "
+            "the run's last message names."
         )
     file = folder / "config.yaml"
     config = load_config(file if file.exists() else None)

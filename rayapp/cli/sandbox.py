@@ -370,8 +370,8 @@ def choose_provider(
         raise SandboxConfigError(f"provider {kind!r} is unknown: use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
         raise InputError(
-            f"--url is only for provider mcp, not for {kind}. Leave it out; give the endpoint of another provider in a "
-            "file with --config"
+            f"--url is only for provider mcp, not for {kind}. Leave --url out; to set an endpoint of {kind}, pass "
+            "--config FILE with the provider's section"
         )
     if kind == "local":
         return LocalProvider(levels=levels)

@@ -60,24 +60,27 @@ def _model_servers_fit(config: Keys) -> None:
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Set base_url: {SCHEME}{idle[0]} "
-            "in a judge that reward.judges names, in distillation, or in agent.external.endpoint, or remove the server."
+            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Remove the server, or set "
+            f"base_url: {SCHEME}{idle[0]} in distillation, in agent.external.endpoint, or in a judge that "
+            "reward.judges names."
         )
 
 
 def _teacher_fits(config: Keys) -> None:
     if config.distillation.base_url and config.rollout.temperature != 1.0:
         raise ValueError(
-            f"rollout.temperature is {config.rollout.temperature:g}, but distillation.base_url is set, and a teacher's "
-            "server computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
+            f"rollout.temperature is {config.rollout.temperature:g}, but the server at distillation.base_url computes "
+            "log-probs at temperature 1. Set rollout.temperature: 1, or leave distillation.base_url out and set "
+            "distillation.teacher to a model: the learners then run the teacher."
         )
 
 
 def _teacher_price_fits(config: Keys) -> None:
     if config.budget.teacher_million_tokens and not config.distillation.base_url:
         raise ValueError(
-            "budget.teacher_million_tokens is set, but distillation.base_url is empty: a teacher in the learners is "
-            "counted by budget.gpu_hour. Set distillation.base_url, or remove the price."
+            "budget.teacher_million_tokens is set, but distillation.base_url is empty: the learners run the teacher, "
+            "and budget.gpu_hour covers their cost. Set distillation.base_url, or remove "
+            "budget.teacher_million_tokens."
         )
 
 
@@ -122,8 +125,9 @@ def _external_agents_fit(config: Keys) -> None:
             )
         if external.inside and external.entry:
             raise ValueError(
-                f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
-                "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+                f"{where}agent.external.inside is true, but agent.external.entry is set: only a command can run in a "
+                "sandbox, not a function. Give agent.external.command in place of entry, or leave inside out "
+                "(docs/agents.md)."
             )
         if external.models == "endpoint" and not external.endpoint.base_url:
             raise ValueError(
@@ -137,16 +141,16 @@ def _external_agents_fit(config: Keys) -> None:
             )
         if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
             raise ValueError(
-                f"{where}agent.external.structured is guide, but the run has a teacher, and a teacher computes "
-                "log-probs over the whole vocabulary instead of the tokens that a form allows. Use free or refuse, or "
-                "remove the teacher."
+                f"{where}agent.external.structured is guide, but the run has a teacher: a teacher's log-probs are over "
+                "the whole vocabulary, the policy's only over tokens that fit the requested JSON or tool call. Use "
+                "free or refuse, or remove the teacher."
             )
         others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
         if external.inside and others:
             raise ValueError(
-                f"{where}agent.external.inside: sandboxes of {', '.join(others)} have no connection to the policy, "
-                "unlike sandboxes of local, e2b and daytona. Use only these three in sandbox.providers, or leave "
-                "inside out (docs/agents.md)."
+                f"{where}agent.external.inside is true, but the agent can't reach the policy from sandboxes of "
+                f"{', '.join(others)}. Use only local, e2b and daytona in sandbox.providers, or leave inside out "
+                "(docs/agents.md)."
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
             raise ValueError(
@@ -264,15 +268,15 @@ def _dapo_fits(config: Keys) -> None:
         )
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
-            "algorithm.dynamic_sampling.enabled is true, but distillation.reward_weight is 0: rewards that don't count "
-            "would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "algorithm.dynamic_sampling.enabled is true, but distillation.reward_weight is 0: groups would be dropped "
+            "because of rewards that have no effect on the loss. Set algorithm.dynamic_sampling.enabled: "
             "false, or raise distillation.reward_weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
         raise ValueError(
-            f"algorithm.dynamic_sampling.enabled is true, but algorithm.adv_estimator is {estimator}, which also "
-            "learns from groups of equal rewards, because its baseline is not the mean of the group's rewards. Set "
+            "algorithm.dynamic_sampling.enabled is true, which drops groups of equal rewards, but "
+            f"algorithm.adv_estimator {estimator} learns from these groups too. Set "
             "algorithm.dynamic_sampling.enabled: false, or use grpo."
         )
 
@@ -299,8 +303,8 @@ def _kl_in_reward_fits(config: Keys) -> None:
         return
     if algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
         raise ValueError(
-            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads only the reward terms in "
-            "algorithm.gdpo_reward_terms, and the KL is none of them. Use algorithm.kl_loss_coef, or another estimator."
+            f"algorithm.kl_in_reward.coef is {section.coef:g}, but would have no effect: gdpo reads only the reward "
+            "terms in algorithm.gdpo_reward_terms. Use algorithm.kl_loss_coef, or another estimator."
         )
     sequences = config.train.groups_per_step * config.rollout.group_size
     if section.control == "adaptive" and sequences >= 5 * section.horizon:
@@ -340,8 +344,8 @@ def _one_kind(config: Keys, where: str = "") -> None:
     )
     if not (rows[0] and others[0]):
         raise ValueError(
-            f"{said} can't be in one source, and `tasks` has only one of these kinds. Evaluate the other kind with a "
-            "separate command: rayapp eval CONFIG tasks=[] eval.tasks=[…]."
+            f"{said} can't be in one source. Evaluate the kind that `tasks` doesn't have with a separate command: "
+            "rayapp eval CONFIG tasks=[] eval.tasks=[…]."
         )
     sources = [
         {"name": name, "ratio": 1, "tasks": trained} | ({"eval": {"tasks": evaluated}} if evaluated else {})
@@ -367,9 +371,9 @@ def _tools_have_players(config: Keys, where: str = "") -> None:
         )
     if config.agent.tool_file and not config.uses_data and config.agent_name == "single_turn_agent":
         raise ValueError(
-            f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
-            "set agent.name: tool_agent, or leave agent.tool_file empty. In a run with sources, each source can have "
-            "an agent of its own."
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but single_turn_agent plays these tasks, and has "
+            "no tools. Set agent.name: tool_agent, or leave agent.tool_file empty. In a run with sources, each source "
+            "can have an agent of its own."
         )
 
 
@@ -398,8 +402,8 @@ def _placement_fits(config: Keys) -> None:
     if config.train.partial_rollouts and config.learner.router_replay:
         raise ValueError(
             "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: on "
-            "shared GPUs the servers compute kept tokens again with new weights, so the recorded experts would not be "
-            "the ones that sampled the tokens. Turn one of the two off, or use placement split."
+            "shared GPUs, servers process paused trajectories again with new weights, so learners would replay the "
+            "wrong experts. Turn one of the two off, or use placement split."
         )
     if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
@@ -418,8 +422,8 @@ def _offload_helps(config: Keys) -> None:
         )
     if learner.offload_when_idle and learner.cpu_offload:
         raise ValueError(
-            "learner.offload_when_idle and learner.cpu_offload are both true: with cpu_offload all parameters are in "
-            "host memory all the time. Turn one of the two off."
+            "learner.offload_when_idle and learner.cpu_offload are both true: cpu_offload always keeps all parameters "
+            "in host memory, so offload_when_idle would have no effect. Turn one of the two off."
         )
 
 

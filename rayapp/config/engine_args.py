@@ -86,11 +86,11 @@ REFUSED: Mapping[str, str] = {
          "tokenizer_mode", "tokenizer_revision", "model_class_overrides"),
         _FILES,
     ),
-    **dict.fromkeys(("runner", "convert", "pooler_config"), "the engine generates"),
+    **dict.fromkeys(("runner", "convert", "pooler_config"), "the engine must generate text"),
     "ec_transfer_config": "each server computes its own prompts",
     "kv_events_config": "each server computes its own prompts",
     "kv_transfer_config": "each server computes its own prompts: keys and values of older weights must not come back",
-    "load_format": "a first load that leaves tensors out (dummy) would keep random values where no sync sends any",
+    "load_format": "with dummy, tensors that weight syncs don't send would keep random values",
     "logprobs_mode": "log-probs must be those of the sampled distribution (processed_logprobs), after the temperature",
     "quantization_config": "server.quantization chooses how all linear layers are rounded after each sync",
     "skip_tokenizer_init": "stop texts need the tokenizer",
@@ -132,7 +132,7 @@ def _fault(name: str, value: Any, fields: Mapping[str, Any] | None) -> str:
     except ValidationError as error:
         return f"{name} is {value!r}, which vLLM does not take: {error.errors()[0]['msg']}"
     if name == "structured_outputs_config" and not (isinstance(value, dict) and "backend" not in value):
-        return f"{name} is {value!r:.200}: it must be a mapping without backend, because masks are read from xgrammar's"
+        return f"{name} is {value!r:.200}: it must be a mapping without backend, which is always xgrammar"
     if name == "speculative_config" and value and value.get("rejection_sample_method") == "synthetic":
         return "rejection_sample_method is synthetic, which accepts tokens that the policy did not sample. Leave it out"
     return ""

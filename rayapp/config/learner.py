@@ -78,6 +78,10 @@ class LearnerSection(FrozenModel):
     """Number of learners that compute a micro-batch together, each a part of its tokens (Ulysses). A trajectory may
     then be this many times as long as learner.max_tokens_per_microbatch. The number of attention heads must be
     divisible by it."""
+    expert_parallel_size: int = Field(1, ge=1)
+    """Number of neighbouring learners that share the experts of each layer, for mixtures of experts: tokens are sent to
+    the learners of their experts, and a learner gathers only its own experts. num_learners and the number of experts
+    must be divisible by it (docs/learner.md)."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
     """Maximum number of tokens of one forward pass of a learner. The value changes only the memory of activations, and
     the last digits of results. auto: at the start, measure the number that fits, and use a power of two."""
@@ -132,10 +136,27 @@ class LearnerSection(FrozenModel):
 
     @model_validator(mode="after")
     def _learners_form_whole_groups(self) -> Self:
-        for key, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
-            if self.num_learners % size:
+        for key in ("replicas", "sequence_parallel", "expert_parallel_size"):
+            if self.num_learners % (size := getattr(self, key)):
                 raise ValueError(
                     f"learner.num_learners is {self.num_learners}, which is not a multiple of learner.{key} = {size}. "
                     f"Use a multiple of {size} learners."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_split(self) -> Self:
+        if self.expert_parallel_size == 1:
+            return self
+        refused = f"learner.expert_parallel_size is {self.expert_parallel_size}, which"
+        if self.replicas > 1:
+            raise ValueError(
+                f"{refused} has not been built together with learner.replicas = {self.replicas}. Set one of the two to "
+                "1."
+            )
+        if self.max_tokens_per_microbatch == "auto":
+            raise ValueError(
+                f"{refused} makes a learner's memory depend on the other learners' tokens, so it can't be measured. "
+                "Set learner.max_tokens_per_microbatch to a number."
+            )
         return self

@@ -38,8 +38,8 @@ class ModelServerSection(FrozenModel):
         for name in options:
             if name.strip("-").replace("_", "-") in _OURS:
                 raise ValueError(
-                    f"options: the run itself sets {name!r}. Leave it out; for the model's GPUs use the keys beside "
-                    "`options`"
+                    f"options: {name!r} can't be set here, because the run sets it. Leave it out. For the model's GPUs "
+                    "use tensor_parallel_size and gpu_memory_utilization"
                 )
         return options
 
@@ -201,13 +201,13 @@ class DistillationSection(ClientSection):
             )
         if self.is_policy and self.privileged == "none":
             raise ValueError(
-                "distillation.teacher is policy and distillation.privileged is none: a policy that reads the same "
-                "text can't teach itself. Set distillation.privileged: verdict, or another teacher."
+                "distillation.teacher is policy and distillation.privileged is none: teacher and policy would be the "
+                "same model with the same prompt. Set distillation.privileged: verdict, or another teacher."
             )
         if self.base_url and self.is_policy:
             raise ValueError(
-                "distillation.base_url is set, but distillation.teacher is policy, which no server has. Set "
-                "distillation.teacher to the name of the server's model, or leave distillation.base_url out."
+                "distillation.base_url is set, but distillation.teacher is policy, which only the learners can run. "
+                "Set distillation.teacher to the name of the server's model, or leave distillation.base_url out."
             )
         if self.base_url and self.kl_over != "sampled":
             raise ValueError(

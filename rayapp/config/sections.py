@@ -165,14 +165,14 @@ class TrainSection(FrozenModel):
         most = self.max_staleness * self.groups_per_step
         if self.partial_rollouts and self.max_staleness == 0:
             raise ValueError(
-                "partial_rollouts is true and max_staleness is 0: tokens that are kept over a weight sync are a step "
-                "old. Set max_staleness: 1 or more."
+                "partial_rollouts is true and max_staleness is 0: a paused trajectory keeps tokens of older weights, "
+                "which max_staleness 0 forbids. Set max_staleness: 1 or more."
             )
         if self.extra_groups is not None and self.extra_groups > most:
             raise ValueError(
-                f"extra_groups is {self.extra_groups}, but max_staleness {self.max_staleness} x groups_per_step "
-                f"{self.groups_per_step} = {most}: the last of these groups would be too old when they are trained. "
-                f"Use {f'at most {most}' if most else 'a larger max_staleness'}."
+                f"extra_groups is {self.extra_groups}, which is above max_staleness {self.max_staleness} x "
+                f"groups_per_step {self.groups_per_step} = {most}: more groups would exceed max_staleness before they "
+                f"are trained. Use {f'at most {most}' if most else 'a larger max_staleness'}."
             )
         return self
 

@@ -55,7 +55,7 @@ def given(name: str) -> object:
         return _OBJECTS[name]
     except KeyError:
         raise InputError(
-            f"{name} is an object of the Python program that started the run, and this process doesn't have it. Start "
+            f"{name} is an object of the Python program that started the run: no other program can load it. Start "
             "the run from that program (rayapp.train), or write the object into a file and name the file."
         ) from None
 

@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from rayapp.config.config import Config
 from rayapp.config.sections import BudgetSection
 from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, one_error
 from rayapp.core.files import write_text
-from rayapp.driver.cluster import num_alive_nodes, num_held_gpus
+from rayapp.driver.cluster import PoolMetrics, num_alive_nodes, num_held_gpus
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import RunTracker
 
@@ -42,6 +42,7 @@ class Costs:
 
     prices: BudgetSection
     num_gpus: int
+    """Number of GPUs that the run holds now."""
     file: Path
     spent: dict[str, float] = field(default_factory=dict)
     _lived_s: dict[str, float] = field(default_factory=dict)
@@ -132,46 +133,45 @@ async def within_budget(
     config: Config,
     folder: RunFolder,
     tracker: RunTracker,
-    pool_metrics: Callable[[], Awaitable[dict[str, float]]],
     *,
     with_servers: bool = True,
     warmup: float = 0.0,
-) -> AsyncIterator[None]:
-    """Count the run's costs during the block, and add them to the metrics of each step.
+) -> AsyncIterator[Callable[[PoolMetrics], None]]:
+    """Count the run's costs from the lease of its GPUs to the end of the block, and add them to the metrics of each
+    step. Yields a function for `open_cluster` to call at the lease.
 
     Args:
-        pool_metrics: returns the sandbox pool's metrics.
         with_servers: False for supervised steps, for which only learners hold GPUs.
         warmup: cost of the supervised steps before this run.
     Raises:
         BudgetSpentError: the cap is reached; the block was cancelled as if by Ctrl-C, and has saved its steps.
     """
     if not config.budget.has_prices:
-        yield
+        yield lambda pool_metrics: None
         return
-    num_gpus = num_held_gpus(config, with_servers=with_servers)
-    costs = Costs.open(config.budget, num_gpus, folder.path, warmup)
+    costs = Costs.open(config.budget, 0, folder.path, warmup)
     tracker.more_metrics = costs.step_metrics
-    async with counting(costs, num_alive_nodes, pool_metrics, tracker.note):
-        yield
+    async with counting(costs, num_alive_nodes, tracker.note) as begin:
+
+        def on_lease(pool_metrics: PoolMetrics) -> None:
+            costs.num_gpus = num_held_gpus(config, with_servers=with_servers)
+            begin(pool_metrics)
+
+        yield on_lease
 
 
 @asynccontextmanager
 async def counting(
-    costs: Costs,
-    num_nodes: Callable[[], int],
-    pool_metrics: Callable[[], Awaitable[dict[str, float]]],
-    note: Callable[[str], None],
-    *,
-    tick_s: float = TICK_S,
-) -> AsyncIterator[None]:
+    costs: Costs, num_nodes: Callable[[], int], note: Callable[[str], None], *, tick_s: float = TICK_S
+) -> AsyncIterator[Callable[[PoolMetrics], None]]:
     """Count the costs of the block, and cancel the block when the cap is reached; see `within_budget`."""
     costs.check()
+    leased: asyncio.Future[PoolMetrics] = asyncio.get_running_loop().create_future()
     with one_error():
         async with asyncio.TaskGroup() as tasks:
-            ticking = tasks.create_task(_tick(costs, num_nodes, pool_metrics, note, tick_s), name="count costs")
+            ticking = tasks.create_task(_tick(costs, num_nodes, leased, note, tick_s), name="count costs")
             try:
-                yield
+                yield leased.set_result
             finally:
                 ticking.cancel()
                 costs.save()
@@ -180,10 +180,11 @@ async def counting(
 async def _tick(
     costs: Costs,
     num_nodes: Callable[[], int],
-    pool_metrics: Callable[[], Awaitable[dict[str, float]]],
+    leased: asyncio.Future[PoolMetrics],
     note: Callable[[str], None],
     tick_s: float,
 ) -> None:
+    pool_metrics = await leased
     prices, has_warned, counted_at = costs.prices, False, time.monotonic()
     while True:
         await asyncio.sleep(tick_s)

@@ -240,12 +240,17 @@ def num_alive_nodes() -> int:
     return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
+PoolMetrics = Callable[[], Awaitable[dict[str, float]]]
+"""Function that returns the sandbox pool's metrics."""
+
+
 @asynccontextmanager
 async def open_cluster(
     config: Config,
     *,
     with_learners: bool = True,
     report: Report = lambda text: None,
+    on_lease: Callable[[PoolMetrics], None] = lambda pool_metrics: None,
     stand_ins: StandIns = NO_STAND_INS,
     images: Sequence[PromptImages] = (),
 ) -> AsyncIterator[Cluster]:
@@ -254,6 +259,7 @@ async def open_cluster(
     Args:
         images: images of the training prompts, by source: a group goes to a worker that has its image. Without them,
             groups go to the workers in turn.
+        on_lease: called when the run has its GPUs, before any process loads a model.
         with_learners: False for evaluation, which only generates and scores.
         report: gets a line each for Ray's dashboard, the start of actors, and each actor that is ready.
         stand_ins: replacements of real actors, for tests and benchmarks of everything else.
@@ -261,7 +267,9 @@ async def open_cluster(
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
     async with _session(config, report, stand_ins) as (session, started):
-        cluster = await _start(config, started, session, with_learners=with_learners, report=report, images=images)
+        cluster = await _start(
+            config, started, session, with_learners=with_learners, report=report, on_lease=on_lease, images=images
+        )
         async with cluster.supervisor.watching():
             yield cluster
 
@@ -306,11 +314,13 @@ async def _start(
     *,
     with_learners: bool,
     report: Report,
+    on_lease: Callable[[PoolMetrics], None],
     images: Sequence[PromptImages],
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
     placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
+    on_lease(pool.stats)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
@@ -398,15 +408,21 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 
 
 @asynccontextmanager
-async def open_learners(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[LearnerGroup]:
-    """Start only the learners of a run, for a replay; they end with the block.
+async def open_learners(
+    config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
+) -> AsyncIterator[LearnerGroup]:
+    """Start only the learners of a run, for supervised steps or a replay; they end with the block.
 
+    Args:
+        report: gets a line for each actor that is ready.
+        on_lease: called when the learners have their GPUs, before they load a model.
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than learners.
     """
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
         placement, _ = await _reserve(config, started, with_servers=False)
+        on_lease()
         asked = asked_servers(config, by_workers=False)
         _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
         handles = await spawn_learners(asking, started, placement)

@@ -211,8 +211,8 @@ async def _run(
     with make_trackers(config, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.phase("starting")
         async with (
-            open_cluster(config, report=tracker.note, images=images) as cluster,
-            within_budget(config, folder, tracker, cluster.pool.stats, warmup=warmup_cost),
+            within_budget(config, folder, tracker, warmup=warmup_cost) as on_lease,
+            open_cluster(config, report=tracker.note, on_lease=on_lease, images=images) as cluster,
         ):
             tracker.add("ray metrics", cluster.metrics_tracker())
             step = await train_through_losses(config, cluster, folder, tracker, on_step)

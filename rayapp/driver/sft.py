@@ -224,8 +224,8 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
     for restart in range(config.recovery.max_restarts + 1):
         try:
             async with (
-                open_learners(config, report=tracker.note) as learners,
-                within_budget(config, folder, tracker, _no_sandboxes, with_servers=False),
+                within_budget(config, folder, tracker, with_servers=False) as on_lease,
+                open_learners(config, report=tracker.note, on_lease=partial(on_lease, _no_sandboxes)) as learners,
             ):
                 await _learn(config, folder, tracker, learners, rows)
                 return

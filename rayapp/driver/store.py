@@ -159,7 +159,7 @@ class TrajectoryStore(Generic[RefT]):
         """Store a group that is generated and scored. Each admitted group finishes or is dropped exactly once."""
         async with self._changed:
             if summary.group_id not in self._admitted:
-                raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
+                raise AssertionError(f"group {summary.group_id} was reported as finished, but it is not in flight")
             self._leave(summary.group_id)
             if self._refuses(summary, self._place(summary.group_id)):
                 self._count_dropped(summary.group_id, EQUAL_REWARDS)
@@ -181,7 +181,7 @@ class TrajectoryStore(Generic[RefT]):
             The policy version that generates it now, which may be newer than the version for which it was admitted.
         """
         if group_id not in self._admitted:
-            raise AssertionError(f"group {group_id} issued again for {reason}, but it is not being generated")
+            raise AssertionError(f"group {group_id} can't be issued again after {reason}: it is not in flight")
         self.reissued_for[reason] += 1
         return self._version
 
@@ -258,8 +258,8 @@ class TrajectoryStore(Generic[RefT]):
         staleness = self._version - summary.min_policy_version
         if staleness > self._max_staleness:
             raise AssertionError(
-                f"group {summary.group_id} was sampled by policy version {summary.min_policy_version} and would be "
-                f"trained at version {self._version}: it is {staleness} steps stale, but train.max_staleness is "
+                f"group {summary.group_id} is too old to be trained: its staleness is {staleness} steps (sampled by "
+                f"policy version {summary.min_policy_version}, trained at {self._version}), but train.max_staleness is "
                 f"{self._max_staleness}"
             )
 

@@ -59,8 +59,8 @@ class FormReader:
             mask_of[place] = numbers.setdefault(row.numpy().tobytes(), len(numbers))
             if not grammar.accept_tokens(request_id, [token]):
                 raise EngineError(
-                    f"{request_id}: the grammar of the request's form does not allow token {token}, which was sampled "
-                    f"at position {place}"
+                    f"{request_id}: token {token}, sampled at position {place}, does not fit the structured output "
+                    "that the request asks for"
                 )
         masks = np.frombuffer(b"".join(numbers), np.int32).reshape(len(numbers), -1)
         return AllowedTokens(masks=masks, mask_of=mask_of)

@@ -260,7 +260,8 @@ def whole_completion(
     if num_routed is not None and (experts is None or len(experts) != num_routed):
         found = 0 if experts is None else len(experts)
         raise EngineError(
-            f"{request_id}: vLLM returned the experts of {found} tokens, but those of {num_routed} tokens are needed"
+            f"{request_id}: vLLM returned the chosen experts for {found} tokens, but router replay needs them for "
+            f"{num_routed} tokens"
         )
     return Completion(
         token_ids=token_ids,

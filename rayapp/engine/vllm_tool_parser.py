@@ -161,12 +161,12 @@ def load_parser(
     if found is None:
         others = [other for other in _known() if other != name and _fitting(other, tokenizer, tools, sample)]
         raise ConfigError(
-            f"vLLM's tool parser {name!r} doesn't find a call that this model's chat template writes: "
+            f"vLLM's tool parser {name!r} doesn't recognize the tool calls of this model's chat template, such as "
             f"{sample.texts[0][:300]!r}. "
             + (
-                f"Set agent.tool_parser to a parser that finds it: {', '.join(others)}."
+                f"Set agent.tool_parser to a parser that recognizes them: {', '.join(others)}."
                 if others
-                else f"No other parser finds it. {_OTHER_TEMPLATE}"
+                else f"No other parser recognizes them. {_OTHER_TEMPLATE}"
             )
         )
     return found
@@ -181,8 +181,8 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
             log.info("tool parser: %s", name)
             return found
     raise ConfigError(
-        f"none of vLLM's tool parsers finds a call that this model's chat template writes: {sample.texts[0][:300]!r}. "
-        f"{_OTHER_TEMPLATE}"
+        "none of vLLM's tool parsers recognizes the tool calls of this model's chat template, such as "
+        f"{sample.texts[0][:300]!r}. {_OTHER_TEMPLATE}"
     )
 
 

@@ -53,7 +53,7 @@ class WeightUpdateExtension:
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         arrived = ((name, part_of(name, t)) for name, t in unpack(entries, data) if name in checksums)
-        _check("arrive", arrived, checksums)
+        _check("received by", arrived, checksums)
         if is_adapter(entries):
             return load_adapter(self.model_runner, unpack(entries, data))
         # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and repacked
@@ -75,7 +75,7 @@ class WeightUpdateExtension:
         mend_after_reload(model, architecture)
         tied = architecture.tie_word_embeddings
         held = _check(
-            "are held", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
+            "held by", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
         )
         held |= check_rounded(model, checksums)
         # Do this last: a rank that raises before one of the gathers above would leave the others waiting.
@@ -125,8 +125,8 @@ def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(found)} compared tensors {what} on this server with other checksums than the "
-            f"learner's tensors: {', '.join(wrong[:3])}"
+            f"the weights {what} this server are not the learner's weights: {len(wrong)} of {len(found)} compared "
+            f"tensors have other checksums: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
 

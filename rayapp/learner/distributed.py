@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import LearnerError, first_line
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
 from rayapp.learner.sequence import SequenceGroup
@@ -100,7 +101,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
         use_interface_towards(master_address)
         store = TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = learner_mesh(device.type, world_size, config.learner.replicas)
+    mesh = learner_mesh(device.type, world_size, config.learner)
     cpu_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     assert cpu_group is not None
     assert save_group is not None
@@ -125,11 +126,20 @@ def only_rank(config: Config) -> Iterator[Ranks]:
         end_ranks()
 
 
-def learner_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
-    """Return the mesh over which FSDP shards parameters. Without replicas it has one dimension. With replicas it has
-    two: parameters are sharded over neighbouring ranks, and gradients are summed over the replicas.
+EXPERT_RANKS = "experts"
+"""Dimension of the learners' mesh over which experts are split; only with `learner.expert_parallel_size` above 1."""
+
+
+def learner_mesh(device_type: str, world_size: int, section: LearnerSection) -> DeviceMesh:
+    """Return the mesh over which FSDP shards parameters. It has one dimension, or two in these cases:
+
+    - replicas: parameters are sharded over neighbouring ranks, and gradients are summed over the replicas.
+    - expert parallelism: experts are split over neighbouring ranks, and each part is sharded over the other dimension.
+      All other parameters are sharded over all ranks.
     """
-    if replicas == 1:
+    if (size := section.expert_parallel_size) > 1:
+        return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("shard", EXPERT_RANKS))
+    if (replicas := section.replicas) == 1:
         return init_device_mesh(device_type, (world_size,))
     return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 

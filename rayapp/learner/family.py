@@ -161,14 +161,14 @@ def _check_difference(measure: Callable[[], float], subject: str, computed: str)
         raise InputError(f"{subject} can't be trained: {error}") from error
     except Exception as error:  # a model's code may raise anything
         raise InputError(
-            f"{subject} can't be trained: a small model of its config can't be computed by the learner: "
+            f"{subject} can't be trained: the learner failed to compute a small model with its config: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not difference <= MAX_DIFFERENCE:
         raise InputError(
-            f"{subject} can't be trained: for a small model with its config, log-probs of {computed} differ by "
-            f"{difference:.2g} from those of plain transformers; at most {MAX_DIFFERENCE:g} is allowed. Use another "
-            "model."
+            f"{subject} can't be trained: the learner computes it wrongly. In a small model with its config, log-probs "
+            f"of {computed} differ by {difference:.2g} from those of plain transformers; at most {MAX_DIFFERENCE:g} is "
+            "allowed. Use another model."
         )
 
 

@@ -20,8 +20,8 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.names import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
-from rayapp.learner.distributed import whole
+from rayapp.learner.distributed import EXPERT_RANKS, whole
+from rayapp.learner.families.experts import check_expert_parallel, is_split, split_experts
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
 from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
@@ -225,6 +226,8 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
     model = policy_of(causal_lm, config, trainable=trainable)
+    if section.expert_parallel_size > 1:
+        split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
     _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
     load_pretrained(causal_lm, config.model.path)
@@ -302,6 +305,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     fit_to_packing(causal_lm, config.max_model_tokens)
     check_sequence_parallel(causal_lm, config)
+    check_expert_parallel(causal_lm, config)
     if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", None):
         log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
     if (sampling := generation_config(config.model.path)) is not None:
@@ -340,10 +344,15 @@ def shard(
     # Pin memory only for GPUs, because it speeds up copies to GPUs.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
+    # On CPU keep layers gathered until backward: memory is plentiful, and gathering again costs time.
+    sharded = partial(fully_shard, offload_policy=offload, reshard_after_forward=not is_cpu)
+    everyone = mesh._flatten() if EXPERT_RANKS in (mesh.mesh_dim_names or ()) else mesh  # noqa: SLF001
     for layer in decoder.layers:
-        # On CPU keep layers gathered until backward: memory is plentiful, and gathering again costs time.
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not is_cpu)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        for experts in filter(is_split, layer.modules()):
+            # Leave the experts' weights in the router's dtype, as if they were arguments inside of the layer.
+            sharded(experts, mesh=mesh["shard"], mp_policy=replace(precision, cast_forward_inputs=False))
+        sharded(layer, mesh=everyone, mp_policy=precision)
+    sharded(model, mesh=everyone, mp_policy=precision, reshard_after_forward=False)
     register_fsdp_forward_method(model, "read")
     return model
 
@@ -406,10 +415,15 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale gradients so that their global norm over all ranks is at most `max_norm`; return the norm before scaling.
     If a gradient is not finite, neither is the norm, and no gradient is scaled.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    by_mesh: dict[Any, list[nn.Parameter]] = {}  # torch adds up the norms of one mesh only
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in own])) for own in by_mesh.values()]  # type: ignore[misc]
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     if torch.isfinite(norm) and norm > max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for own in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
     return float(norm)
 
 
@@ -452,6 +466,10 @@ def _compiled(function: Any) -> Any:
 @cache
 def _compile(function: Any) -> Any:
     """Compile a function for any number of tokens."""
+    from torch._dynamo import config
+
+    # Torch 2.13 would make a norm's epsilon an input: a tensor on the CPU, for which GPUs too would need C++.
+    config.specialize_float = True
     return torch.compile(function, dynamic=True)
 
 
@@ -483,12 +501,10 @@ def check_compiler(device_type: str) -> None:
 
 
 def _missing(device_type: str) -> Iterator[str]:
-    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up. Torch
-    needs C++ on GPUs too: a step with adapters on an H100 did.
-    """
-    if not shutil.which(os.environ.get("CXX", "g++")):
-        yield "C++ compiler (CXX, or g++)"
+    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up."""
     if device_type == "cpu":
+        if not shutil.which(os.environ.get("CXX", "g++")):
+            yield "C++ compiler (CXX, or g++)"
         return
     from torch.utils._triton import has_triton
 

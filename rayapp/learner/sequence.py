@@ -77,8 +77,8 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
         )
     if mixers := {type(mixer).__name__ for mixer in mixers_of(causal_lm)}:
         raise InputError(
-            f"{where} layers that mix tokens outside of attention ({', '.join(sorted(mixers))}), but outside of "
-            "attention a rank has only its own tokens. Set learner.sequence_parallel: 1."
+            f"{where} layers that mix tokens outside of attention ({', '.join(sorted(mixers))}). "
+            "Only attention can be computed over several ranks. Set learner.sequence_parallel: 1."
         )
 
 

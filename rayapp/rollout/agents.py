@@ -64,7 +64,8 @@ def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
         raise ConfigError(f"agent plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
     if not callable(getattr(player, "run", None)):
         raise ConfigError(
-            f"agent plug-in {agent_name} returned an object without a method `run` (rayapp/rollout/agents.py)"
+            f"agent plug-in {agent_name} returned an object without a method `run`: see Player in "
+            "rayapp/rollout/agents.py"
         )
     return player
 

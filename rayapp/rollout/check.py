@@ -216,7 +216,8 @@ async def _check_compilers(config: Config, languages: Collection[Language]) -> N
         async with open_pool(config.sandbox.without_stock, f"check-{os.getpid()}") as (sandboxes, _):
             await check_languages(languages, sandboxes)
     except SandboxError as error:
-        raise InputError(f"rows that ask for {', '.join(sorted(each.name for each in languages))}: {error}") from error
+        names = ", ".join(sorted(each.name for each in languages))
+        raise InputError(f"rows that need {names} can't be scored: {error}") from error
 
 
 def _check_references(file: str, data: TrainingData) -> None:
@@ -278,10 +279,10 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
-            f"sandbox.providers and sandbox.max_leases allow {have} sandboxes, but the tool {entry.class_name} keeps "
-            f"one for each trajectory, and {arithmetic} = {need} trajectories run at once. Raise sandbox.max_leases to "
-            f"{need}, lower one of these numbers, or, if `python` is the only such tool, set `stateful: false` in its "
-            "config"
+            f"sandbox.providers and sandbox.max_leases allow {have} sandboxes, but the tool {entry.class_name} keeps a "
+            f"sandbox for each trajectory, and {need} trajectories run at once ({arithmetic}). Raise "
+            f"sandbox.max_leases to {need}, or lower a number in the parentheses. If `python` is the only tool that "
+            "keeps sandboxes, you can set `stateful: false` in its config instead"
         )
 
 

@@ -161,7 +161,8 @@ def _read(file: Path, num_prompts: int) -> tuple[dict[str, tuple[float, float]],
     if stored["num_prompts"] != num_prompts:
         raise CheckpointError(
             f"{file.parent} has a curriculum over {stored['num_prompts']} prompts or sources, but this run has "
-            f"{num_prompts}: its tasks or data files have changed. Restore them, or choose another run.name"
+            f"{num_prompts}: the run's tasks or data files have changed. Restore the earlier ones, or choose another "
+            "run.name"
         )
     counts = {place: (float(tried), float(solved)) for place, (tried, solved) in stored["counts"].items()}
     # Checkpoints that were written before 2026-11-22 have no results.

@@ -287,8 +287,8 @@ def _not_empty(value: Any, what: str) -> None:
 def _end_of_text(tokenizer: Any, what: str) -> int:
     if tokenizer.eos_token_id is None:
         raise InputError(
-            f"{what}: the tokenizer has no eos_token, with which an answer must end. Name files with token_ids and "
-            "response_mask in warmup.files"
+            f"{what}: the tokenizer has no eos_token, which must end every answer. In warmup.files, give rows with "
+            "token_ids and response_mask instead"
         )
     return int(tokenizer.eos_token_id)
 

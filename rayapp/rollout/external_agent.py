@@ -258,7 +258,9 @@ def _own_files(config: Config) -> dict[str, str]:
 def _as_answer(found: Any) -> str | None:
     if found is None or isinstance(found, str):
         return found
-    raise TypeError(f"its function returned a {type(found).__name__}: it must return the answer as a str, or None")
+    raise TypeError(
+        f"the agent's function returned a {type(found).__name__}, but must return a str (the answer) or None"
+    )
 
 
 def _answer_in(path: Path) -> str:

@@ -99,7 +99,10 @@ class AgentCall:
         for name, text in self.content.items():
             path = (self.folder / name).resolve()
             if not path.is_relative_to(self.folder.resolve()):
-                raise ValueError(f"task {self.task}: the file {name!r} leads out of the agent's folder")
+                raise ValueError(
+                    f"task {self.task}: the file path {name!r} leads out of the agent's folder. Give a relative path "
+                    "without .."
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 

@@ -223,7 +223,10 @@ class _CohortPlace:
         """Sample a turn, as `RolloutEngine.generate` does."""
         # Check the id: a plug-in's agent may pass anything, and one bad id would end the engine's whole batch.
         if not isinstance(request_id, RequestId):
-            raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
+            raise TypeError(
+                f"generate got the request_id {request_id!r:.60}, not a RequestId: pass the agent's own request_id, "
+                "as request_id._replace(turn=N)"
+            )
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 

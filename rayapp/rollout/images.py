@@ -101,9 +101,9 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
         if not earlier:
             raise
         raise ImageError(
-            f"image {earlier} can't be fetched any more: {error}. When this run started, {name} was the name of this "
-            f"image. Push this image again, or delete the line of {name} in {record}: the run then uses the image "
-            f"that {name} names now"
+            f"image {earlier} can't be fetched any more: {error}. The run has used this image for {name} since its "
+            f"start. Push the image again, or delete the line of {name} in {record}: the run then uses the current "
+            f"{name}"
         ) from error
 
 

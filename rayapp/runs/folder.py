@@ -94,8 +94,8 @@ def check_same_training(config: Config, stored: Path) -> None:
     made_with = yaml.safe_load(stored.read_text()) or {}
     if old := renamed_keys(made_with):
         raise RunFolderError(
-            f"{stored.parent} was made by an older version, whose key {next(iter(old))} is now called "
-            f"{next(iter(old.values()))}: continue with the older version, or choose another run.name."
+            f"{stored.parent} was made by an older version of rayapp: its key {next(iter(old))} is now called "
+            f"{next(iter(old.values()))}. Continue with that version, or choose another run.name."
         )
     now = dict(flat_keys(config.model_dump(mode="json")))
     # A key that the run's older version didn't have counts with its default value.
@@ -113,8 +113,9 @@ def check_same_training(config: Config, stored: Path) -> None:
         raise RunFolderError(
             f"{stored.parent} was made with another configuration:\n  "
             + "\n  ".join(refused.values())
-            + "\nContinue with the old values, or choose another run.name (model.path may be this run's final/). "
-            f"If you intend the change: run.allow_changed='[{', '.join(refused)}]'."
+            + "\nContinue with the old values, or choose another run.name (to start from this run's weights, set "
+            "model.path to its final/ folder). If you intend the change, set "
+            f"run.allow_changed='[{', '.join(refused)}]'."
         )
     for line in changed.values():
         log.warning(
@@ -223,8 +224,8 @@ class RunFolder:
         path = config.run_folder
         if not path.is_absolute() and RAY_COPIES in Path.cwd().parts:
             raise RunFolderError(
-                f"run.output_dir is {config.run.output_dir!r}, which lies in {Path.cwd()}: a copy that Ray made for "
-                "this job and deletes after it. Give an absolute path, e.g. run.output_dir=/var/outputs."
+                f"run.output_dir is {config.run.output_dir!r}, a relative path in {Path.cwd()}. Ray deletes that "
+                "folder when the job ends. Give an absolute path, e.g. run.output_dir=/var/outputs."
             )
         checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
         with explain_full_disk(path, checkpoints.what_is_safe), ExitStack() as opened:
@@ -257,9 +258,9 @@ class RunFolder:
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
-                f"{checkpoint.path} holds {', '.join(checkpoint.contents)} (checkpoint.save_contents): without model "
-                "and optimizer a run can't continue exactly from this checkpoint. Choose another run.name, with "
-                "model.path set to this checkpoint's hf_model folder if it has one."
+                f"{checkpoint.path} can't be continued: it holds only {', '.join(checkpoint.contents)}, and a run "
+                "continues only from model and optimizer (checkpoint.save_contents). Choose another run.name, and "
+                "set model.path to this checkpoint's hf_model folder if it has one."
             )
         stored = self.path / "config.yaml"
         if (checkpoint is not None or self.exported_step is not None) and stored.exists():

@@ -180,7 +180,9 @@ def read_trace(file: Path) -> bytes:
         ValueError: it is too large to be kept.
     """
     if (size := file.stat().st_size) > _MAX_TRACE_BYTES:
-        raise ValueError(f"the trace has {size >> 20} MiB, more than {_MAX_TRACE_BYTES >> 20} MiB")
+        raise ValueError(
+            f"the trace is too large: it has {size >> 20} MiB, and the maximum is {_MAX_TRACE_BYTES >> 20} MiB"
+        )
     return file.read_bytes()
 
 

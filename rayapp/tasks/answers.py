@@ -196,10 +196,9 @@ def _rule(data_source: str) -> AnswerRule:
     if rule is None:
         raise InputError(
             f"data_source {data_source!r} has no scoring rule in rayapp. Data sources with a rule are "
-            f"{', '.join(NAMES)}; rules of verl that evaluate the policy's text in the trainer are not used. If the "
-            "rows are code problems, add this data_source to "
-            "reward.code.sources (docs/datasets.md); otherwise name your own reward function in reward.custom "
-            "(docs/data.md)"
+            f"{', '.join(NAMES)}; verl's other rules are not used, because they evaluate the policy's text in the "
+            "trainer. If the rows are code problems, add this data_source to reward.code.sources (docs/datasets.md); "
+            "otherwise name your own reward function in reward.custom (docs/data.md)"
         )
     return rule
 
@@ -209,5 +208,8 @@ def _rule_file(module: str) -> Path:
     # Find verl without importing it, which takes seconds.
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise InputError("rules of verl score this data source, but verl is not installed. Run `make venv`")
+        raise InputError(
+            f"verl is not installed, but its rule {module} scores this data_source. Run `make venv`, which installs "
+            "verl"
+        )
     return Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / f"{module}.py"

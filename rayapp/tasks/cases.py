@@ -144,7 +144,10 @@ def _check_plain(value: object, where: str) -> None:
         assert isinstance(value, list | tuple | set)
         parts = list(value)
     else:
-        raise InputError(f"{where} of type {kind.__name__}; only plain data can be sent to a sandbox and compared")
+        raise InputError(
+            f"{where} of type {kind.__name__}; only plain data can be compared: None, bool, int, float, str, bytes, "
+            "and lists, tuples, sets and dicts of them"
+        )
     for part in parts:
         _check_plain(part, where)
 

@@ -138,7 +138,10 @@ class CodingTask(BaseModel):
                 f"`def {self.func_name}(…):`"
             )
         if self.prefill and self.prompt_format != "chat_prefill":
-            raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
+            raise ValueError(
+                f"prefill is given, but prompt_format is {self.prompt_format}. Leave prefill out, or set "
+                "prompt_format: chat_prefill"
+            )
         self.parameters  # noqa: B018  (raises when the signature can't be read)
         self.demonstrated_completions  # noqa: B018  (raises when a demonstration does not continue the prompt)
         self.public_cases  # noqa: B018  (raises when a public test can't be parsed)
@@ -159,7 +162,10 @@ class CodingTask(BaseModel):
             line = source.strip()
             if line.startswith((f"def {self.func_name}(", f"async def {self.func_name}(")):
                 return _parameters(line)
-        raise ValueError(f"neither signature nor prompt has a line `def {self.func_name}(…):`. Write it as signature")
+        raise ValueError(
+            f"neither signature nor prompt has a line `def {self.func_name}(…):`. Set signature to the function's "
+            "`def` line"
+        )
 
     @property
     def cases(self) -> CaseSource:
@@ -280,7 +286,7 @@ class CodingTask(BaseModel):
         if not text.startswith(self.answer_prefix):
             raise ValueError(
                 f"demonstration {number} begins with {text[: len(self.answer_prefix) + 20]!r}: it must begin with "
-                f"{self.answer_prefix!r}, like the answer that the prompt begins"
+                f"{self.answer_prefix!r}, the part of the answer that is already in the prompt"
             )
         return text[len(self.answer_prefix) :]
 
@@ -325,8 +331,8 @@ def _parameters(line: str) -> tuple[str, ...]:
         raise ValueError(f"signature {line!r}: the function must not be async, because tests call it directly")
     if arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
         raise ValueError(
-            f"signature {line!r}: all parameters must be positional, because tests call the function with one argument "
-            "for each"
+            f"signature {line!r}: all parameters must be positional (no *args, **kwargs or keyword-only ones), because "
+            "tests pass one argument for each parameter"
         )
     names = tuple(argument.arg for argument in [*arguments.posonlyargs, *arguments.args])
     if not names:

@@ -13,7 +13,6 @@ The types follow those of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +121,8 @@ class _Fusion:
         try:
             asked = await _read(RunCode, request)
             language = language_of(asked.language)
-            files = await asyncio.to_thread(_decoded, asked.files)
+            num_bytes = sum(len(content or "") for content in asked.files.values())
+            files = await off_the_loop(num_bytes, lambda: _decoded(asked.files))
             memory_mib = self._memory_mib(asked)
             spec = _spec(language, memory_mib)
             async with self._sandboxes(request).lease(spec, timeout_s=self._lease_timeout_s) as sandbox:
@@ -261,7 +261,8 @@ def ground_truth(asked: Submit) -> str:
         row = next((each for each in row if each.get("id") == asked.id), None)
     if row is None:
         raise InputError(
-            f"dataset {asked.dataset!r} is not here: the service has no data sets. Send the row as config.provided_data"
+            f"the request has no row {asked.id!r:.60} of dataset {asked.dataset!r}, and the service has no data sets. "
+            "Send the row as config.provided_data"
         )
     match asked.config.dataset_type or asked.dataset:
         case "HumanEvalDataset" | "humaneval_python":

@@ -221,8 +221,8 @@ def _from_yaml(text: str, source: str) -> CodingTask:
     data = _yaml(text, source)
     if "environment" in data:
         raise InputError(
-            f"task {source} is an environment: it scores its own trajectories, not a text. Train or evaluate with it "
-            "as the only entry of `tasks`, or in a separate source (docs/environments.md)"
+            f"task {source} is an environment: it scores only trajectories that it plays itself. Name it as the only "
+            "entry of `tasks`, or as a source of its own in `sources` (docs/environments.md)"
         )
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data

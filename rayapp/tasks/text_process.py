@@ -127,7 +127,8 @@ class TextProcess:
         except TimeoutError as error:
             self.close()
             raise TextReadingFailedError(
-                f"the text process gave no answer to {name} within {_WALL_LIMIT_S:g} s", "text_process"
+                f"the process that reads the policy's texts took more than {_WALL_LIMIT_S:g} s for {name}",
+                "text_process",
             ) from error
         except (TypeError, ValueError, AttributeError, OSError, pickle.PickleError) as error:
             self.close()
@@ -135,7 +136,10 @@ class TextProcess:
                 f"the text process failed at {name}: {type(error).__name__}: {error}", "text_process"
             ) from error
         if not how:
-            raise TextReadingFailedError(f"another program killed the text process twice, at {name}", "text_process")
+            raise TextReadingFailedError(
+                f"the process that reads the policy's texts was killed from outside twice, during {name}",
+                "text_process",
+            )
         if how == "raised":
             raise TextReadingFailedError(f"{name}: {value}", "reward_error")
         return value
@@ -154,7 +158,10 @@ class TextProcess:
         if status in _ENDED_BY_OTHERS:
             return None
         if status >= 0:
-            raise OSError(f"the text process ended with status {status}; its error output has the reason")
+            raise OSError(
+                f"the text process ended with status {status}; see its error output, in the worker's log or on the "
+                "terminal"
+            )
         raise TextTooCostlyError(self._why(status), "unreadable")
 
     def _started(self) -> _TextChild:
@@ -163,7 +170,8 @@ class TextProcess:
             read_frame(child.stream)
         except (EOFError, OSError) as error:
             raise OSError(
-                f"the text process can't start: status {child.end()}; its error output has the reason"
+                f"the text process can't start: status {child.end()}; see its error output, in the worker's log or on "
+                "the terminal"
             ) from error
         return child
 

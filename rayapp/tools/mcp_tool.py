@@ -171,7 +171,9 @@ class McpLink:
         if self._session is not None and self._session.is_open:
             return self._session
         if self._has_state:
-            raise ToolUnavailableError(f"{self.where}: the session of this trajectory and its state are lost")
+            raise ToolUnavailableError(
+                f"{self.where}: this trajectory's MCP session and its state on the server are lost"
+            )
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self.url}")
         # The attempt is shielded from this caller's cancellation, because other callers also wait for it.
@@ -277,8 +279,8 @@ class McpTool:
         while not self._bucket.take():
             if time.monotonic() - started > self._config.max_wait:
                 raise ToolUnavailableError(
-                    f"{self._shared.where}: with rate_limit {self._config.rate_limit:g}/s a call waited for more than "
-                    f"max_wait {self._config.max_wait:g} s. Raise rate_limit or max_wait"
+                    f"{self._shared.where}: a call waited for more than max_wait {self._config.max_wait:g} s, because "
+                    f"rate_limit allows {self._config.rate_limit:g} calls/s. Raise rate_limit or max_wait"
                 )
             await asyncio.sleep(max(0.001, self._bucket.wait_s()))
         return time.monotonic() - started

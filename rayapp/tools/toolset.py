@@ -110,7 +110,10 @@ class ArgumentChecker:
     def __init__(self, schema: Mapping[str, Any]) -> None:
         _Validator.check_schema(dict(schema))
         if any(isinstance(part, dict) and "patternProperties" in part for part in _values(dict(schema))):
-            raise SchemaError("patternProperties can't be checked within a deadline: list the properties by name")
+            raise SchemaError(
+                "patternProperties is not supported, because matching a pattern can take forever. List the properties "
+                "by name"
+            )
         # The registry is empty, because the default registry would fetch a `$ref` from the network.
         self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
 
@@ -180,7 +183,9 @@ class ToolSet:
         try:
             self._checkers[name] = ArgumentChecker(tool.schema.parameters)
         except SchemaError as error:
-            raise ConfigError(f"tool {name!r}: its parameters are not a JSON schema: {error.message}") from error
+            raise ConfigError(
+                f"tool {name!r}: its parameters can't be used as a JSON schema: {error.message}"
+            ) from error
         self._tools[name] = tool
 
     @property

@@ -166,8 +166,7 @@ class WorkspaceTool(ToolBase):
         self.timeout_s = 2 * (self.config.timeout + self.config.lease_timeout) + 30.0
         if self.context.sandboxes is None:
             raise ConfigError(
-                f"tool {self.schema.name} runs code in sandboxes, but was made without them: pass it "
-                "ToolContext(sandboxes=...)"
+                f"tool {self.schema.name} needs sandboxes, but none were passed to it. Pass ToolContext(sandboxes=...)"
             )
         self.sandboxes = self.context.sandboxes
 

@@ -1,7 +1,8 @@
 """Two and four learners over gloo that cut the work in other ways than by trajectory: all come to what one comes to.
 
-`sequence_parallel` cuts a micro-batch by its tokens, `replicas` shards a model over some of the ranks. And however many
-there are, each reads its own part of the model, and writes its own part of an export.
+`sequence_parallel` cuts a micro-batch by its tokens, `replicas` shards a model over some of the ranks,
+`expert_parallel_size` splits experts. And however many there are, each reads its own part of the model, and writes its
+own part of an export.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ CASES = {
     1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {}),
         ("gpt_oss", "one", {}), ("gemma2", "one", {}), ("experts", "routed", {"router_replay": True}),
         ("tiny", "taught", {"taught": "vocabulary"}),
-        ("tiny", "sampled", {"taught": "sampled"})],
+        ("tiny", "sampled", {"taught": "sampled"}), ("eight", "one", {}), ("eight", "routed", {"router_replay": True}),
+        ("eight", "skewed", {"router_replay": True}), ("eight", "adapted", {"lora": {"rank": 2}}),
+        ("eight", "clipped", {"optimizer": {"max_grad_norm": 0.1}}), ("eight", "resumed", {})],
     2: [("tiny", "two", {}), ("tiny", "tokens", {"sequence_parallel": 2, "max_tokens_per_microbatch": 16}),
         ("six_heads", "tokens", {"sequence_parallel": 2}), ("experts", "two", {}),
         ("gpt_oss", "tokens", {"sequence_parallel": 2}), ("gemma2", "tokens", {"sequence_parallel": 2}),
@@ -52,10 +55,21 @@ CASES = {
         ("tiny", "taught", {"taught": "vocabulary"}),
         ("tiny", "taught_by_tokens", {"taught": "vocabulary", "sequence_parallel": 2}),
         ("tiny", "sampled", {"taught": "sampled"}), ("experts", "routed", {"router_replay": True}),
-        ("experts", "routed_tokens", {"router_replay": True, "sequence_parallel": 2})],
+        ("experts", "routed_tokens", {"router_replay": True, "sequence_parallel": 2}),
+        ("eight", "split", {"expert_parallel_size": 2}), ("gpt_oss", "split", {"expert_parallel_size": 2}),
+        ("eight", "checkpointed", {"expert_parallel_size": 2, "activation_checkpointing": True}),
+        ("eight", "split_tokens", {"expert_parallel_size": 2, "sequence_parallel": 2}),
+        ("eight", "adapted", {"expert_parallel_size": 2, "lora": {"rank": 2}}),
+        ("eight", "skewed", {"router_replay": True, "expert_parallel_size": 2}),
+        ("eight", "resumed", {"expert_parallel_size": 2})],
     4: [("tiny", "tokens", {"sequence_parallel": 4, "max_tokens_per_microbatch": 16}),
         ("tiny", "replicas", {"replicas": 2}), ("tiny", "both", {"replicas": 2, "sequence_parallel": 2}),
-        ("experts", "four", {}), ("tiny", "saved", {"replicas": 2})],
+        ("experts", "four", {}), ("tiny", "saved", {"replicas": 2}),
+        ("eight", "split", {"expert_parallel_size": 2}), ("eight", "each", {"expert_parallel_size": 4}),
+        ("eight", "routed", {"router_replay": True, "expert_parallel_size": 2}),
+        ("eight", "skewed", {"router_replay": True, "expert_parallel_size": 4}),
+        ("eight", "clipped", {"optimizer": {"max_grad_norm": 0.1}, "expert_parallel_size": 2}),
+        ("eight", "saved", {"expert_parallel_size": 2})],
 }
 def experts_of(token_ids):
     """Of three layers, by place and token: the same for tokens that are shared."""
@@ -63,10 +77,14 @@ def experts_of(token_ids):
     return np.array([[np.random.default_rng(seed).permutation(7)[:2] for _ in range(3)] for seed in seeds], np.uint8)
 
 
-groups = [
-    replace(group, trajectories=tuple(replace(t, routed_experts=experts_of(t.token_ids)) for t in group.trajectories))
-    for group in read_groups(Path(trajectories))
-]
+def routed(group, experts_of):
+    return replace(
+        group, trajectories=tuple(replace(t, routed_experts=experts_of(t.token_ids)) for t in group.trajectories)
+    )
+
+
+groups = [routed(group, experts_of) for group in read_groups(Path(trajectories))]
+to_two = [routed(group, lambda token_ids: experts_of(token_ids) % 1 + [0, 1]) for group in groups]
 summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
 
 
@@ -83,7 +101,7 @@ def config_of(world, model, changes):
     })
 
 
-def train(learner, config, world, rank, step):
+def train(learner, config, world, rank, step, groups=groups):
     shares = deal(summaries, config, world // config.learner.sequence_parallel)
     mine = shares[rank // config.learner.sequence_parallel]
     return learner.train_step(step, summaries, shares, *(groups[share.position] for share in mine))
@@ -104,23 +122,29 @@ def run(world, rank, next_port):
         read.clear(), written.clear()
         config = config_of(world, model, changes)
         learner = Learner(config, rank, world, "127.0.0.1", next_port())
-        name, facts = f"{model}-{case}-{world}", {}
+        name, facts, later = f"{model}-{case}-{world}", {}, {}
+        own_groups = to_two if case == "skewed" else groups
+        checkpoint = str(out / f"{model}-checkpoint" / "learner")
         before = whole_weights(learner._learner)
         if case == "resumed":
-            assert learner.load_checkpoint(str(out / "checkpoint" / "learner")) == 1
+            assert learner.load_checkpoint(checkpoint) == 1
             after = whole_weights(learner._learner)
+            train(learner, config, world, rank, 2)
+            later = whole_weights(learner._learner)
         elif case == "saved":
             train(learner, config, world, rank, 1)
             after = whole_weights(learner._learner)
-            learner.begin_checkpoint(str(out / "checkpoint" / "learner"), 1)
+            learner.begin_checkpoint(checkpoint, 1)
             while not learner.checkpoint_done():
                 time.sleep(0.01)
+            train(learner, config, world, rank, 2)
+            later = whole_weights(learner._learner)
         else:
-            facts["log_probs"] = [row.tolist() for row in learner.log_probs_of(groups[0])]
-            take_sgd(learner._learner)
-            facts["metrics"] = train(learner, config, world, rank, 1)
+            take_sgd(learner._learner)  # before a forward, which replaces the parameters by gathered ones
+            facts["log_probs"] = [row.tolist() for row in learner.log_probs_of(own_groups[0])]
+            facts["metrics"] = train(learner, config, world, rank, 1, own_groups)
             after = whole_weights(learner._learner)
-            rows = tuple(t for group in groups[:2] for t in group.trajectories)
+            rows = tuple(t for group in own_groups[:2] for t in group.trajectories)
             size = config.learner.sequence_parallel
             mine = rows[rank // size :: world // size]
             facts["sft_loss"] = learner.supervised_loss(mine)
@@ -129,7 +153,9 @@ def run(world, rank, next_port):
         facts |= {"read": read[0], "written": list(written)}
         (out / f"{name}-{rank}.json").write_text(json.dumps(facts))
         if rank == 0:
-            np.savez(out / f"{name}.npz", **{f"before.{n}": t for n, t in before.items()}, **after)
+            before, later = ({f"{kind}.{n}": t for n, t in weights.items()}
+                             for kind, weights in (("before", before), ("later", later)))
+            np.savez(out / f"{name}.npz", **before, **later, **after)
         learner.close()
 
 
@@ -148,12 +174,32 @@ BY_TOKENS = [
     ("tiny-taught_by_tokens-2", "tiny-taught-1"),
     ("experts-routed-2", "experts-routed-1"),
     ("experts-routed_tokens-2", "experts-routed-1"),
+    ("eight-split-2", "eight-one-1"),
+    ("eight-split-4", "eight-one-1"),
+    ("eight-each-4", "eight-one-1"),
+    ("eight-checkpointed-2", "eight-one-1"),
+    ("eight-split_tokens-2", "eight-one-1"),
+    ("eight-adapted-2", "eight-adapted-1"),
+    ("eight-clipped-4", "eight-clipped-1"),
+    ("eight-routed-4", "eight-routed-1"),
+    ("eight-skewed-2", "eight-skewed-1"),
+    ("eight-skewed-4", "eight-skewed-1"),
+    ("gpt_oss-split-2", "gpt_oss-one-1"),
 ]
 """Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; windows with
 sinks, and with caps on scores and logits; tokens and replicas at once; a teacher; experts that a server chose, also
-where each rank has a micro-batch of its own."""
+where each rank has a micro-batch of its own; experts split over all ranks and over half of them, also with tokens,
+adapters and experts that a server chose. In the skewed case all tokens go to one rank. gpt_oss has experts with
+biases."""
 
-BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
+BY_RANKS = [
+    ("tiny", "two", 2),
+    ("experts", "two", 2),
+    ("experts", "four", 4),
+    ("eight", "split", 2),
+    ("eight", "split", 4),
+    ("eight", "each", 4),
+]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +214,8 @@ def found(
     models = {
         "tiny": tiny_model,
         "six_heads": saved(out / "six_heads", tiny_model, num_attention_heads=6, num_key_value_heads=3),
-        "experts": saved_experts(out / "experts", tiny_model),
+        "experts": saved_experts(out / "experts", tiny_model, 7),
+        "eight": saved_experts(out / "eight", tiny_model, 8),
         "gpt_oss": saved_family(out / "gpt_oss"),
         "gemma2": saved_family(out / "gemma2"),
     }
@@ -189,9 +236,9 @@ def saved(folder: Path, tiny_model: Path, **shape: int) -> Path:
     return with_tokenizer(folder, tiny_model)
 
 
-def saved_experts(folder: Path, tiny_model: Path) -> Path:
-    """Seven experts, which no number of ranks here divides, fused into one tensor by transformers and apart in the
-    file; a head of its own."""
+def saved_experts(folder: Path, tiny_model: Path, num_experts: int) -> Path:
+    """Experts, fused into one tensor by transformers and apart in the file; a head of its own. No number of ranks here
+    divides seven."""
     import torch
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -199,7 +246,7 @@ def saved_experts(folder: Path, tiny_model: Path) -> Path:
     model = Glm4MoeForCausalLM(
         Glm4MoeConfig(
             vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, head_dim=8,
-            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, n_routed_experts=7,
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, n_routed_experts=num_experts,
             num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=256,
         )
     ).to(torch.bfloat16)  # fmt: skip
@@ -229,12 +276,17 @@ def with_tokenizer(folder: Path, tiny_model: Path) -> Path:
 
 def gradient(case: dict[str, Any]) -> dict[str, np.ndarray]:
     weights = case["weights"]
-    return {name: weights[f"before.{name}"] - weights[name] for name in weights if not name.startswith("before.")}
+    return {name: weights[f"before.{name}"] - weights[name] for name in of_case(weights)}
+
+
+def of_case(weights: dict[str, np.ndarray]) -> list[str]:
+    return [name for name in weights if not name.startswith(("before.", "later."))]
 
 
 def assert_same_gradient(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
     scale = max(float(np.abs(array).max()) for array in expected.values())
+    assert scale > 1e-3
     for name, array in expected.items():
         error = float(np.abs(found[name] - array).max())
         assert error < MAX_ERROR * scale + 1e-7, f"{name}: {error} of {scale}"
@@ -278,11 +330,16 @@ def test_a_model_that_is_there_twice_has_the_gradient_of_one_that_is_sharded_ove
     assert_same_gradient(gradient(found["tiny-replicas-4"]), gradient(found["tiny-one-1"]))
 
 
-def test_one_rank_goes_on_with_what_two_replicas_of_two_saved(found: dict[str, Any]) -> None:
-    saved, resumed = found["tiny-saved-4"]["weights"], found["tiny-resumed-1"]["weights"]
-    own = [name for name in saved if not name.startswith("before.")]
+@pytest.mark.parametrize(("model", "world"), [("tiny", 1), ("eight", 1), ("eight", 2)])
+def test_other_ranks_go_on_with_what_four_ranks_saved(model: str, world: int, found: dict[str, Any]) -> None:
+    """With two replicas of two (tiny), with experts over two of four (eight)."""
+    saved, resumed = found[f"{model}-saved-4"]["weights"], found[f"{model}-resumed-{world}"]["weights"]
+    own = of_case(saved)
     assert all(np.array_equal(saved[name], resumed[name]) for name in own)
     assert any(not np.array_equal(saved[name], saved[f"before.{name}"]) for name in own)
+    assert any(not np.array_equal(saved[name], saved[f"later.{name}"]) for name in own)
+    for name in own:
+        np.testing.assert_allclose(resumed[f"later.{name}"], saved[f"later.{name}"], atol=1e-6)
 
 
 @pytest.mark.parametrize(("model", "case", "world"), BY_RANKS)
@@ -320,7 +377,7 @@ def test_every_rank_writes_its_own_files_of_an_export_under_the_hubs_names(
 def test_what_is_saved_while_training_goes_on_is_written_by_all_ranks_too(found: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = found["folder"] / "checkpoint" / "hf_model"
+    folder = found["folder"] / "tiny-checkpoint" / "hf_model"
     assert all(rank["written"] for rank in found["tiny-saved-4"]["ranks"])
     model = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in model.named_parameters():

@@ -100,7 +100,7 @@ async def test_a_stop_text_ends_the_completion_and_its_tokens_are_kept(server: V
 
 
 async def test_a_server_with_older_weights_than_asked_for_refuses(server: VllmServer) -> None:
-    with pytest.raises(StaleVersionError, match="holds policy version 0, but group=2/trajectory=0 needs 1"):
+    with pytest.raises(StaleVersionError, match="version 0, but request group=2/trajectory=0 needs version 1"):
         await server.generate(RequestId("group", 2, 0), [72], SamplingParams(max_tokens=2), min_policy_version=1)
 
 

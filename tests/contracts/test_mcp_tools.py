@@ -179,7 +179,9 @@ async def test_a_session_that_is_lost_with_its_names_is_not_replaced(tmp_path: P
         states = [await tool.create({}) for _ in range(2)]
         await tool.execute(states[0], {"code": "x = 41"})
     async with mcp_serving(SANDBOXES, api_key=KEY, port=port):
-        with pytest.raises(ToolUnavailableError, match="the session of this trajectory and its state are lost"):
+        with pytest.raises(
+            ToolUnavailableError, match="this trajectory's MCP session and its state on the server are lost"
+        ):
             await tool.execute(states[0], {"code": "print(x)"})
 
         # The other trajectory has nothing to lose yet.

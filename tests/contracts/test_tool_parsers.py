@@ -140,10 +140,10 @@ def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
 @pytest.mark.parametrize(
     ("family", "parser", "message"),
     [
-        ("qwen3_coder", "hermes", r"'hermes' doesn't find a call.*<function=add>.*that finds it: .*qwen3_coder"),
-        ("llama", "hermes", r"'hermes' doesn't find a call.*a parser that finds it: llama3_json"),
-        ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't find.*a parser that finds it: deepseek_v3"),
-        ("gpt_oss", "hermes", r"'hermes' doesn't find.*a parser that finds it: openai"),
+        ("qwen3_coder", "hermes", r"'hermes' doesn't recognize.*<function=add>.*that recognizes them: .*qwen3_coder"),
+        ("llama", "hermes", r"'hermes' doesn't recognize the tool calls.*a parser that recognizes them: llama3_json"),
+        ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't recognize.*that recognizes them: deepseek_v3"),
+        ("gpt_oss", "hermes", r"'hermes' doesn't recognize.*a parser that recognizes them: openai"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(
@@ -192,7 +192,7 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
         return [finding.detail for finding in fitness(Config.model_validate(config)) if finding.what == "tools"]
 
     (detail,) = found("hermes")
-    assert "Set agent.tool_parser to a parser that finds it" in detail
+    assert "Set agent.tool_parser to a parser that recognizes them" in detail
     assert found("qwen3_coder") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayapp.config.config import Config
+from rayapp.config.sections import BudgetSection
 from rayapp.core.errors import ConfigError
+from rayapp.driver import budget, loop
+from rayapp.driver.budget import read_costs
 from rayapp.driver.cluster import open_cluster
 from support.stand_ins import stand_ins
 
@@ -40,6 +44,7 @@ def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
             "run": {"name": "no-tools", "output_dir": str(tmp_path)},
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu", "address": standing_ray.address, "start_timeout_s": 600},
+            "rollout": {"max_prompt_tokens": 128, "max_completion_tokens": 64},
             "tasks": [str(tmp_path / "rows.parquet")],
             "agent": {"tool_file": str(tmp_path / "tools.yaml"), "chat_template": "chatml_hermes"},
         }
@@ -50,3 +55,13 @@ async def test_a_server_that_is_down_at_the_start_is_told_by_name(config: Config
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9"):
         async with open_cluster(config, stand_ins=stand_ins()):
             pytest.fail("a cluster without its tools is open")
+
+
+def test_the_hours_of_a_start_that_fails_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "open_cluster", partial(open_cluster, stand_ins=stand_ins()))
+    monkeypatch.setattr(budget, "counting", partial(budget.counting, tick_s=0.05))
+    priced = config.model_copy(update={"budget": BudgetSection(node_hour=3600.0)})
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9"):
+        loop.run_training(priced)
+
+    assert read_costs(Path(config.run.output_dir) / config.run.name)["node"] > 0.5

@@ -133,7 +133,7 @@ async def _tokens_over_a_sleep(engine: Any, prompt: list[int], sampling: Samplin
             return len((await running).token_ids) - before
     except TimeoutError:
         raise DeadlineError(
-            f"a completion did not continue within {KEPT_S:g} s after the engine slept and kept its requests"
+            f"vLLM slept and woke during a completion, and the completion did not end within {KEPT_S:g} s"
         ) from None
     finally:
         running.cancel()

@@ -162,7 +162,7 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
 def rollout_gpus(key: str, value: Any, values: Values) -> Landing:
     """Map one_step_off_policy: the batch of the next step is sampled while the learners train."""
     if not all(values.get(name) for name in _ROLLOUT_GPUS):
-        raise ConfigError(f"{key} = {value!r} can't be imported without {' and '.join(_ROLLOUT_GPUS)}: give both")
+        raise ConfigError(f"{key} = {value!r} can't be imported alone: give both {' and '.join(_ROLLOUT_GPUS)}")
     return Landing(settings={"train.max_staleness": 1}, note="servers have separate GPUs, and sample one step ahead")
 
 

@@ -88,8 +88,8 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
     file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         raise ConfigError(
-            f"verl script {path}: {folders[0] / name}.yaml does not exist. Give the file and the overrides without "
-            "the script: --verl FILE.yaml KEY=VALUE ..."
+            f"verl script {path}: the command's config file {folders[0] / name}.yaml does not exist. Give the "
+            "config file and the overrides without the script: --verl FILE.yaml KEY=VALUE ..."
         )
     return file, [*found, *overrides]
 
@@ -202,7 +202,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {override!r} is not of the form key=value, as on verl's command line")
     if key.startswith("~"):
-        raise ConfigError(f"override {override!r}: deleting keys can't be imported; leave the key out of the file")
+        raise ConfigError(f"override {override!r} deletes a key, which can't be imported; remove the key from the file")
     try:
         return key, yaml_number(yaml.safe_load(text))
     except yaml.YAMLError as error:

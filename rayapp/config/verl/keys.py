@@ -230,7 +230,7 @@ ROLLOUT: dict[str, Rule] = {
     f"{_ROLLOUT}.temperature": to("rollout.temperature", float),
     f"{_ROLLOUT}.top_p": only(1, 1.0, why=_SAMPLING),
     f"{_ROLLOUT}.top_k": only(-1, why=_SAMPLING),
-    f"{_ROLLOUT}.do_sample": only(True, why="training samples"),
+    f"{_ROLLOUT}.do_sample": only(True, why="training needs sampled completions, not greedy ones"),
     f"{_ROLLOUT}.ignore_eos": only(False, why="a turn ends where the policy ends it"),
     f"{_ROLLOUT}.tensor_model_parallel_size": to("server.tensor_parallel_size", int),
     f"{_ROLLOUT}.gpu_memory_utilization": to(

@@ -181,7 +181,9 @@ AGENT: dict[str, Rule] = {
     f"{_ROLLOUT}.agent.custom_async_server.*": only(None, why="rollouts run on vLLM"),
     f"{_ROLLOUT}.multi_turn.function_tool_path": only(None, why="name your class in the tool file (docs/tools.md)"),
     "data.function_tool_path": only(None, why="name your class in the tool file (docs/tools.md)"),
-    f"{_ROLLOUT}.multi_turn.interaction_config_path": only(None, why="only tools answer the policy"),
+    f"{_ROLLOUT}.multi_turn.interaction_config_path": only(
+        None, why="rayapp has no interactions; only tools answer the policy"
+    ),
     f"{_ROLLOUT}.multi_turn.num_repeat_rollouts": only(None, why="the number of completions is rollout.group_size"),
     f"{_ROLLOUT}.prompt_length": rules.same_as("data.max_prompt_length"),
     f"{_ROLLOUT}.response_length": rules.same_as("data.max_response_length"),
@@ -306,7 +308,7 @@ POLICY: dict[str, Rule] = {
     f"{_MODEL}.tiled_mlp.*": no_effect(_OFF),
     f"{_MODEL}.mtp.enable": only(False, why="the policy predicts one token at a time"),
     f"{_MODEL}.mtp.*": no_effect(_OFF),
-    f"{_MODEL}.lora.rank": only(0, why="that section is for Megatron: set lora_rank"),
+    f"{_MODEL}.lora.rank": only(0, why="verl reads this key only with Megatron; set model.lora_rank instead"),
     f"{_MODEL}.lora.merge": no_effect("used if lora_rank is set"),
     f"{_MODEL}.lora.*": no_effect("only read by Megatron"),
 }

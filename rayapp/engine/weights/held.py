@@ -255,8 +255,8 @@ def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
         error = (held.float() - own.to(held).float()).norm() / own.float().norm().clamp_min(1e-30)
         if not error <= MAX_ROUNDING:
             raise ValueError(
-                f"{name}: the layer's rounded matrix differs from the learner's matrix by {error:.2g} of its norm, but "
-                f"rounding to 8 bits explains at most {MAX_ROUNDING:g}"
+                f"{name}: the server's 8-bit matrix is not the learner's matrix: they differ by {error:.2g} of the "
+                f"norm, and rounding explains at most {MAX_ROUNDING:g}"
             )
         compared.add(name)
     sent.clear()
@@ -378,6 +378,6 @@ def check_computes(
     error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     if not error <= MAX_ERROR:
         raise ValueError(
-            f"{layer.layer_name}: after the weights were loaded, expert {number} does not compute the product with its "
-            f"matrices: the error is {error:.2g} of the largest value, at most {MAX_ERROR:g} was expected"
+            f"{layer.layer_name}: expert {number} computes wrong values with the new weights: the error is {error:.2g} "
+            f"of the largest value, and at most {MAX_ERROR:g} is allowed"
         )

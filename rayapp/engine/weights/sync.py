@@ -343,8 +343,8 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if config.learner.lora.sends_adapter:
         if asked not in ("auto", "object_store"):
             raise ConfigError(
-                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter, "
-                "and adapters go through object_store. Leave the transport auto, or set learner.lora.send: merged."
+                f"server.weight_transport is {asked}, but learner.lora.send is adapter, and adapters can only be sent "
+                "by object_store. Set server.weight_transport: auto, or learner.lora.send: merged."
             )
         return "object_store"
     if asked == "auto":
@@ -353,7 +353,7 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
         return "ipc" if placement == "colocated" else "nccl"
     if asked in ("nccl", "ipc") and not on_gpu:
         raise ConfigError(
-            f"server.weight_transport is {asked}, which moves weights between GPUs, but this run uses none "
+            f"server.weight_transport is {asked}, which moves weights between GPUs, but this run has no GPUs "
             f"(cluster.device = {config.cluster.device}). Use object_store or gloo, or leave it auto."
         )
     if asked == "ipc" and placement == "split":

@@ -61,8 +61,9 @@ class Borders:
         """
         if hidden.shape[:2] != (1, self._place.numel()):
             raise LearnerError(
-                f"a mixer layer got hidden states of shape {tuple(hidden.shape)}, but the shape must begin with "
-                f"(1, {self._place.numel()}): the forward packs its tokens into one row"
+                "a layer that mixes tokens (linear attention, convolution or mamba) got hidden states of shape "
+                f"{tuple(hidden.shape)}, but packed tokens are one row: the shape must begin with "
+                f"(1, {self._place.numel()})"
             )
         packed = hidden[0]
         mixed = [mixer(packed.index_select(0, index.reshape(-1)).unflatten(0, index.shape)) for index in self._rows]  # type: ignore[no-untyped-call]

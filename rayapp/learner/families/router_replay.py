@@ -159,22 +159,22 @@ def check_replay(causal_lm: Any) -> None:
         raise InputError(f"{refused} is not a mixture of experts. Set learner.router_replay: false.")
     if getattr(text, "topk_method", "") == "group_limited_greedy":
         raise InputError(
-            f"{refused} gives experts outside of the best groups no weight (topk_method: group_limited_greedy), "
-            "even if the server chose them. Set learner.router_replay: false."
+            f"{refused} can't use the experts that the server chose: experts outside of the learner's best groups get "
+            "no weight (topk_method: group_limited_greedy). Set learner.router_replay: false."
         )
     replay = RouterReplay(causal_lm)
     if not replay.routed:
         raise InputError(
-            f"{refused} has no layer with a part named {' or '.join(sorted(ROUTERS))}. Set learner.router_replay: "
-            "false."
+            f"{refused} has no router that can be replayed: no layer has a part named {' or '.join(sorted(ROUTERS))}. "
+            "Set learner.router_replay: false."
         )
     k, num_experts = text.num_experts_per_tok, num_experts_of(text)
     first, last = (_told(causal_lm, torch.arange(start, start + k), replay) for start in (0, num_experts - k))
     deaf = [layer.number for layer in replay.routed if layer.counts is None]
     if deaf or (k < num_experts and torch.equal(first, last)):
         raise InputError(
-            f"{refused} chooses its experts by other means than the best k of their scores (layers {deaf or 'all'}), "
-            "which can't be replaced. Set learner.router_replay: false."
+            f"{refused} can't use the experts that the server chose: its routers don't simply take the k best scores "
+            f"(layers {deaf or 'all'}). Set learner.router_replay: false."
         )
 
 

@@ -232,8 +232,8 @@ def weight_bytes(shape: ModelShape, config: Config, num_parameters: int) -> int:
 def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
     """Return the moments of a micro-batch at which the peak can be."""
     element = ELEMENT_BYTES[config.learner.compute_dtype]
-    layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
-    trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_layer_parameters
+    layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
+    trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
     return (
         # All layers have run; the buffer of the last gathered layer still exists.
@@ -453,7 +453,7 @@ def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
 def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
     """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and `num_layers`
     layers."""
-    layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
+    layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 

@@ -102,7 +102,8 @@ def gpu_here() -> Gpu | None:
         if name in plain:
             return replace(gpu, room=min(gpu.room, room_here()))  # GPUs of a name may have different memory sizes
     raise InputError(
-        f"this machine's GPU {found} is unknown to the plan: `rayapp plan` takes a similar kind, --gpu {'|'.join(GPUS)}"
+        f"this machine's GPU {found} is unknown to rayapp. To plan for a similar GPU, use `rayapp plan --gpu "
+        f"{'|'.join(GPUS)}`"
     )
 
 
@@ -132,6 +133,12 @@ class ModelShape:
     """True if queries and keys are normed, as in Qwen3."""
     num_idle_parameters: int = 0
     """Number of parameters of the experts to which a token is not sent, summed over layers."""
+    num_elsewhere: int = 0
+    """Number of parameters of the experts that a learner never gathers (`learner.expert_parallel_size`), summed over
+    layers."""
+    rows_elsewhere: float = 0.0
+    """Number of rows that a learner sends to others in a forward for each token, if experts get equally many tokens:
+    one row for each of the token's experts on another learner, summed over layers."""
     num_adapter_parameters: int = 0
     """Number of parameters of the adapters that `learner.lora` adds; 0 if all weights are trained."""
     adapter_rank_sum: int = 0
@@ -152,6 +159,11 @@ class ModelShape:
         return self.num_layers * self.num_layer_parameters - self.num_idle_parameters
 
     @property
+    def num_gathered_in_layer(self) -> int:
+        """Number of parameters of the largest layer that FSDP gathers on a learner."""
+        return self.num_layer_parameters - self.num_elsewhere // self.num_layers
+
+    @property
     def num_root_parameters(self) -> int:
         """Number of parameters outside the layers: embeddings, head and the last norm."""
         return self.num_parameters - self.num_layers * self.num_layer_parameters
@@ -169,6 +181,8 @@ def model_shape(config: Config) -> ModelShape:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from rayapp.learner.families.experts import check_expert_parallel
+
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code
     if not Path(path).is_dir():
@@ -185,6 +199,7 @@ def model_shape(config: Config) -> ModelShape:
     layers = [sum(p.numel() for p in layer.parameters()) for layer in modules]
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters())
+    check_expert_parallel(model, config)
     adapters = _adapters(model, config)
     return ModelShape(
         num_parameters=num_parameters,
@@ -197,10 +212,10 @@ def model_shape(config: Config) -> ModelShape:
         head_size=getattr(read, "head_dim", None) or read.hidden_size // heads,
         vocabulary=read.vocab_size,
         norms_heads=any(".q_norm." in name for name, _ in model.named_parameters()),
-        num_idle_parameters=_idle(model, read),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
         teacher=_teacher_shape(config),
+        **_experts(model, config.learner.expert_parallel_size),
     )
 
 
@@ -211,15 +226,24 @@ def _teacher_shape(config: Config) -> ModelShape | None:
     return model_shape(with_values(own, distillation={"teacher": ""}, learner={"lora": LoraSection()}))
 
 
-def _idle(model: Any, read: Any) -> int:
-    """Return the number of parameters of the experts to which a token is not sent."""
+def _experts(model: Any, size: int) -> dict[str, Any]:
+    """Return the fields of `ModelShape` that count experts.
+
+    Args:
+        size: `learner.expert_parallel_size`.
+    """
     from rayapp.learner.families.router_replay import num_experts_of
 
-    num_experts = num_experts_of(read)
-    if not num_experts:
-        return 0
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    return int(experts * (1 - read.num_experts_per_tok / num_experts))
+    if not (num_experts := num_experts_of(model.config)):
+        return {}
+    layers = [list(layer.named_parameters()) for layer in model.get_decoder().layers]
+    sizes = [sum(p.numel() for name, p in layer if ".experts." in f".{name}") for layer in layers]
+    k, elsewhere = model.config.num_experts_per_tok, 1 - 1 / size
+    return {
+        "num_idle_parameters": int(sum(sizes) * (1 - k / num_experts)),
+        "num_elsewhere": int(sum(sizes) * elsewhere),
+        "rows_elsewhere": k * sum(map(bool, sizes)) * elsewhere,
+    }
 
 
 def _adapters(model: Any, config: Config) -> list[Any]:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.learner import LearnerSection
+from rayapp.core.errors import InputError
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
 from rayapp.learner.attention import AttentionLayout, varlen_plan
@@ -85,8 +86,13 @@ def simulate_learner(config: Config) -> SimulatedLearner:
     The process must not have a torch process group; the simulation makes one and removes it.
 
     Raises:
-        InputError: the model's config can't be read.
+        InputError: the model's config can't be read, or experts are split, whose exchange needs values.
     """
+    if (size := config.learner.expert_parallel_size) > 1:
+        raise InputError(
+            f"learner.expert_parallel_size is {size}, and fake tensors have no routing by which tokens could be sent. "
+            "Plan without --fake-tensors, or set learner.expert_parallel_size=1."
+        )
     # The token budget is per rank: with sequence parallelism a rank holds as much as without.
     config = with_values(config, learner={"sequence_parallel": 1})
     batch = _as_on_gpu(_full_micro_batch(config))
@@ -186,7 +192,7 @@ def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=section.num_learners)
     try:
-        yield learner_mesh("cpu", section.num_learners, section.replicas)
+        yield learner_mesh("cpu", section.num_learners, section)
     finally:
         dist.destroy_process_group()
 

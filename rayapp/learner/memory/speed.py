@@ -55,7 +55,10 @@ ASSUMPTIONS = (
         f"matrix products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links "
         f"{MEMORY_SHARE:.0%}"
     ),
-    f"gathering overlaps computing; a GPU has {NODE_LINK_GB_S:.0f} GB/s towards other nodes of {NODE_GPUS} GPUs",
+    (
+        "gathering overlaps computing, sending tokens to experts does not; a GPU has "
+        f"{NODE_LINK_GB_S:.0f} GB/s towards other nodes of {NODE_GPUS} GPUs"
+    ),
     "MFU counts each product once, without recomputation, over all GPUs of the phase",
 )
 
@@ -197,6 +200,7 @@ def score(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
         passes=_passes(config)[0],
         head_passes=HEAD_FORWARD_PASSES,
         useful=1.0,
+        exchanges=1.0,
     )
 
 
@@ -217,6 +221,7 @@ def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
         passes=forward * (1 + again) + backward_passes,
         head_passes=HEAD_FORWARD_PASSES + HEAD_BACKWARD_PASSES,
         useful=1.0 + backward,
+        exchanges=2.0 + again,
     )
 
 
@@ -237,6 +242,7 @@ def _learner_speed(
     passes: float,
     head_passes: float,
     useful: float,
+    exchanges: float,
 ) -> Speed:
     section = config.learner
     num_gpus, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
@@ -252,7 +258,11 @@ def _learner_speed(
     ) / num_gpus
     micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
     gathers_s = micro_batches * _gather_s(shape, config, gpu, is_backward=useful > 1.0)
-    return Speed(seconds=max(compute_s, gathers_s), flops=useful * (layers + head + attended), num_gpus=num_gpus)
+    # A row travels to its expert and back. Layers wait for it, so computing does not hide it.
+    travelling = 2 * exchanges * element * shape.hidden * shape.rows_elsewhere * load.computed_tokens / num_gpus
+    exchange_s = travelling / (LINK_SHARE * _link_gb_s(section.expert_parallel_size, gpu) * 1e9)
+    seconds = max(compute_s, gathers_s) + exchange_s
+    return Speed(seconds=seconds, flops=useful * (layers + head + attended), num_gpus=num_gpus)
 
 
 def product_flops(shape: ModelShape, num_tokens: int, num_predicted: int) -> tuple[int, int]:
@@ -308,13 +318,15 @@ def _gather_s(shape: ModelShape, config: Config, gpu: Gpu, *, is_backward: bool)
     section = config.learner
     if section.num_learners == 1:
         return 0.0
-    gathered = ELEMENT_BYTES[section.compute_dtype] * shape.num_parameters * (2 if is_backward else 1)
-    reduced = FLOAT32 * shape.num_trained if is_backward else 0
-    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(config, gpu) * 1e9)
+    own = shape.num_parameters - shape.num_elsewhere
+    gathered = ELEMENT_BYTES[section.compute_dtype] * own * (2 if is_backward else 1)
+    reduced = FLOAT32 * (shape.num_adapter_parameters or own) if is_backward else 0
+    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(section.num_learners, gpu) * 1e9)
 
 
-def _link_gb_s(config: Config, gpu: Gpu) -> float:
-    return gpu.link_gb_s if config.learner.num_learners <= NODE_GPUS else min(gpu.link_gb_s, NODE_LINK_GB_S)
+def _link_gb_s(num_gpus: int, gpu: Gpu) -> float:
+    """Return the bandwidth between `num_gpus` neighbouring GPUs."""
+    return gpu.link_gb_s if num_gpus <= NODE_GPUS else min(gpu.link_gb_s, NODE_LINK_GB_S)
 
 
 def optimizer(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
@@ -331,7 +343,7 @@ def weight_sync(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
     """Estimate gathering and sending the weights in bfloat16: two passes over the slowest link."""
     section = config.learner
     num_bytes = 2 * (shape.num_adapter_parameters if section.lora.sends_adapter else shape.num_parameters)
-    gb_s = LINK_SHARE * _link_gb_s(config, gpu)
+    gb_s = LINK_SHARE * _link_gb_s(section.num_learners, gpu)
     if config.server.weight_transport == "object_store":
         gb_s = HOST_GB_S / 10  # 4 copies: export, object store, shared memory, the servers' GPUs
     return Speed(seconds=2 * num_bytes / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)

@@ -182,10 +182,10 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
         raise LearnerError(
-            f"learner.max_tokens_per_microbatch is auto, but a micro-batch of the longest trajectory, {longest} tokens "
-            f"(rollout.max_prompt_tokens + rollout.max_completion_tokens), takes {need.of(longest) / MIB:.0f} MiB with "
-            f"its gradients and logits, and {room / MIB:.0f} MiB are free, enough for {max(0, fits)} tokens. Set "
-            "learner.activation_checkpointing=true, lower learner.log_prob_chunk_tokens or the lengths, or raise "
+            f"the longest trajectory, {longest} tokens (rollout.max_prompt_tokens + rollout.max_completion_tokens), "
+            f"does not fit into memory. A micro-batch of it takes {need.of(longest) / MIB:.0f} MiB with its gradients "
+            f"and logits, and {room / MIB:.0f} MiB are free, enough for {max(0, fits)} tokens. Set "
+            "learner.activation_checkpointing=true, lower learner.log_prob_chunk_tokens or the two lengths, or raise "
             "learner.num_learners."
         )
     budget = max(longest, 1 << (min(fits, LARGEST).bit_length() - 1))
@@ -213,8 +213,8 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
     if first.size != second.size:
         raise LearnerError(
-            f"learner.max_tokens_per_microbatch is auto, but this model runs {first.size} operators for {few} tokens "
-            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set "
+            "learner.max_tokens_per_microbatch can't be auto: this model's memory need can't be predicted, because it "
+            f"runs {first.size} operators for {few} tokens and {second.size} for {2 * few}. Set "
             "learner.max_tokens_per_microbatch to a number."
         )
     shape, per_token = model_shape(config), (second - first) / few

@@ -119,8 +119,8 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. The checkpoint is incomplete "
-            "or belongs to another model: set the model.path with which it was made, or set run.resume: never with "
-            "another run.name."
+            "or belongs to another model. Set the model.path with which it was saved, or start over: set another "
+            "run.name and run.resume: never."
         ) from error
     if wrong := learner.ranks.first_of(not_finite(state)):
         raise CheckpointDamagedError(f"the checkpoint in {folder} is damaged: it has {wrong}")

@@ -128,7 +128,8 @@ class _Play:
                 return chat.continuation_ids(sampled, [{"role": "user", "content": text} for text in results])
             return chat.suffix_ids(sampled, results, names)
         except Exception as error:  # boundary: the template is a program and may fail on a tool's text
-            raise ToolFailedError(f"the chat template can't write these results: {error}", "template") from error
+            why = f"the chat template can't render the tool results or the environment's text: {error}"
+            raise ToolFailedError(why, "template") from error
 
     async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:
         limits, tools = self.loop.limits, self.loop.tools

@@ -268,8 +268,9 @@ class EnvironmentAgents:
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
         if field and self._config.agent.tool_file:
             raise ConfigError(
-                f"task {environment.name}: with text_field every turn is an action, so that the policy can't call the "
-                f"tools of agent.tool_file {self._config.agent.tool_file}. Leave out text_field or agent.tool_file"
+                f"task {environment.name}: text_field and agent.tool_file {self._config.agent.tool_file} can't be "
+                "combined: with text_field every turn is an action, so the policy can't call tools. Leave out "
+                "text_field or agent.tool_file"
             )
         reader = WholeTurn(tool=tools[0].schema.name, argument=field) if field else None
         loop = await self._make_loop(tools, reader)

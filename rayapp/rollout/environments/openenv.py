@@ -53,8 +53,8 @@ class OpenEnvEpisodes:
             raise ConfigError(f"{self._where}: {error}") from error
         except TimeoutError as error:
             raise ConfigError(
-                f"{self._where} did not start an episode within {self.environment.timeout_s:g} s. If all its sessions "
-                "are in use, raise max_concurrent_envs in its create_app"
+                f"{self._where} did not start an episode within {self.environment.timeout_s:g} s. If all sessions of "
+                "the server are in use, raise max_concurrent_envs in the server's create_app"
             ) from error
 
     async def holds_one_session(self) -> bool:
@@ -212,7 +212,8 @@ class OpenEnvEpisode:
         except (OSError, ClientError) as error:
             raise ToolUnavailableError(f"{url}: the session is lost: {error}") from error
         if message.type is not WSMsgType.TEXT:
-            raise ToolUnavailableError(f"{url}: the session is lost: {message.type.name.lower()}")
+            kind_got = message.type.name.lower()
+            raise ToolUnavailableError(f"{url}: the session is lost: the WebSocket message is {kind_got}, not text")
         return self._read(message.data)
 
     def _read(self, text: str) -> Mapping[str, Any]:
@@ -229,8 +230,8 @@ class OpenEnvEpisode:
             return {**data, "observation": dict(data["observation"])}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ToolUnavailableError(
-                f"{url}: the server has an incompatible version: {text[:200]!r} is not an observation. Install OpenEnv "
-                "0.2 or newer"
+                f"{url}: the server answered {text[:200]!r}, which is not an observation of OpenEnv 0.2 or newer. "
+                "Update the server's openenv-core"
             ) from error
 
 

@@ -57,8 +57,8 @@ class TrlEpisodes:
             )
         if self._reward is None and not hasattr(made, "get_reward") and not hasattr(made, "reward"):
             raise ConfigError(
-                f"task {self.environment.name}: the reward is missing: {self.environment.factory} has neither a method "
-                "get_reward() nor an attribute reward. Name a function as `reward`"
+                f"task {self.environment.name}: {self.environment.factory} gives no reward: it has neither a method "
+                "get_reward() nor an attribute reward. Add one, or set `reward` in the task to a function"
             )
         return [_schema(self.environment, name, method) for name, method in _tools(made).items()]
 

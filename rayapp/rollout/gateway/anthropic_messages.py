@@ -190,8 +190,8 @@ def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """Check that the agent runs a tool itself, and return the tool. Tools that Anthropic's servers run are refused."""
     if given.get("type") not in (None, "custom"):
         raise refuse(
-            f"tools[{index}]: type {given.get('type')!r:.40} is a tool that Anthropic's servers run, which is not "
-            "supported. Define a tool of type custom, which the agent runs"
+            f"tools[{index}]: type {given.get('type')!r:.40} is not supported, because Anthropic's servers would run "
+            "this tool. Define a tool of type custom, which the agent runs"
         )
     return given
 

@@ -148,7 +148,7 @@ class Formats:
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
         except Exception as error:  # boundary: a template or parser may raise anything
             raise RefusedError(
-                "invalid", f"the chat template can't write this call's tools and variables: {error}"
+                "invalid", f"the chat template can't render this request's tools and template variables: {error}"
             ) from error
         _collect_less_garbage()
         return Format(key, chat, parser)

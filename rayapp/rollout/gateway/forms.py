@@ -42,7 +42,7 @@ def too_large(structured: Mapping[str, Any]) -> str:
         for name, value in structured.items():
             _check(name, value)
     except _TooLargeError as error:
-        return f"this form is too large for the engine: {error}"
+        return f"this constraint is too large for the engine: {error}"
     return ""
 
 
@@ -68,7 +68,7 @@ def _limited(states: int) -> int:
     if states > MAX_STATES:
         raise _TooLargeError(
             f"its automaton needs {states:,} or more states, and the maximum is {MAX_STATES:,}. Lower its repetition "
-            "counts"
+            "counts, e.g. maxItems, maxLength or {n,m}"
         )
     return states
 

@@ -57,7 +57,8 @@ class Forwarder:
         """
         if server_named(self._section.base_url):
             raise _failed(
-                f"agent.external.endpoint.base_url is {self._section.base_url}, which is served only in a training run"
+                f"agent.external.endpoint.base_url is {self._section.base_url}: this model is served only in a "
+                "training run. Here, set base_url to an http(s) URL"
             )
         if self._section.model:
             body = {**body, "model": self._section.model}
@@ -112,7 +113,10 @@ class Forwarder:
 
     async def _error(self, answer: aiohttp.ClientResponse, headers: Mapping[str, str]) -> web.Response:
         if answer.status < 400:
-            raise _failed(f"the endpoint of agent.external.endpoint answered with status {answer.status}")
+            raise _failed(
+                f"the endpoint of agent.external.endpoint answered with status {answer.status}, not 200. Correct its "
+                "base_url: redirects are not followed"
+            )
         try:
             body = await answer.content.read(_MAX_ERROR_BYTES)
         except (aiohttp.ClientError, TimeoutError):

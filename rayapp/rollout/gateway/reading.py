@@ -172,7 +172,7 @@ def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
     if kind != "json_schema":
         raise refuse(f"{field}.type must be text, json_object, json_schema or structural_tag, not {kind!r:.40}")
     if not isinstance(told, dict):
-        raise refuse(f"{field} of type json_schema must have a schema, which is a JSON object")
+        raise refuse(f"{field} of type json_schema: its `schema` must be a JSON object")
     return Form(field=field, structured={"json": told})
 
 

@@ -324,7 +324,7 @@ class Session:
                 "turns",
                 f"the session has had {self._num_sides - number} turns under other models' names, and the maximum is "
                 f"{_SIDE_CALLS_A_TURN * self.limits.max_turns} ({_SIDE_CALLS_A_TURN} times agent.max_assistant_turns). "
-                f"Name the model {MODEL!r}",
+                f"Set `model` to {MODEL!r}",
             )
 
     def _side(self, request_id: RequestId) -> Session:
@@ -418,7 +418,8 @@ class Session:
         if before is None:
             raise RefusedError(
                 "invalid",
-                f"previous_response_id {ask.previous!r:.60}: this server has no such reply. Send the whole input",
+                f"previous_response_id {ask.previous!r:.60}: this server has no such reply. Send the whole "
+                "conversation as `input` instead",
             )
         # Leave out the previous call's instructions: instructions apply to one call.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()

@@ -192,7 +192,10 @@ class StreamWriter(ABC):
         for kind, whole in parts.items():
             sent = "".join(self._sent[index, kind])  # type: ignore[index]
             if not whole.startswith(sent):
-                raise RefusedError("engine", f"the turn's {kind} changed after a part was sent: {sent[-60:]!r}")
+                raise RefusedError(
+                    "engine",
+                    f"the turn's final {kind} does not begin with what was already streamed: {sent[-60:]!r}",
+                )
             events += self.piece(index, kind, whole[len(sent) :])  # type: ignore[arg-type]
         return events
 

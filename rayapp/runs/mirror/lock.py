@@ -207,8 +207,8 @@ async def _wait_until_free(storage: Storage, generation: int, *, lease_s: float,
         now = await _look(storage, generation)
         if not now.is_free and now.content != first.content:
             raise RunFolderError(
-                f"{storage.uri} is in use by the run of {now}, which is alive. Wait for it, stop it, or choose another "
-                "run.name."
+                f"{storage.uri} is in use by the run of {now}, which still renews its lock. Wait for that run to end, "
+                "stop it, or choose another run.name."
             )
     return now
 

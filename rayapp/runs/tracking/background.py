@@ -71,7 +71,8 @@ class BackgroundTracker(Generic[T]):
             self._records.put_nowait((step, work))
         except queue.Full:
             raise queue.Full(
-                f"{self._name} is too slow or hangs: the records of {MAX_WAITING} steps wait, which is the maximum"
+                f"{self._name} is too slow or hangs: step {step} is not recorded, because {MAX_WAITING} steps already "
+                "wait"
             ) from None
         self._raise_first()
 
@@ -153,8 +154,8 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
             return
         if not self._places.acquire(blocking=False):
             raise queue.Full(
-                f"traces of {MAX_WAITING_TRACES} steps wait for {self._name}; those of step {step} are left out. Lower "
-                "tracking.trace_ratio."
+                f"{self._name} gets no traces of step {step}: it is too slow, and the traces of {MAX_WAITING_TRACES} "
+                "earlier steps still wait. Lower tracking.trace_ratio."
             )
 
         def write(tracker: RolloutTracer) -> None:

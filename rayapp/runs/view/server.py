@@ -88,7 +88,7 @@ def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Respon
         runs: list[ViewedRun] = request.app.state.runs
         number = request.path_params["run"]
         if number >= len(runs):
-            raise InputError(f"there is no run {number}; this page shows {len(runs)} runs")
+            raise InputError(f"there is no run {number}: this page shows {len(runs)} runs, numbered from 0")
         return answer(read(runs[number], request.query_params))
 
     return endpoint

@@ -174,7 +174,8 @@ class LocalSandbox:
         if self._expiry is not None:
             self._expiry.cancel()
         try:
-            self.slot.cancel()
+            if self._turn.locked():
+                self.slot.cancel()
             async with asyncio.timeout(timeout_s), self._turn:
                 pass  # the running call has ended, so the slot can be used again
         except TimeoutError:

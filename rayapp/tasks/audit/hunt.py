@@ -96,8 +96,8 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
     try:
         found = json.loads(ran.stdout)
     except ValueError:
-        why = ran.error or (ran.stopped_for.value if ran.stopped_for else "no answer")
-        raise SandboxProtocolError(f"the workspace's files can't be read: {why}") from None
+        why = ran.error or (f"stopped for {ran.stopped_for.value}" if ran.stopped_for else "no answer")
+        raise SandboxProtocolError(f"the workspace's files can't be read in the sandbox: {why}") from None
     return {str(path): str(text) for path, text in found.items()}
 
 

@@ -145,7 +145,7 @@ def _stdin_test(comparison: Comparison, given: object, expected: object) -> Stdi
 def _joined(value: object, name: str) -> str:
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise InputError(f"one of its {name} must be a text or a list of lines, not {value!r:.60}")
+        raise InputError(f"each of its {name} must be a text or a list of lines, but one is {value!r:.60}")
     return "\n".join(lines)
 
 
@@ -153,7 +153,7 @@ def _call_test(comparison: Comparison, given: object, expected: object) -> CallT
     if isinstance(given, str):
         given = [_loaded(line, "inputs") for line in given.split("\n")]
     if not isinstance(given, list):
-        raise InputError(f"one of its inputs must be a list of arguments or JSON lines, not {given!r:.60}")
+        raise InputError(f"each of its inputs must be a list of arguments or JSON lines, but one is {given!r:.60}")
     if isinstance(expected, str):
         expected = _loaded(expected, "outputs")
     # In APPS and similar data sets, dicts have numbers as keys, but JSON writes all keys as strings.
@@ -244,7 +244,8 @@ def _pickled_text(pickled: bytes) -> str:
     others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS
     if len(texts) != 1 or others:
         raise ValueError(
-            f"the pickle must hold exactly one string, but it holds {len(texts)} strings and {len(others)} other things"
+            f"the pickle must hold exactly one string, but it holds {len(texts)} strings and uses "
+            f"{len(others)} pickle operations for other objects"
         )
     (text,) = texts
     return text.decode() if isinstance(text, bytes) else str(text)

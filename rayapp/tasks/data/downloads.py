@@ -51,7 +51,7 @@ class OwnColumns:
             InputError: a column is missing, or has another type.
         """
         if {"data_source", "reward_model", "prompt"} <= example.keys():
-            raise InputError("it is in verl's schema already: name the file in `tasks`")
+            raise InputError("the row is in verl's schema already. Don't convert the file: name it in `tasks`")
         prompt = self._name(example, self.prompt, PROMPT_NAMES, "--prompt-column")
         answer = self._name(example, self.answer, ANSWER_NAMES, "--answer-column") if self.has_answers else ""
         truth = _truth(example[answer]) if answer else ""
@@ -170,8 +170,8 @@ def _load_local(path: Path, file_split: str, cache: Path) -> Mapping[str, Any]:
     files = {name: file for name in SPLITS for file in sorted(path.glob(f"{name}*")) if file.suffix in _LOADERS}
     if not files:
         raise InputError(
-            f"source {path} has no train or test file ({', '.join(_LOADERS)}), and was not written by "
-            "save_to_disk of the package datasets"
+            f"source folder {path} has no file train* or test* that ends in {', '.join(_LOADERS)}, and was not written "
+            "by save_to_disk of the package datasets"
         )
     return {name: _load_file(file, cache) for name, file in files.items()}
 

@@ -281,7 +281,7 @@ def _from_hub(uri: str) -> Path:
 
     parts = uri.removeprefix(_HUB).split("/", 2)
     if len(parts) < 3 or not all(parts):
-        raise InputError(f"{uri}: a file of the hub is {_HUB}OWNER/NAME/FILE, or {_HUB}OWNER/NAME@REVISION/FILE")
+        raise InputError(f"{uri} names no file: write {_HUB}OWNER/NAME/FILE, or {_HUB}OWNER/NAME@REVISION/FILE")
     name, _, revision = parts[1].partition("@")
     try:
         found = hf_hub_download(f"{parts[0]}/{name}", parts[2], repo_type="dataset", revision=revision or None)

@@ -110,7 +110,10 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
     if job.own is None and job.name not in DATASETS:
         raise InputError(f"data set {job.name!r} is not known. Choose one of {', '.join(DATASETS)}")
     if language_of(job.language) is not None and job.name not in IN_LANGUAGES:
-        raise InputError(f"--language {job.language}: only {', '.join(IN_LANGUAGES)} have programs in other languages")
+        raise InputError(
+            f"--language {job.language} can't be used with {job.name}: only {', '.join(IN_LANGUAGES)} "
+            "ask for programs in other languages than Python"
+        )
     async with open_storage(job.out) as storage:
         # Check the target first: otherwise a wrong key would fail the command only after an hour of mapping.
         await storage.check()

@@ -130,7 +130,10 @@ class TrainingData:
         truth_kind: KindOf | None = None,
     ) -> None:
         if options.max_prompt_tokens is not None and encode is None:
-            raise InputError("max_prompt_tokens is set, but there is no `encode` to measure the prompts with")
+            raise InputError(
+                "max_prompt_tokens is set, but prompts can't be measured without the argument `encode`. Pass both or "
+                "none"
+            )
         self._groups = groups
         self._options = options
         self._encode = encode

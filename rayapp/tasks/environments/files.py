@@ -80,7 +80,7 @@ class OpenEnvEnvironment(_Environment):
     @classmethod
     def _is_http(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
-            raise ValueError("url must begin with http:// or https://. The WebSocket at its path /ws is used")
+            raise ValueError("url must begin with http:// or https://. rayapp adds /ws, the path of the WebSocket")
         return value.rstrip("/")
 
 
@@ -159,8 +159,8 @@ class EnvironmentTask:
     def refuse(self) -> NoReturn:
         """Raise InputError: only the environment can play and score this task."""
         raise InputError(
-            f"task {self.name} is an environment: it scores its own episodes, not a text. "
-            "Train or evaluate with it as the only entry of `tasks`, or in a separate source (docs/environments.md)"
+            f"task {self.name} is an environment: it scores only trajectories that it plays itself. Name it as the "
+            "only entry of `tasks`, or as a source of its own in `sources` (docs/environments.md)"
         )
 
 

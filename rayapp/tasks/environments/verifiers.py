@@ -83,8 +83,8 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
     if done.returncode:
         raise InputError(
             f"the packages {', '.join(packages)} can't be installed into {folder}: "
-            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Correct `packages`, or install them yourself and name "
-            "that interpreter as `python`"
+            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Correct `packages`, or install the packages yourself "
+            "and set `python` to the interpreter that has them"
         )
 
 

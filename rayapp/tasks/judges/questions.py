@@ -61,8 +61,8 @@ class Asked:
         if judge.reference:
             if prompt.ground_truth is None:
                 raise RewardFailedError(
-                    f"judge {judge.name}: reference is true, but a row of {prompt.task} has no ground_truth, or one "
-                    "that is too long to show. Leave the row out, or set reference: false",
+                    f"judge {judge.name} needs the ground_truth (reference is true), but a row of {prompt.task} has "
+                    "none, or one that is too long for a prompt. Leave the row out, or set reference: false",
                     "judge_reference",
                 )
             reference = _text(prompt.ground_truth)
@@ -122,7 +122,7 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
     if problem is not None:
         raise RewardFailedError(
-            f"answered with an object of another form than the prompt asks for: {one_line(text, 200)!r}", "judge_answer"
+            f"answered with JSON, but not in the form that the prompt asks for: {one_line(text, 200)!r}", "judge_answer"
         )
     return {name: value for name, value in found.items() if name != "question"}
 

@@ -387,8 +387,8 @@ def _script(
 
 
 def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
-    trust = f"To let it judge nevertheless, write the task's name as FOLDER?{TRUST}; audit the task first"
-    script = f"tests/test.sh runs beside the code that it judges, which could forge the reward. {trust}. "
+    trust = f"To use the script nevertheless, write the task's name as FOLDER?{TRUST}; audit the task first"
+    script = f"tests/test.sh is not used: the code under test runs beside it and could forge the reward. {trust}. "
     told = script if "test.sh" in files else ""
     try:
         tests = [
@@ -401,7 +401,8 @@ def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
         raise InputError(f"{where}: tests/{error}{'. ' if told else ''}{told.strip()}") from error
     if not tests:
         raise InputError(
-            f"{where}: it has no hidden tests: {told}Write them as asserts in tests/test_*.py (docs/environments.md)"
+            f"{where}: it has no hidden tests. {told}{'Or write' if told else 'Write'} hidden tests as asserts in "
+            "tests/test_*.py (docs/environments.md)"
         )
     return tuple(tests)
 

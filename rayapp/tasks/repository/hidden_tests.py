@@ -118,8 +118,8 @@ class _HiddenTestReader:
                 raise _refused(
                     self._file,
                     inside,
-                    "an assert or a pytest call inside another statement would send its expected value into the "
-                    "sandbox: write it at the top level of the test",
+                    "an assert or a pytest call inside another statement is refused: the expected value would be sent "
+                    "into the sandbox. Write it at the top level of the test",
                 )
         return node
 

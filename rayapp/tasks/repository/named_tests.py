@@ -309,8 +309,8 @@ async def _told(sandbox: Sandbox, program: str, job: Mapping[str, Any], *, timeo
     try:
         return dict(json.loads(ran.stdout))
     except (ValueError, TypeError, RecursionError):
-        why = ran.stopped_for.value if ran.stopped_for else ran.error or "no answer"
-        raise SandboxProtocolError(f"the repository and its tests could not be written: {why}") from None
+        why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or "no answer"
+        raise SandboxProtocolError(f"the repository and its tests can't be written into the sandbox: {why}") from None
 
 
 def _packed(files: Mapping[str, bytes]) -> dict[str, str]:

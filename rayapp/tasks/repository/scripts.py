@@ -213,11 +213,11 @@ async def _fill(
     job = json.dumps({"folders": folders, "gone": gone, "files": packed})
     ran = await sandbox.run_code(_FILL, timeout_s=_FILL_TIMEOUT_S, stdin=job)
     if not ran.ok:
-        why = ran.stopped_for.value if ran.stopped_for else ran.error or "no answer"
-        raise SandboxProtocolError(f"the files for one of Harbor's scripts could not be written: {why}")
+        why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or "no answer"
+        raise SandboxProtocolError(f"the files for one of Harbor's scripts can't be written into the sandbox: {why}")
     if missing := json.loads(ran.stdout):
         where = f"sandboxes of {sandbox.provider} ({ran.isolation})"
-        raise SandboxConfigError(f"{where} can't hold {', '.join(missing)}, which Harbor's scripts use")
+        raise SandboxConfigError(f"{where} can't make the folders {', '.join(missing)}, which Harbor's scripts use")
 
 
 def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:

@@ -242,7 +242,10 @@ def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
         raise InputError(f"its instance_id is {name[:80]!r}: it may have only letters, digits, dots, - and _")
     image = _image(fields, options)
     if not image and options.mirrors is None:
-        raise InputError("it names no image: give mirrors=FOLDER of clones, or image=NAME with {instance_id}")
+        raise InputError(
+            "it names no image: give mirrors=FOLDER, a folder of clones, or image=NAME, where NAME may contain "
+            "{instance_id}"
+        )
     repository: Mapping[str, str] = {} if options.mirrors is None else _mirror_files(fields, options.mirrors)
     named = _named_tests(fields, options, brings_pytest=not image)
     if named.brings_pytest:

@@ -135,8 +135,8 @@ async def changed_files(
         found = json.loads(ran.stdout)
         if "lacks" in found:
             raise SandboxConfigError(
-                f"sandboxes of {sandbox.provider} lack git, which shows what an agent has changed. Install it in "
-                "their image"
+                f"sandboxes of {sandbox.provider} lack git, which lists the files that an agent has changed. Install "
+                "git in the sandboxes' image"
             )
         problem, files = found["problem"], dict(found["files"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -99,7 +99,7 @@ async def test_each_request_has_its_deadline() -> None:
 
     (found,) = await ask(Silent(), 0)
     assert isinstance(found, DeadlineError)
-    assert "vllm-server-0.generate did not answer group=7/trajectory=0 within 0.05 s" in str(found)
+    assert "vllm-server-0 did not answer request group=7/trajectory=0 within 0.05 s" in str(found)
 
 
 async def test_later_turns_are_calls_of_their_own_and_wait_for_no_cohort() -> None:

@@ -42,7 +42,7 @@ async def test_a_server_that_was_started_again_samples_nothing_until_it_has_weig
 
     assert (await server.load_weights(3, [weights(3)]))["bytes"] == 64
     assert (await ask(server)).policy_version == 3
-    with pytest.raises(StaleVersionError, match="holds policy version 3, but group=0/trajectory=0 needs 4"):
+    with pytest.raises(StaleVersionError, match="version 3, but request group=0/trajectory=0 needs version 4"):
         await ask(server, min_policy_version=4)
     await server.close()
     with pytest.raises(EngineDeadError, match="is being started"):

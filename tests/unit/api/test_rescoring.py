@@ -168,7 +168,7 @@ def test_a_benchmarks_trajectories_are_scored_by_the_problem_that_each_answers(t
     found = rayapp.rescore(save(tmp_path / "run", {1: groups}, **config), "verdict")
     assert [row["after"] for row in found.rows] == [1.0, 1.0]
     with pytest.raises(
-        InputError, match="task 'humaneval': 164 tasks have this name, and none of them has the recorded"
+        InputError, match="its task is unknown, because 164 tasks have the name 'humaneval' and none of them has this"
     ):
         rayapp.rescore(save(tmp_path / "changed", {1: [unknown]}, **config), "verdict")
 

@@ -157,5 +157,5 @@ def test_a_checkpoint_outside_its_run_folder_is_told(tmp_path: Path, tiny_model:
     path = checkpoint(tmp_path, tiny_model)
     (tmp_path / "config.yaml").unlink()
 
-    with pytest.raises(InputError, match="Use the checkpoint where its run wrote it"):
+    with pytest.raises(InputError, match="Use the checkpoint in its run's folder"):
         with_checkpoint_as_model(config_of(path)).__enter__()

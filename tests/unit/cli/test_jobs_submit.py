@@ -77,8 +77,8 @@ def test_state_of_a_job_is_what_a_person_asks_for() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.output_dir=outputs", "run.output_dir is the relative path 'outputs': a job runs in a temporary copy"),
-        ("model.path=models/tiny", "model.path 'models/tiny' is a folder on this machine"),
+        ("run.output_dir=outputs", "run.output_dir is the relative path 'outputs': checkpoints would be deleted"),
+        ("model.path=models/tiny", "model.path 'models/tiny' would not exist in the job"),
         ("train.num_stepz=3", "did you mean train.num_steps"),
     ],
 )
@@ -112,7 +112,7 @@ def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
 
-    with pytest.raises(RunFolderError, match="deletes after it"), RunFolder.open(Config()):
+    with pytest.raises(RunFolderError, match="Ray deletes that folder"), RunFolder.open(Config()):
         pass
     assert not (copy / "outputs").exists()
 

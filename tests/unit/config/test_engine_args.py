@@ -46,7 +46,7 @@ def test_an_argument_of_vllm_is_taken_by_its_own_name() -> None:
         ("logprobs_mode: raw_logprobs", "processed_logprobs"),
         ("cpu_offload_gb: 2", "layer-wise reload"),
         ("generation_config: auto", "change the sampled distribution"),
-        ("{structured_outputs_config: {backend: guidance}}", "without backend, because masks"),
+        ("{structured_outputs_config: {backend: guidance}}", "without backend, which is always xgrammar"),
         ("{structured_outputs_config: compact}", "must be a mapping"),
         ("{speculative_config: {rejection_sample_method: synthetic}}", "accepts tokens that the policy did not sample"),
     ],

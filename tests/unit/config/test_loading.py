@@ -159,7 +159,23 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             ["train.groups_per_step=3", "train.num_minibatches=2"],
             "train.num_minibatches is 2, which does not divide train.groups_per_step = 3",
         ),
-        (["distillation.teacher=policy"], "a policy that reads the same text can't teach itself"),
+        (
+            ["learner.num_learners=3", "learner.expert_parallel_size=2"],
+            "learner.num_learners is 3, which is not a multiple of learner.expert_parallel_size = 2",
+        ),
+        (
+            ["learner.num_learners=4", "learner.expert_parallel_size=2", "learner.replicas=2"],
+            "has not been built together with learner.replicas = 2. Set one of the two to 1",
+        ),
+        (
+            [
+                "learner.num_learners=2",
+                "learner.expert_parallel_size=2",
+                "learner.max_tokens_per_microbatch=auto",
+            ],
+            "Set learner.max_tokens_per_microbatch to a number",
+        ),
+        (["distillation.teacher=policy"], "teacher and policy would be the same model"),
         (
             ["distillation.teacher=m", "distillation.privileged=verdict", "distillation.kl_over=vocabulary"],
             "Use distillation.kl_over: sampled",
@@ -179,7 +195,7 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
         (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
-            "distillation.reward_weight is 0: rewards that don't count",
+            "distillation.reward_weight is 0: groups would be dropped",
         ),
         (
             ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],
@@ -269,7 +285,7 @@ def test_the_file_of_a_benchmark_is_not_a_file_of_rows() -> None:
 def test_partial_rollouts_need_a_step_of_staleness_and_fit_shared_gpus() -> None:
     with pytest.raises(ConfigError, match="Set max_staleness: 1 or more"):
         load_config(None, ["train.partial_rollouts=true"])
-    with pytest.raises(ConfigError, match="extra_groups is 5, but max_staleness 2 x groups_per_step 2 = 4"):
+    with pytest.raises(ConfigError, match="extra_groups is 5, which is above max_staleness 2 x groups_per_step 2 = 4"):
         load_config(None, ["train.extra_groups=5", "train.max_staleness=2"])
     with pytest.raises(ConfigError, match=r"train\.partial_rollouts"):
         load_config(None, ["cluster.placement=colocated", "train.max_staleness=1"])

@@ -100,7 +100,7 @@ def test_a_judge_that_no_source_names_needs_no_server() -> None:
         ),
         (
             {"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]},
-            "the run itself sets '--port'",
+            "'--port' can't be set here, because the run sets it",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
             {"agent": {"name": "x"}},
             "sources[0].agent.name: 'x' is unknown. Use one of auto, tool_agent",
         ),
-        ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but tasks are played in one turn"),
+        ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but single_turn_agent"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be set for a source: learners"),
         (
             {"rollout": {"max_completion_tokens": 999}},
@@ -151,7 +151,9 @@ def test_a_run_folder_with_keys_of_an_earlier_version_is_refused(tmp_path: Path)
     stored = tmp_path / "config.yaml"
     stored.write_text(yaml.safe_dump({"data": {"train_files": ["a.parquet"]}, "train": {"num_steps": 3}}))
 
-    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: con"):
+    with pytest.raises(
+        RunFolderError, match=r"older version of rayapp: its key data\.train_files is now called tasks\. Con"
+    ):
         check_same_training(load_config(None, ["tasks=[a.parquet]"]), stored)
 
 

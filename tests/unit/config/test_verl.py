@@ -191,7 +191,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("trainer.n_gpus_per_node=3", "can't be divided into servers"),
         ("algorithm.adv_estimator=gae", "critic"),
         ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
-        ("rollout.n_gpus_per_node=4", "without rollout.n_gpus_per_node and rollout.nnodes: give both"),
+        ("rollout.n_gpus_per_node=4", "alone: give both rollout.n_gpus_per_node and rollout.nnodes"),
         ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
         ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set reward"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,8 @@ async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(
     prices = BudgetSection(sandbox_second={"e2b": 4.0}, node_hour=36_000.0, cap=10.0)
     costs, notes, was_cancelled = Costs.open(prices, 0, tmp_path), list[str](), False
     with pytest.raises(BudgetSpentError, match=r"the run has cost 1\d\.\d\d USD.*reaches budget\.cap = 10"):
-        async with counting(costs, lambda: 1, pool, notes.append, tick_s=0.01):
+        async with counting(costs, lambda: 1, notes.append, tick_s=0.01) as on_lease:
+            on_lease(pool)
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
@@ -97,13 +99,32 @@ async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(
 async def test_a_run_whose_budget_is_spent_does_not_start_again(tmp_path: Path) -> None:
     costs = Costs.open(BudgetSection(cap=1.0), 0, tmp_path, warmup=1.5)
     with pytest.raises(BudgetSpentError, match=r"raise budget\.cap and run the same command"):
-        async with counting(costs, lambda: 1, pool, print):
+        async with counting(costs, lambda: 1, print):
             pytest.fail("it started")
+
+
+async def test_the_wait_for_gpus_costs_nothing(tmp_path: Path) -> None:
+    costs, num_looks = Costs.open(BudgetSection(node_hour=3600.0), 0, tmp_path), 0
+
+    def num_nodes() -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return 1
+
+    async with counting(costs, num_nodes, print, tick_s=0.01) as on_lease:
+        await asyncio.sleep(0.2)
+        assert (num_looks, costs.total) == (0, 0.0)
+        leased_at = time.monotonic()
+        on_lease(pool)
+        while not costs.total:
+            await asyncio.sleep(0.01)
+    assert costs.total <= time.monotonic() - leased_at  # a node costs 1 a second
 
 
 async def test_the_costs_of_a_block_that_ends_are_saved(tmp_path: Path) -> None:
     costs = Costs.open(BudgetSection(node_hour=3600.0), 0, tmp_path)
-    async with counting(costs, lambda: 1, pool, print, tick_s=0.01):
+    async with counting(costs, lambda: 1, print, tick_s=0.01) as on_lease:
+        on_lease(pool)
         while not costs.spent:
             await asyncio.sleep(0.01)
 

@@ -51,15 +51,15 @@ def test_an_adapter_goes_through_the_object_store() -> None:
 
     assert choose_transport(with_adapter("auto"), on_gpu=True) == "object_store"
     assert choose_transport(with_adapter("auto", "merged"), on_gpu=True) == "nccl"
-    with pytest.raises(ConfigError, match=r"weight_transport is nccl, which carries whole models.*send: merged"):
+    with pytest.raises(ConfigError, match=r"weight_transport is nccl, but learner.lora.send is adapter.*send: merged"):
         choose_transport(with_adapter("nccl"), on_gpu=True)
 
 
 @pytest.mark.parametrize(
     ("transport", "placement", "on_gpu", "message"),
     [
-        ("nccl", "split", False, "moves weights between GPUs, but this run uses none"),
-        ("ipc", "colocated", False, "moves weights between GPUs, but this run uses none"),
+        ("nccl", "split", False, "moves weights between GPUs, but this run has no GPUs"),
+        ("ipc", "colocated", False, "moves weights between GPUs, but this run has no GPUs"),
         ("ipc", "split", True, "Use nccl, or set cluster.placement: colocated"),
         ("nccl", "colocated", True, "Use ipc, or set cluster.placement: split"),
     ],

@@ -25,6 +25,7 @@ from rayapp.learner.memory.nearest import (
 from rayapp.learner.memory.plan import (
     GRAPH_BYTES,
     RUNTIME_BYTES,
+    gathered_bytes,
     head_bytes,
     kept_bytes,
     least_recomputed,
@@ -414,6 +415,29 @@ def test_a_step_takes_as_long_as_its_products_and_bytes_say() -> None:
         assert list(step_speeds(QWEN3_8B, with_reference, H100, server)) == [
             "generate", "old log-probs", "reference", "train", "optimizer", "weight sync", "sleep, wake",
         ]  # fmt: skip
+
+
+def test_split_experts_are_neither_gathered_nor_reduced_and_tokens_travel(tmp_path: Path) -> None:
+    shutil.copy(ARCHITECTURES / "qwen3-30b-a3b.json", tmp_path / "config.json")
+
+    def split(size: int) -> tuple[ModelShape, Config]:
+        learner = {"num_learners": 8, "expert_parallel_size": size, "max_tokens_per_microbatch": 4096}
+        config = large(model={"path": str(tmp_path)}, learner=learner)
+        return model_shape(config), config
+
+    (whole, with_all), (shape, with_part) = split(1), split(4)
+    # 48 layers of 128 experts, each of three matrices 2048 x 768. A learner never gathers three quarters of them.
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert (whole.num_elsewhere, shape.num_elsewhere) == (0, experts * 3 // 4)
+    assert gathered_bytes(whole, with_all) - gathered_bytes(shape, with_part) == 2 * 2 * shape.num_elsewhere // 48
+    assert plan_learner(whole, with_all).resident == plan_learner(shape, with_part).resident
+    # A token goes to 8 experts in every layer, 6 of them on other learners.
+    assert shape.rows_elsewhere == 48 * 6
+    slow, fast = (train(whole, with_all, H100).seconds, train(shape, with_part, H100).seconds)
+    load, bytes_per_s = step_load(with_part), 0.7 * 450e9
+    rows = load.computed_tokens / 8 * 48 * 6
+    travel = 2 * 2 * 2 * 2048 * rows / bytes_per_s  # there and back, in forward and backward, 2 bytes a value
+    assert travel < fast < slow
 
 
 @pytest.mark.parametrize("rank", [0, 8])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rayapp.config.config import Config
+from rayapp.core.errors import InputError
 from rayapp.learner.memory.plan import plan_learner
 from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.memory.simulation import simulate_learner
@@ -97,6 +98,11 @@ def test_the_plan_is_what_the_learner_allocates_at_full_size(
     make_config: MakeConfig, name: str, num_learners: int, changes: dict[str, Any]
 ) -> None:
     check_plan(make_config(name, num_learners, **changes))
+
+
+def test_split_experts_are_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(InputError, match=r"expert_parallel_size is 2, .*Plan without --fake-tensors"):
+        simulate_learner(make_config("qwen3-30b-a3b", 8, layers=2, expert_parallel_size=2))
 
 
 RANKS = '''

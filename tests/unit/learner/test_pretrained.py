@@ -116,22 +116,32 @@ def test_a_checkpoint_of_another_model_or_without_all_of_it_is_refused_with_the_
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "size", "reason"),
+    ("family", "changes", "key", "size", "reason"),
     [
         (
             "llama",
             {},
+            "sequence_parallel",
             3,
             r"4 attention heads, which 3 ranks can't share evenly\. Set learner.sequence_parallel to one of 1, 2, 4",
         ),
-        ("qwen3_next", EXPERTS, 2, r"mix tokens outside of attention \(Qwen3NextGatedDeltaNet"),
-        ("jamba", {}, 2, r"mix tokens outside of attention \(JambaMambaMixer"),
+        ("qwen3_next", EXPERTS, "sequence_parallel", 2, r"mix tokens outside of attention \(Qwen3NextGatedDeltaNet"),
+        ("jamba", {}, "sequence_parallel", 2, r"mix tokens outside of attention \(JambaMambaMixer"),
+        (
+            "mixtral",
+            EXPERTS,
+            "expert_parallel_size",
+            6,
+            r"4 experts, which 6 ranks can't share evenly\. Set learner.expert_parallel_size to one of 1, 2\.",
+        ),
+        ("llama", {}, "expert_parallel_size", 2, r"no experts that transformers computes as one module"),
+        ("granitemoe", EXPERTS, "expert_parallel_size", 2, r"no experts that transformers computes as one module"),
     ],
 )
 def test_what_ranks_can_not_compute_together_is_refused(
-    family: str, changes: dict[str, Any], size: int, reason: str, tmp_path: Path
+    family: str, changes: dict[str, Any], key: str, size: int, reason: str, tmp_path: Path
 ) -> None:
     CONFIG_MAPPING[family](**(SMALL | changes)).save_pretrained(tmp_path)
-    learner = {"num_learners": size, "sequence_parallel": size}
+    learner = {"num_learners": size, key: size}
     with pytest.raises(InputError, match=reason):
         build_causal_lm(Config.model_validate({"model": {"path": str(tmp_path)}, "learner": learner}), is_checked=False)

@@ -585,7 +585,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
             learner.load_checkpoint(str(tmp_path / "c"))
         after = weights(learner)
     assert re.search(difference, str(raised.value))
-    assert "set the model.path with which it was made" in str(raised.value)
+    assert "Set the model.path with which it was saved" in str(raised.value)
     assert all((before[name] == after[name]).all() for name in before)
 
 

@@ -314,7 +314,7 @@ async def test_a_template_that_can_not_write_a_result_fails_its_trajectory_only(
     failed, _ = await bench.run(call("echo", text=" x"))
 
     assert failed.status is RolloutStatus.ERROR_TASK
-    assert "the chat template can't write these results: no x" in failed.reward.detail
+    assert "the chat template can't render the tool results or the environment's text: no x" in failed.reward.detail
 
 
 async def test_good_call_beside_a_malformed_one_is_run(bench: Bench) -> None:

@@ -272,7 +272,7 @@ async def test_a_trl_class_that_dies_costs_signal_and_never_a_zero(
         ),
         ("{environment: trl, factory: 'guessing.py:Guesing'}", "factory '.*guessing.py:Guesing'.*has no function"),
         ("{environment: trl, factory: 'guessing.py:Undescribed'}", r"Undescribed.look\(\) can't be a tool"),
-        ("{environment: trl, factory: 'guessing.py:Unpaid'}", "the reward is missing"),
+        ("{environment: trl, factory: 'guessing.py:Unpaid'}", "gives no reward: it has neither"),
         (
             "{environment: trl, factory: 'guessing.py:Guessing', rows: nowhere.jsonl}",
             "rows nowhere.jsonl can't be read",
@@ -375,7 +375,8 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
         game = bench(openenv(url, text_field="message"))
         game.config = Config.model_validate({"agent": {"name": "tool_agent", "tool_file": "mine.yaml"}})
         with pytest.raises(
-            ConfigError, match=r"every turn is an action, so that the policy can't call the tools of .* mine.yaml"
+            ConfigError,
+            match=r"text_field and agent.tool_file .*mine.yaml can't be combined: with text_field every turn",
         ):
             await game.group()
 

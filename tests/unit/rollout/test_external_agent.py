@@ -414,7 +414,10 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
         return 42
 
     b: Bench = bench("14")
-    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "its function returned a int: it must")):
+    for entry, detail in (
+        (raises, "the agent failed: KeyError"),
+        (nonsense, "the agent's function returned a int, but must"),
+    ):
         async with b.agent(entry) as external:
             played = await b.row(external)
         assert played.first.status is RolloutStatus.ERROR_TASK
@@ -493,14 +496,14 @@ def test_arguments_are_filled_in_once() -> None:
         ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
         (
             {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
-            "a function runs in the rollout worker, and only a command can run in a sandbox",
+            "only a command can run in a sandbox, not a function",
         ),
         (
             {
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "fake"}]},
             },
-            "sandboxes of fake have no connection to the policy, unlike sandboxes of local, e2b and daytona",
+            "the agent can't reach the policy from sandboxes of fake. Use only local, e2b and daytona",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},

@@ -143,7 +143,7 @@ def test_a_completion_without_the_experts_of_each_token_is_the_engines_failure(e
     output = SimpleNamespace(
         token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason="stop", routed_experts=experts
     )
-    with pytest.raises(EngineError, match=r"the experts of [03] tokens, but those of 4 tokens are needed$"):
+    with pytest.raises(EngineError, match=r"experts for [03] tokens, but router replay needs them for 4 tokens$"):
         whole_completion(RequestId("group", 1), output, (), 3, 0.0, 0.1, num_routed=4)
 
 

@@ -149,7 +149,7 @@ def test_a_checkpoint_without_an_optimizer_is_not_resumed_from(tmp_path: Path) -
     )
     with RunFolder.open(config) as opened:
         save(opened.checkpoints, 1)
-    with pytest.raises(RunFolderError, match="holds hf_model"), RunFolder.open(config):
+    with pytest.raises(RunFolderError, match="holds only hf_model"), RunFolder.open(config):
         pass
 
 

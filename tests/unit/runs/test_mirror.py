@@ -364,7 +364,7 @@ def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, setti
     elsewhere.mkdir(parents=True)
     with (
         opened(),
-        pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on .*, which is alive"),
+        pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on .*, which still renews"),
         mirroring(config, elsewhere, settings=settings, patience=QUICK),
     ):
         pass

@@ -82,7 +82,7 @@ async def test_a_holder_that_beats_is_not_disturbed(bucket: LocalStorage) -> Non
             await first.beat(bucket)
 
     beating = asyncio.create_task(beat())
-    with pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on \S+, which is alive"):
+    with pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on \S+, which still renews"):
         await acquire(bucket, **PATIENT)
     beating.cancel()
     assert first.lost == ""
@@ -133,7 +133,7 @@ async def test_a_lock_that_can_not_be_read_is_held_until_its_lease_has_ended(buc
             await bucket.put_bytes(b"of a newer version, beat %d" % number, "locks/000001.json")
 
     beating = asyncio.create_task(beat())
-    with pytest.raises(RunFolderError, match="is in use by the run of an unknown process, which is alive"):
+    with pytest.raises(RunFolderError, match="is in use by the run of an unknown process, which still renews"):
         await acquire(bucket, **PATIENT)
     beating.cancel()
 

@@ -77,7 +77,7 @@ async def test_nothing_can_be_written(run: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/api/runs/3/panels", "there is no run 3; this page shows 1"),
+        ("/api/runs/3/panels", "there is no run 3: this page shows 1 runs, numbered from 0"),
         ("/api/runs/0/groups?sort=nope", "can't be sorted by 'nope'"),
         ("/api/runs/0/group?step=1", "whole numbers for step, group"),
         ("/api/runs/0/group?step=1&group=7", "step 1 has no group 7"),

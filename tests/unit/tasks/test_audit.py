@@ -141,7 +141,7 @@ async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
     sandboxes: SandboxSource, tmp_path: Path
 ) -> None:
     (tmp_path / "walk.yaml").write_text("{environment: openenv, url: 'http://127.0.0.1:1', size: 1}")
-    with pytest.raises(InputError, match="walk is an environment: it scores its own episodes"):
+    with pytest.raises(InputError, match="walk is an environment: it scores only trajectories"):
         await audited(sandboxes, *await subjects_of([str(tmp_path / "walk.yaml")], AnswerRewards(), cache=tmp_path))
 
 

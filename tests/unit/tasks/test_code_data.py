@@ -251,7 +251,11 @@ def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refuse
     raw = write(tmp_path / "raw.jsonl", MBPP)
     for name, language, why in (
         ("taco", "cobol", "unknown language 'cobol': known are python, cpp, c,"),
-        ("mbpp", "cpp", "--language cpp: only apps, taco, codecontests, livecodebench have programs"),
+        (
+            "mbpp",
+            "cpp",
+            "--language cpp can't be used with mbpp: only apps, taco, codecontests, livecodebench ask for programs",
+        ),
     ):
         argv = ["data", "prepare", name, "--source", raw, "--out", str(tmp_path / "out"), "--language", language]
         assert run(argv) == 2
@@ -273,6 +277,6 @@ def test_a_run_whose_rows_need_a_missing_compiler_is_refused_in_one_line(
     with pytest.raises(InputError) as caught:
         check_data(config, config.tasks)
     assert str(caught.value) == (
-        "rows that ask for C++: C++: sandboxes of local have no no-such-g++, which compiles and runs its programs: "
-        "install it on this machine, in /usr/bin"
+        "rows that need C++ can't be scored: C++: sandboxes of local have no no-such-g++, which compiles and "
+        "runs its programs: install it on this machine, in /usr/bin"
     )

@@ -116,7 +116,7 @@ def test_private_cases_that_are_torn_are_named() -> None:
         ('{"a": 1}', "its ground_truth has no tests: it must have the fields inputs and outputs, not a"),
         ('{"inputs": [], "outputs": []}', "it has no tests: the list inputs is empty"),
         ('{"inputs": ["1"], "outputs": "2"}', "outputs must be a list"),
-        ('{"inputs": ["1"], "outputs": [2]}', "one of its outputs must be a text"),
+        ('{"inputs": ["1"], "outputs": [2]}', "each of its outputs must be a text"),
         ('{"inputs": ["1"], "outputs": ["2"], "fn_name": "a b"}', "fn_name must be the name of a function"),
         ('{"inputs": ["x"], "outputs": ["2"], "fn_name": "f"}', "inputs can't be read as JSON"),
         ('{"public_tests": {"input": ["1"], "output": []}}', "tests must have lists `input` and `output` of the same"),

@@ -208,7 +208,7 @@ def test_a_file_of_the_hub_is_fetched_at_its_revision(tmp_path: Path, monkeypatc
         assert numbers(data, 3) == [0, 1, 2]
         with pytest.raises(InputError, match=r"mine/gone\.parquet can't be downloaded from the hub: "):
             open_now(["hf://datasets/me/mine/gone.parquet"], tmp_path)
-        with pytest.raises(InputError, match=r"a file of the hub is hf://datasets/OWNER/NAME/FILE"):
+        with pytest.raises(InputError, match=r"names no file: write hf://datasets/OWNER/NAME/FILE"):
             open_now(["hf://datasets/me/rows.parquet"], tmp_path)
     finally:
         server.shutdown()

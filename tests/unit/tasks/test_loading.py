@@ -163,7 +163,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0 and at most 600"),
         ({"promt": "x"}, r"unknown key promt; did you mean prompt\?"),
         ({"prompt_format": "completion"}, r"prompt_format is completion, but the prompt has no `def add`"),
-        ({"prompt_format": "chat", "prefill": "x"}, r"only chat_prefill reads it"),
+        ({"prompt_format": "chat", "prefill": "x"}, r"set prompt_format: chat_prefill"),
     ],
 )
 def test_bad_field_is_explained(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -388,7 +388,7 @@ def test_a_test_script_is_refused_with_its_risk_and_the_way_to_accept_it(folder:
     if name == "test.sh":
         (folder / "tests" / "test_outputs.py").unlink()
 
-    with pytest.raises(InputError, match=r"tests/test.sh runs beside .* could forge the reward") as told:
+    with pytest.raises(InputError, match=r"tests/test.sh is not used: .* could forge the reward") as told:
         load_task(str(folder))
     assert "write the task's name as FOLDER?trust_test_scripts=true; audit the task first" in str(told.value)
     with pytest.raises(InputError, match=r"unknown option 'trust=1': a task folder has only trust_test_scripts=true"):

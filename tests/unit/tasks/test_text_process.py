@@ -88,7 +88,7 @@ async def test_a_process_ended_from_outside_is_replaced_once_and_then_no_verdict
     os.kill(process.pid, signal.SIGKILL)
 
     assert (await process.call(screen, GOOD, "f", "", []))[1] == ""
-    with pytest.raises(TextReadingFailedError, match="another program killed the text process twice") as caught:
+    with pytest.raises(TextReadingFailedError, match="was killed from outside twice") as caught:
         await process.call(functions.is_killed, "x")
     assert caught.value.kind == "text_process"
 

@@ -168,7 +168,7 @@ async def test_tool_of_a_user_is_one_file(tmp_path: Path) -> None:
         ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, tool_schema: {type: x}}", "it needs `type: function`"),
         ("{class_name: verl.tools.mcp_search_tool.MCPSearchTool, config: {type: mcp}}", "has no section `mcp`"),
         ("{class_name: rayapp.tools.coding.PythonTool, config: {time: 3}}", "time"),
-        ("{class_name: rayapp.tools.coding.PythonTool}", "made without them"),
+        ("{class_name: rayapp.tools.coding.PythonTool}", "needs sandboxes, but none"),
         (
             "{class_name: rayapp.tools.mcp_tool.McpTool, config: {ratelimit: 3}, mcp: {mcp_servers_config_path: x}}",
             "rate_limit",
@@ -194,7 +194,7 @@ def test_schema_that_is_no_json_schema_is_refused() -> None:
     class Bad(ToolBase):
         schema = ToolSchema(name="bad", parameters={"type": "objekt"})
 
-    with pytest.raises(ConfigError, match="'bad': its parameters are not a JSON schema"):
+    with pytest.raises(ConfigError, match="'bad': its parameters can't be used as a JSON schema"):
         ToolSet([Bad()])
 
 
@@ -229,7 +229,7 @@ def test_a_schema_that_can_not_be_checked_in_time_is_refused_at_the_start(schema
         schema = ToolSchema(name="bad", parameters={"type": "object"})
 
     Bad.schema = ToolSchema(name="bad", parameters={"type": "object", "properties": {"a": schema}})
-    with pytest.raises(ConfigError, match=r"'bad': its parameters are not a JSON schema: .*(regex|pattern)"):
+    with pytest.raises(ConfigError, match=r"'bad': its parameters can't be used as a JSON schema: .*(regex|pattern)"):
         ToolSet([Bad()])
 
 

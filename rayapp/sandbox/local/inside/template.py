@@ -36,7 +36,7 @@ _SPACE = socket.CMSG_SPACE(len(_NUMBERS))
 _CLOSE_ON_EXEC, _SIGKILL = int(socket.MSG_CMSG_CLOEXEC), int(signal.SIGKILL)
 
 # Requests and replies, in a form that the template reads and writes with the least work.
-_RESET = b"reset"
+_RESET, _IS_UNCHANGED = b"reset", b"is unchanged"
 _END = struct.Struct("=ii")
 _PLACE = struct.Struct("=??i")
 _NUMBER = struct.Struct("=i")
@@ -104,6 +104,12 @@ class Template:
         self._ask(_RESET)
         self._number()
 
+    def is_unchanged(self) -> bool:
+        """Return True if the sandbox's folder is as new."""
+        self.settle()
+        self._ask(_IS_UNCHANGED)
+        return bool(self._number())
+
     def _ask(self, request: bytes, descriptors: Sequence[int] = ()) -> None:
         socket.send_fds(self._channel, [request], descriptors)
 
@@ -160,6 +166,8 @@ def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None
         elif request == _RESET:
             level.reset()
             send(_NUMBER.pack(0))
+        elif request == _IS_UNCHANGED:
+            send(_NUMBER.pack(level.is_unchanged()))
         else:
             pid, session = _END.unpack(request)
             status = _kill(pid) if pid else 0

@@ -83,6 +83,8 @@ class Zygote:
             disk_mib=limits.disk_mib,
             image=str(header["image"]),
         )
+        if not self._home_is_used and self._spares and self._spares[0].place != place:
+            self.forget()  # the folder and children that an earlier sandbox left as new are for another kind of job
         self._home_is_used |= place.home or bool(place.image)
         if not place.writable:
             self._usual_place = place
@@ -220,9 +222,14 @@ class Zygote:
             self._template.end(session.pid)
 
     def _reset(self) -> None:
-        """Remove the traces of a released sandbox, and fork children for the next one."""
+        """Remove the traces of a released sandbox, and fork children for the next one. If the sandbox's folder is as
+        new, the next sandbox gets this folder and the children that wait.
+        """
         if self._home_is_used:
-            self.forget()
+            self._end_session()
+            self._home_is_used = False
+            if not self._template.is_unchanged():
+                self.forget()
             self._fork_usual_spares()
 
     def _fork_usual_spares(self) -> None:

@@ -188,6 +188,10 @@ class Landlocked:
                 os.close(self._rulesets.pop(key))
                 del self._steps[key]
 
+    def is_unchanged(self) -> bool:
+        # Executions can't write to the folder; only our own code can.
+        return bool(self._home) and not os.listdir(self._home)  # noqa: PTH208
+
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
         return True  # executions can't write to the working folder

@@ -78,6 +78,11 @@ class Level(Protocol):
     def reset(self) -> None:
         """Remove the folder of the sandbox that was released."""
 
+    def is_unchanged(self) -> bool:
+        """Return True if executions have left no trace in the sandbox's folder, so that the next sandbox can have it.
+        Called when no execution runs.
+        """
+
     def sweep(self, session: int) -> bool:
         """End every process that an execution left.
 
@@ -122,6 +127,9 @@ class Unisolated:
         if self._home:
             remove_folder(self._home)
             self._home = ""
+
+    def is_unchanged(self) -> bool:
+        return False
 
     def sweep(self, session: int) -> bool:
         kill_descendants(session)

@@ -82,8 +82,8 @@ class Namespaces:
         """Size of /tmp in MiB; 0 while there is no /tmp."""
         self._tmp_is_new = False
         self._tmp_is_home = False
-        self._untouched = b""
-        """Metadata (statx) of /tmp before an execution. A difference afterwards shows that the execution changed
+        self._untouched: tuple[bytes, list[str]] = b"", []
+        """Metadata of /tmp before an execution. A difference afterwards shows that the execution changed
         /tmp."""
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
@@ -169,6 +169,9 @@ class Namespaces:
         self._tmp_is_home = self._tmp_is_new = False
         for mount in self._mounts.values():
             mount.forget()
+
+    def is_unchanged(self) -> bool:
+        return not self._mounts and self._untouched == _look_at_tmp()
 
     def sweep(self, session: int) -> bool:
         """Return True if the working folder is unchanged. All processes have ended with their pid namespace.
@@ -272,10 +275,12 @@ def _become_init() -> None:
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
 
 
-def _look_at_tmp() -> bytes:
-    """Return metadata of /tmp that differ whenever its content has changed."""
+def _look_at_tmp() -> tuple[bytes, list[str]]:
+    """Return metadata of /tmp that differ whenever its content has changed. Extended attributes are listed, because
+    before Linux 6.13 a change right after another one did not always change the times.
+    """
     kernel.take(_LOOK)
-    return _seen.raw
+    return _seen.raw, os.listxattr(_TMP)
 
 
 def _tmpfs_options(disk_mib: int) -> str:

@@ -600,7 +600,9 @@ async def test_a_form_guides_the_sampling_where_the_run_says_so_unless_the_engin
         await chat.create(**asked)
         schema = {"type": "array", "items": {"type": "string", "maxLength": 100}, "maxItems": 100}
         form: Any = {"type": "json_schema", "json_schema": {"name": "wide", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match="response_format: this form is too large for the engine"):
+        with pytest.raises(
+            openai.BadRequestError, match="response_format: this constraint is too large for the engine"
+        ):
             await chat.create(**asked, response_format=form)
 
         assert formed.choices[0].message.content == '{"a": 1}'

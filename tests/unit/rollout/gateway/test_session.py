@@ -324,7 +324,9 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
     b = await bench(template=plain)
     assert (await b.ask(user("hi"))).choices[0].text == "yes"
 
-    with pytest.raises(RefusedError, match=r"can't write this call's tools and variables: .*does not write the tools"):
+    with pytest.raises(
+        RefusedError, match=r"can't render this request's tools and template variables: .*not write the tools"
+    ):
         await b.ask(user("hi"), tools=(TOOL,))
 
 

@@ -604,6 +604,38 @@ async def test_a_slot_serves_one_sandbox_after_the_other(provider: LocalProvider
     assert len(pids) == 1
 
 
+async def test_only_a_sandbox_that_left_no_trace_passes_its_waiting_children_on(provider: LocalProvider) -> None:
+    first = await new(provider)
+    in_namespaces = first.isolation.startswith("ns")
+    await first.kill()
+    kept = []
+    for code in ("print(1)", "import os; os.mkdir('left')", "import os; os.setxattr('.', 'user.left', b'1')"):
+        sandbox = await new(provider)
+        seen = await sandbox.run_code("import os; print(os.listdir(), os.listxattr('.'))", timeout_s=5)
+        await sandbox.run_code(code, timeout_s=5)
+        waiting = await sandbox.slot.own_processes()
+        await sandbox.kill()
+        kept.append(waiting == await sandbox.slot.own_processes())
+
+        assert seen.stdout in ("[] []\n", ""), seen  # at level ll code can't list the folder
+
+    assert kept == [True, False, False] if in_namespaces else [True, True, True]  # at level ll nothing can be left
+
+
+async def test_a_folder_passed_on_has_the_size_that_the_next_sandbox_asks_for(provider: LocalProvider) -> None:
+    for disk_mib, num_files, outcome in ((8, 6, ExecOutcome.OK), (2, 3, ExecOutcome.CODE_FAILED)):
+        before = await new(provider, SandboxSpec(disk_mib=4))
+        assert (await before.run_code("pass", timeout_s=5)).ok
+        await before.kill()
+        sandbox = await new(provider, SandboxSpec(disk_mib=disk_mib))
+        fill = f"for name in range({num_files}): open(f'{{name}}', 'wb').write(bytes(1 << 20))"
+        filled = await sandbox.run_code(fill, timeout_s=5)
+        await sandbox.kill()
+
+        if before.isolation.startswith("ns"):  # at level ll code can't write
+            assert filled.outcome is outcome
+
+
 async def test_more_sandboxes_than_slots_are_a_quota_error(provider: LocalProvider) -> None:
     await new(provider)
     await new(provider)
