@@ -234,7 +234,7 @@ def test_each_client_has_its_key_and_its_share_and_is_counted(tmp_path: Path) ->
         counts = metrics(url)
 
     assert (stranger.status_code, second.status_code, other.json()["run_result"]["stdout"]) == (401, 504, "2\n")
-    assert "the maximum number of sandboxes for a client" in second.json()["message"]
+    assert "as many sandboxes as a client may have" in second.json()["message"]
     assert 'rayapp_sandbox_requests_total{client="alice",route="/run_code",status="504"} 1.0' in counts
     assert "eve" not in counts
 
