@@ -230,8 +230,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 loaded_s = time.monotonic() - started - fetched_s
             assert versions == [1] * args.ranks, versions
         finally:
-            learners.end()
             stop()
+            learners.end()  # the last: it raises if a rank has failed
     idle = phases["idle"]["products_per_s"]
     lost = {
         name: one["seconds"] * (1 - min(1.0, one["products_per_s"] / idle))

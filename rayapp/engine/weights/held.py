@@ -378,6 +378,6 @@ def check_computes(
     error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     if not error <= MAX_ERROR:
         raise ValueError(
-            f"{layer.layer_name}: expert {number} computes wrong values with the new weights: the error is {error:.2g} "
-            f"of the largest value, and at most {MAX_ERROR:g} is allowed"
+            f"{layer.layer_name}: with the new weights, vLLM's output of expert {number} is wrong: the largest "
+            f"error is {error:.2g} times the largest value, and at most {MAX_ERROR:g} is allowed"
         )

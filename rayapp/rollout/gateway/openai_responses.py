@@ -58,7 +58,7 @@ class OpenAIResponses:
         others = other_fields(body, _FIELDS)
         shape = body.get("text") or {}
         if not isinstance(shape, dict):
-            raise refuse(f"text must be an object, not {shape!r:.40}")
+            raise refuse(f"the field text must be an object with the field format, not {shape!r:.40}")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
         instructions = text(body.get("instructions"), "instructions")

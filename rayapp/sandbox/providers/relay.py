@@ -142,7 +142,8 @@ class _Relay:
         self._seen.add(number)
         if len(self._writers) >= MOST_CONNECTIONS:
             raise SandboxProtocolError(
-                f"agent.external.inside: the relay in the sandbox opened more than {MOST_CONNECTIONS} connections"
+                f"agent.external.inside: the relay in the sandbox holds more than {MOST_CONNECTIONS} connections open, "
+                "although it should let others wait: code in the sandbox has changed it"
             )
         own, other = socket.socketpair()
         other.setblocking(False)

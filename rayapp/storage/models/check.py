@@ -130,7 +130,7 @@ def _check_weights(folder: Path) -> None:
         try:
             named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index} is not an index of weights: {error}") from None
+            raise InputError(f"{index} is not an index of weights: {error}. Download the model again.") from None
         missing = sorted(file.name for file in named if not file.is_file())
         if missing:
             raise InputError(
@@ -157,7 +157,7 @@ def _check_safetensors(file: Path) -> None:
             header = json.loads(stream.read(length))
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is not a safetensors file: {error}") from None
+        raise InputError(f"{file} is not a safetensors file: {error}. Copy or download the file again.") from None
     if size != 8 + length + end:
         raise InputError(
             f"{file} is damaged: it has {size} bytes, but its header describes {8 + length + end}. Copy or download "
@@ -175,7 +175,7 @@ def _check_tokenizer(folder: Path) -> None:
         try:
             Tokenizer.from_file(str(file))
         except Exception as error:  # boundary: the library raises plain Exceptions
-            raise InputError(f"{file} is not a tokenizer: {error}") from None
+            raise InputError(f"{file} is not a tokenizer: {error}. Copy or download the model again.") from None
 
 
 def check_hub_answers(name: str) -> None:

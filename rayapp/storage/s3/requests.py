@@ -253,7 +253,8 @@ class S3Requests:
             data, sha256 = await self.retried(location, read)
         if sha256 and await asyncio.to_thread(hash_bytes, data) != sha256:
             raise StorageCorruptError(
-                f"{location} is damaged: the SHA-256 of its {len(data)} bytes is not the one that was stored with it"
+                f"{location} is damaged: the SHA-256 of its {len(data)} bytes is not the one that was stored with it. "
+                "Upload the object again"
             )
         return data
 

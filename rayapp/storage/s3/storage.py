@@ -96,7 +96,9 @@ async def upload(storage: S3Requests, path: Path, key: str) -> ObjectInfo:
     after = await asyncio.to_thread(path.stat)
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
-        raise StorageCorruptError(f"{path} changed while it was uploaded; nothing was written to {location}")
+        raise StorageCorruptError(
+            f"{path} changed while it was uploaded; nothing was written to {location}. Upload the file again"
+        )
     await _complete(storage, location, key, current, etags)
     await storage.delete(journal_key(key))
     return ObjectInfo(key=key, num_bytes=current.num_bytes, sha256=sha256)
@@ -172,7 +174,7 @@ def _read_part(path: Path, current: _Upload, number: int) -> bytes:
     finally:
         os.close(descriptor)
     if len(data) != current.part_length(number):
-        raise StorageCorruptError(f"{path} became shorter while it was uploaded")
+        raise StorageCorruptError(f"{path} became shorter while it was uploaded. Upload the file again")
     return data
 
 

@@ -44,7 +44,7 @@ def says(*lines: tuple[int, bytes] | str) -> Converse:
         (["MARK 0\n"], "wrote a malformed line"),
         ([(0, b'{"port": "x"}')], "wrote a malformed line"),
         (["x" * 1_000_000], "wrote a line of more than"),
-        ([(number, b"GET /") for number in range(1, MOST_CONNECTIONS + 2)], "opened more than"),
+        ([(number, b"GET /") for number in range(1, MOST_CONNECTIONS + 2)], "holds more than"),
     ],
 )
 async def test_nonsense_of_a_relay_ends_the_block_at_once(
