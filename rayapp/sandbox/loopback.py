@@ -42,7 +42,7 @@ def loopback_of(sandbox: Sandbox) -> AbstractAsyncContextManager[Loopback]:
     own: Callable[[], AbstractAsyncContextManager[Loopback]] | None = getattr(sandbox, "loopback", None)
     if own is None:
         raise SandboxConfigError(
-            f"agent.external.inside: programs in sandboxes of {sandbox.provider} can't reach the policy: use local, "
-            "e2b or daytona"
+            f"agent.external.inside: programs in sandboxes of {sandbox.provider} can't reach the policy. Use "
+            "local, e2b or daytona in sandbox.providers"
         )
     return own()

@@ -258,7 +258,8 @@ def _check(files: Mapping[str, str]) -> None:
         try:
             load_config(path, words[words.index(CONFIG_IN_POD) + 1 :])
         except ConfigError as error:
-            raise ConfigError(f"the run would refuse its config: {str(error).removeprefix(f'{path}: ')}") from None
+            why = str(error).removeprefix(f"{path}: ")
+            raise ConfigError(f"the rendered config is not valid, so the job would fail at its start: {why}") from None
 
 
 def _helm() -> Any:

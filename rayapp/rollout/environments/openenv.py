@@ -208,7 +208,9 @@ class OpenEnvEpisode:
                     await self._socket.send_json({"type": kind, "data": data})
                 message = await self._socket.receive()
         except TimeoutError as error:
-            raise ToolUnavailableError(f"{url}: no answer to {kind} within {self.environment.timeout_s:g} s") from error
+            raise ToolUnavailableError(
+                f"{url}: the server did not answer the message {kind!r} within {self.environment.timeout_s:g} s"
+            ) from error
         except (OSError, ClientError) as error:
             raise ToolUnavailableError(f"{url}: the session is lost: {error}") from error
         if message.type is not WSMsgType.TEXT:
