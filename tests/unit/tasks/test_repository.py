@@ -323,7 +323,7 @@ async def test_where_code_can_write_no_files_a_repository_is_refused_and_never_w
 ) -> None:
     task = trusted(folder) if trusts_script else load_repository(folder, "mine")
     provider = LocalProvider(levels=("ll",))
-    with pytest.raises(SandboxConfigError, match=r"at level ll code can neither write files"):
+    with pytest.raises(SandboxConfigError, match=r"at isolation level ll, code can't write files"):
         await provider.create(task.verdict_spec, labels={}, ttl_s=60.0, timeout_s=30.0)
     await provider.close()
 
