@@ -15,7 +15,7 @@ from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
 
 if TYPE_CHECKING:
-    from rayapp.config.verl.importing import KeyRow
+    from rayapp.config.foreign_keys import KeyRow
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, settings as a mapping, a `Config`, or None for all defaults."""

@@ -64,6 +64,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Write the Kubernetes manifests of a run as plain YAML, for `kubectl apply -f FOLDER`.",
     ),
     "config": ("config:app", "Look at configurations."),
+    "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("task:app", "Work with tasks."),
     "try": ("trying:app", "Try a reward or a tool without training."),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import ConfigFile, Overrides
-from rayapp.cli.config import runnable
+from rayapp.core.names import load_extra
 
 app = typer.Typer()
 
@@ -43,7 +43,7 @@ def train(
     from rayapp.config.loading import load_config
 
     given = overrides or []
-    loaded = runnable(config, given) if verl else load_config(config, given)
+    loaded = load_extra("verl.command:runnable")(config, given) if verl else load_config(config, given)
     if replay is not None:
         from rayapp.driver.replay import run_replay
 

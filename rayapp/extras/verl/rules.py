@@ -1,122 +1,14 @@
-"""Rules of the import for the table in `keys.py`, and the functions that make most rules.
-A rule takes a key's value and all values, and returns rayapp's settings, or the reason why the key has no effect. For
-an unsupported value it raises: nothing that changes the training is dropped silently.
-
-The rules for whole features (DAPO's groups and lengths, reward managers, traces) are here too;
-`keys_without_counterpart.py` uses them.
+"""Rules for whole features of verl: DAPO's groups and lengths, reward managers, traces. `keys_without_counterpart.py`
+uses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rayapp.config.algorithm import options_of
+from rayapp.config.foreign_keys import Landing, Rule, Values
 from rayapp.core.errors import ConfigError
-
-Values = Mapping[str, Any]
-"""All of verl's keys with their values: the user's, or verl's defaults."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
-    """The outcome of one verl key: rayapp's settings, and a note."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """rayapp's keys with their values; empty if the verl key has no effect."""
-    note: str = ""
-    """Reason why the key has no effect, or the difference in meaning."""
-
-
-Rule = Callable[[str, Any, Values], Landing]
-Convert = Callable[[Any], Any]
-
-
-def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """Return a rule that sets one of rayapp's keys to the value."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(settings={target: convert(value)}, note=note)
-
-    return rule
-
-
-def optional(target: str, convert: Convert = lambda value: value) -> Rule:
-    """Return a rule like that of `to`, except that null keeps rayapp's default."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(note="our default stays") if value is None else Landing(settings={target: convert(value)})
-
-    return rule
-
-
-def no_effect(why: str) -> Rule:
-    """Return a rule for a key that has no effect in rayapp, whatever its value."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(note=why)
-
-    return rule
-
-
-def only(*allowed: Any, why: str) -> Rule:
-    """Return a rule that accepts only these values, which mean what rayapp does anyway.
-
-    Raises (the rule): ConfigError.
-    """
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        if value not in allowed:
-            shown = " or ".join(str(item) for item in allowed)
-            raise ConfigError(f"{key} = {value!r} can't be imported: {why}. It must be {shown}.")
-        return Landing(note=why)
-
-    return rule
-
-
-def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
-    """Return a rule that maps verl's names of choices to rayapp's names.
-
-    Raises (the rule): ConfigError.
-    """
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        if value not in names:
-            known = ", ".join(str(name) for name in names)
-            raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {known}")
-        return Landing(settings={target: names[value]}, note=note)
-
-    return rule
-
-
-def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
-    """Return a rule that accepts these values, which have no effect in rayapp, and refuses all others.
-
-    Raises (the rule): ConfigError.
-    """
-    chosen = choice("", names)
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        chosen(key, value, values)
-        return Landing(note=note)
-
-    return rule
-
-
-def refused(section: str, *, why: str) -> Rule:
-    """Return a rule for a section that can't be imported at all: all of its keys give one message.
-
-    Raises (the rule): ConfigError.
-    """
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        if value is None:
-            return Landing(note=why)
-        raise ConfigError(f"{section}.* can't be imported: {why}.")
-
-    return rule
-
 
 _FILTER = "algorithm.filter_groups"
 _TRACE = "actor_rollout_ref.rollout.trace"

@@ -13,14 +13,14 @@ import yaml
 
 from rayapp.cli.main import run
 from rayapp.config.config import Config
-from rayapp.config.verl.importing import import_verl, read_verl
-from rayapp.config.verl.keys import TABLE
-from rayapp.config.verl.script import read_script
 from rayapp.core.errors import ConfigError
+from rayapp.extras.verl.importing import import_verl, read_verl
+from rayapp.extras.verl.keys import TABLE
+from rayapp.extras.verl.script import read_script
 from support.timing import takes_at_most_s
 
 COMMANDS: dict[str, list[str]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "verl_commands.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[3] / "data" / "verl_commands.json").read_text(encoding="utf-8")
 )
 """Overrides of 29 example scripts of verl 0.9.0, by the script's name."""
 REFUSED = {

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayapp.config.verl import arithmetic
-from rayapp.config.verl.keys_without_counterpart import REST
-from rayapp.config.verl.rules import Rule, choice, choice_without_effect, no_effect, only, optional, refused, to
+from rayapp.config.foreign_keys import (
+    Rule,
+    as_list,
+    choice,
+    choice_without_effect,
+    no_effect,
+    only,
+    optional,
+    refused,
+    to,
+)
+from rayapp.extras.verl import arithmetic
+from rayapp.extras.verl.keys_without_counterpart import REST
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _FSDP = f"{_ACTOR}.fsdp_config"
@@ -126,7 +136,7 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.adv_estimator": arithmetic.advantage,
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.norm_adv_by_std", bool),
     "algorithm.use_kl_in_reward": arithmetic.kl_in_reward,
-    "algorithm.gdpo_reward_keys": optional("algorithm.gdpo_reward_terms", arithmetic.as_list),
+    "algorithm.gdpo_reward_keys": optional("algorithm.gdpo_reward_terms", as_list),
     "algorithm.kl_ctrl.*": no_effect("goes with use_kl_in_reward"),
     "algorithm.kl_penalty": no_effect("goes with use_kl_in_reward"),
     "algorithm.gamma": only(1.0, 1, why="rewards are not discounted over tokens"),

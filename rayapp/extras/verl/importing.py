@@ -16,12 +16,20 @@ from typing import Any
 import yaml
 
 from rayapp.config.config import Config
-from rayapp.config.loading import load_config
-from rayapp.config.verl.arithmetic import STEPS
-from rayapp.config.verl.keys import DEFAULTS, RENAMED, TABLE
-from rayapp.config.verl.rules import Landing, Rule, Values, no_effect
-from rayapp.config.verl.script import read_script
+from rayapp.config.foreign_keys import (
+    KeyRow,
+    Landing,
+    Rule,
+    Values,
+    landing_of,
+    load_settings,
+    no_effect,
+    settings_of,
+)
 from rayapp.core.errors import ConfigError
+from rayapp.extras.verl.arithmetic import STEPS
+from rayapp.extras.verl.keys import DEFAULTS, RENAMED, TABLE
+from rayapp.extras.verl.script import read_script
 
 _HYDRA = ("hydra", "defaults")
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -233,22 +241,6 @@ COUNTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRow:
-    """One row of the table that the import prints: a key, its value and its outcome."""
-
-    key: str
-    value: Any
-    landing: Landing
-    is_default: bool
-    """True if the user did not set the key, and the value is verl's default."""
-
-    @property
-    def where(self) -> str:
-        """`train.num_steps = 1`; empty if the key has no effect."""
-        return ", ".join(f"{key} = {_shown(value)}" for key, value in self.landing.settings.items())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """A verl configuration, translated to rayapp's keys."""
 
@@ -308,23 +300,6 @@ def _newer_names(values: Values) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in RENAMED} | newer
 
 
-def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
-    """Load a configuration from imported settings and overrides of rayapp's keys.
-    Raises:
-        ConfigError: values contradict each other; the message names the verl keys that they come from.
-    """
-    try:
-        return load_config(None, [*(f"{key}={_shown(value)}" for key, value in settings.items()), *overrides])
-    except ConfigError as error:
-        said = [
-            f"{key} comes from {row.key} = {row.value}"
-            for row in rows
-            for key in row.landing.settings
-            if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))
-        ]
-        raise ConfigError("\n  ".join([str(error), *dict.fromkeys(said)])) from error
-
-
 def _needed(values: Values) -> dict[str, str]:
     """Return the problems of keys from which other keys' values are computed: key -> message."""
     wrong = {
@@ -344,19 +319,6 @@ def _landing(key: str, value: Any, values: Values) -> Landing:
     if rule is None:
         raise ConfigError(_unknown(key))
     return landing_of(rule, key, value, values)
-
-
-def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
-    """Apply a rule to a verl key.
-    Raises:
-        ConfigError: the rule refuses the value, or can't use it; the message names the key and the value.
-    """
-    try:
-        return rule(key, value, values)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, OSError) as error:
-        raise ConfigError(f"{key} = {value!r} can't be imported: {error}") from error
 
 
 def _rule(key: str) -> Rule | None:
@@ -389,23 +351,11 @@ def _unknown(key: str) -> str:
     )
 
 
-def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
-    """Return all settings. If two verl keys set the same rayapp key, a value from the user takes precedence over a
-    default.
-    """
-    ordered = sorted(rows, key=lambda row: not row.is_default)
-    return {key: value for row in ordered for key, value in row.landing.settings.items()}
-
-
 def _our_setting(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"override {OURS + override!r} is not of the form {OURS}key.sub=value")
     return key, yaml.safe_load(text)
-
-
-def _shown(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).strip().removesuffix("\n...").strip()
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import yaml
 
 from rayapp.cli.main import run
 from rayapp.config.loading import load_config
-from rayapp.config.verl.importing import Imported, import_verl
-from rayapp.config.verl.keys import DEFAULTS, TABLE
 from rayapp.core.errors import ConfigError
+from rayapp.extras.verl.importing import Imported, import_verl
+from rayapp.extras.verl.keys import DEFAULTS, TABLE
 
 YAML = """
 hydra:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayapp.config.verl import rules
-from rayapp.config.verl.arithmetic import (
+from rayapp.config.foreign_keys import Landing, Rule, Values, no_effect, only, refused, to
+from rayapp.core.errors import ConfigError
+from rayapp.extras.verl import rules
+from rayapp.extras.verl.arithmetic import (
     bypass_mode,
     determinism,
     engine_argument,
@@ -19,8 +21,6 @@ from rayapp.config.verl.arithmetic import (
     rejection,
     rollout_gpus,
 )
-from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
-from rayapp.core.errors import ConfigError
 
 _LOSS = "distillation.distillation_loss"
 _ESTIMATED = {
@@ -359,9 +359,7 @@ DATA_REST: dict[str, Rule] = {
 TRAINER_REST: dict[str, Rule] = {
     "rollout.n_gpus_per_node": rollout_gpus,
     "rollout.nnodes": no_effect("counts with rollout.n_gpus_per_node"),
-    "async_training.*": rules.refused(
-        "async_training", why="for asynchronous runs set rayapp.train.max_staleness=1 or more"
-    ),
+    "async_training.*": refused("async_training", why="for asynchronous runs set rayapp.train.max_staleness=1 or more"),
     "trainer.resume_from_path": no_effect("verl reads it only with resume_mode=resume_path"),
     "trainer.checkpoint_callback_class": only(
         None, why="rayapp writes no event files; other programs can watch the folder of checkpoints"
