@@ -24,7 +24,7 @@ from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
 
 SPEC = SandboxSpec()
-FAKE = {"type": "plugin", "name": "fake", "max_sandboxes": 4, "creation_burst": 100}
+FAKE = {"type": "plugin", "name": "fake", "creations_per_s": 1000, "max_sandboxes": 4, "creation_burst": 100}
 
 
 class Clock:
