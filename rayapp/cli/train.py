@@ -22,7 +22,7 @@ app = typer.Typer()
     "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a running Ray cluster)\n\n"
     "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)\n\n"
     "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16\n\n"
-    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it is read, not run)\n\n"
+    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it runs in a sandbox)\n\n"
     "  rayapp train --verl algorithm.adv_estimator=grpo data.train_files=train.parquet ...     (a launch script's)"
 )
 def train(
