@@ -42,7 +42,7 @@ from actors.starting import (
     spawn_servers,
 )
 from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
-from rayapp.config.config import Config, with_addresses
+from rayapp.config.config import Config, explain_number_formats, with_addresses, with_number_formats
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
@@ -291,9 +291,11 @@ async def _session(
 
 
 async def _reserve(
-    config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
-) -> tuple[Placement, bool]:
-    """Reserve resources for the processes that hold models. Return the placement, and True if it is on GPUs."""
+    config: Config, started: Started, report: Report, *, with_servers: bool = True, with_learners: bool = True
+) -> tuple[Config, Placement, bool]:
+    """Reserve resources for the processes that hold models. Return the config with the number formats of their device,
+    the placement, and True if it is on GPUs.
+    """
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -304,7 +306,9 @@ async def _reserve(
         with_servers=with_servers,
         with_learners=with_learners,
     )
-    return started.placement, on_gpu
+    if not on_gpu:
+        report(explain_number_formats(config))
+    return with_number_formats(config, on_gpu=on_gpu), started.placement, on_gpu
 
 
 async def _start(
@@ -319,7 +323,7 @@ async def _start(
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
-    placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
+    config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
     on_lease(pool.stats)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     asked = asked_servers(config, by_learners=with_learners)
@@ -421,7 +425,7 @@ async def open_learners(
     """
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
-        placement, _ = await _reserve(config, started, with_servers=False)
+        config, placement, _ = await _reserve(config, started, report, with_servers=False)
         on_lease()
         asked = asked_servers(config, by_workers=False)
         _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
@@ -451,7 +455,7 @@ async def open_servers(
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     config = config.model_copy(update={"model_servers": ()})  # judges and teachers: nothing calls them
     async with _session(config, report, stand_ins) as (_, started):
-        placement, _ = await _reserve(config, started, with_learners=False)
+        config, placement, _ = await _reserve(config, started, report, with_learners=False)
         servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)

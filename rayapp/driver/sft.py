@@ -97,7 +97,7 @@ def sft_config(config: Config) -> Config:
         budget=config.budget,
         warmup=config.warmup,
         learner=learner,
-        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
+        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0, "final_dtype": "float32"}),
         cluster=config.cluster,
         recovery=config.recovery,
         tracking=config.tracking,
