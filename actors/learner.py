@@ -258,9 +258,7 @@ class Learner:
 
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
         with self._borrowing_gpu():
-            yield from export_buckets(
-                self._learner.model, bucket_bytes, self._formats(version), rank=rank, lora=lora
-            )
+            yield from export_buckets(self._learner.model, bucket_bytes, self._formats(version), rank=rank, lora=lora)
 
     def _formats(self, version: int) -> tuple[torch.dtype, ...]:
         """Return the number formats to which the weights of this version are rounded before servers get them. After the
@@ -298,7 +296,9 @@ class Learner:
             self._client.check()
         self._sender = WeightSender(
             plan,
-            LearnerSource(self._learner.model, self._config.learner.lora, self._learner.ranks.device, *self._formats(0)),
+            LearnerSource(
+                self._learner.model, self._config.learner.lora, self._learner.ranks.device, *self._formats(0)
+            ),
             rank=self._learner.ranks.rank,
             client=self._client,
             address=address,

@@ -110,7 +110,12 @@ EMULATED_BFLOAT16_SLOWDOWN = 20
 """Seconds of a learner's step in bfloat16 over those in float32, on a processor without bfloat16 instructions (two
 threads of a Zen 3, SmolLM2-135M: 117 and 6.1 s).
 """
-ONEDNN_LIMITS = {"AVX2": "avx2", "AVX512_CORE": "avx512", "AVX512_CORE_VNNI": "avx512", "AVX512_CORE_BF16": "avx512_bf16"}
+ONEDNN_LIMITS = {
+    "AVX2": "avx2",
+    "AVX512_CORE": "avx512",
+    "AVX512_CORE_VNNI": "avx512",
+    "AVX512_CORE_BF16": "avx512_bf16",
+}
 """Values of oneDNN's variable ONEDNN_MAX_CPU_ISA, with which one processor imitates a smaller one."""
 
 

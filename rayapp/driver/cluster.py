@@ -55,6 +55,7 @@ from rayapp.core.errors import (
     RestartsUsedUpError,
     first_error,
 )
+from rayapp.core.machine import instruction_set
 from rayapp.core.protocols import Tracker
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
@@ -326,6 +327,7 @@ async def _start(
     config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
     on_lease(pool.stats)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    processor = processor_of(on_gpu=on_gpu)
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
@@ -335,7 +337,9 @@ async def _start(
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
-    learners = LearnerGroup(await spawn_learners(asking, started, placement) if with_learners else (), config, plan)
+    learners = LearnerGroup(
+        await spawn_learners(asking, started, placement) if with_learners else (), config, plan, processor
+    )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
@@ -400,9 +404,14 @@ async def _start_learners_again(
     config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
 ) -> LearnerGroup:
     await started.end(old.handles)
-    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan)
+    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan, old.processor)
     await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
     return group
+
+
+def processor_of(*, on_gpu: bool) -> str:
+    """Return the name of the processors on which models compute, for the run's record."""
+    return "gpu" if on_gpu else instruction_set()
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
@@ -425,13 +434,13 @@ async def open_learners(
     """
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
-        config, placement, _ = await _reserve(config, started, report, with_servers=False)
+        config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)
         on_lease()
         asked = asked_servers(config, by_workers=False)
         _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
         handles = await spawn_learners(asking, started, placement)
         await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
-        yield LearnerGroup(handles, config)
+        yield LearnerGroup(handles, config, processor=processor_of(on_gpu=on_gpu))
 
 
 @asynccontextmanager

@@ -25,7 +25,6 @@ from rayapp.learner.state.hf_folder import HfFile, HfLayout, hf_layout, write_fi
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
 from rayapp.learner.state.pretrained import groups_of, hub_tensors
 
-
 Formats = Sequence[torch.dtype]
 """Number formats to which a sent weight is rounded, in order; it is sent in the last. Two formats if a server that
 computes in float32 must hold the weights of a bfloat16 folder."""
@@ -55,7 +54,7 @@ class StagedFolder:
 
     layout: HfLayout
     files: Mapping[str, dict[str, Tensor]]
-    """Tensors by file name and by the hub's name: parameters in the layout's format, persistent buffers in their own."""
+    """Tensors by file name and by the hub's name: parameters in the layout's format, buffers in their own."""
     is_first: bool
     """True if this rank also writes the files that hold no weights."""
 
@@ -93,7 +92,10 @@ def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
     files = {
         file.name: tensors
         for number, file in enumerate(layout.files)
-        if (tensors := _gathered_file(config, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank)) is not None
+        if (
+            tensors := _gathered_file(config, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank)
+        )
+        is not None
     }
     return StagedFolder(layout=layout, files=files, is_first=ranks.rank == 0)
 
@@ -136,7 +138,9 @@ def _gathered_file(
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
         # The other ranks take part in gathering, but copy nothing to the host.
-        gathered = ((name, _whole(parameters, names[name], config.learner.lora, [dtype])) for name in group if name in names)
+        gathered = (
+            (name, _whole(parameters, names[name], config.learner.lora, [dtype])) for name in group if name in names
+        )
         kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}
