@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rayapp.config.config import Config
-    from rayapp.tasks.audit.checks import TaskReport
+    from rayapp.extras.audit.checks import TaskReport
 
 app = typer.Typer(help="Work with tasks.", no_args_is_help=True)
 _YES = {True: "yes", False: "no", None: ""}
@@ -78,7 +78,7 @@ def audit(
     from rayapp.config.loading import load_config
     from rayapp.core.aio import run_until_done
     from rayapp.core.files import write_text
-    from rayapp.tasks.audit.checks import with_solve_rates
+    from rayapp.extras.audit.checks import with_solve_rates
 
     rates = _solve_rates(run)
     reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
@@ -111,10 +111,10 @@ async def _audited(
 ) -> list[TaskReport]:
     import os
 
+    from rayapp.extras.audit.checks import audit as run_audit
+    from rayapp.extras.audit.subjects import subjects_of
     from rayapp.rollout.sources import answer_rewards
     from rayapp.sandbox.pool.build import open_pool
-    from rayapp.tasks.audit.checks import audit as run_audit
-    from rayapp.tasks.audit.subjects import subjects_of
 
     rewards, cache = answer_rewards(config), config.data.cache_dir
     subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
@@ -151,3 +152,31 @@ class TokenBucket:
             return False
         self._tokens -= 1.0
         return True
+
+
+SCHEME = "run://"
+"""Scheme of a base_url that names a model server of the run: run://NAME."""
+
+
+def server_named(base_url: str) -> str:
+    """Return NAME of run://NAME; empty for any other URL."""
+    return base_url.removeprefix(SCHEME) if base_url.startswith(SCHEME) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Address of a model behind HTTP, with the limits of its clients."""
+
+    who: str
+    """Name for messages, e.g. `judge quality`."""
+    base_url: str
+    api_key_env: str
+    key: str
+    """Key of a model server of the run; empty: api_key_env names the variable that holds the key."""
+    timeout_s: float
+    """Deadline of one request."""
+    max_retries: int
+    max_concurrent: int
+    """Maximum number of requests in flight at once, over the whole run."""
+    requests_per_minute: float = 0.0
+    """Rate limit of the whole run. 0: no limit, except that the server may answer with status 429."""

@@ -18,6 +18,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxGoneError
 from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.extras.repositories.task import RepositoryTask
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
@@ -31,7 +32,6 @@ from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source, load_task
-from rayapp.tasks.repository.task import RepositoryTask
 from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolContext
