@@ -559,7 +559,6 @@ DECODES = {
     "rayapp/extras/service/fusion.py": "sandbox service",
     "rayapp/extras/generators/reasoning_gym.py": OURS,
     "rayapp/tasks/grading.py": OURS,
-    "rayapp/core/endpoint.py": "answers of judges",
     "rayapp/extras/judges/judge.py": "answers of judges",
     "rayapp/extras/judges/questions.py": "answers of judges",
     "rayapp/extras/repositories/folder.py": OURS,

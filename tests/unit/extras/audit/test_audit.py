@@ -18,12 +18,12 @@ import pytest_asyncio
 import yaml
 
 from rayapp.cli.main import run
-from rayapp.cli.task import _page
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.extras.audit.checks import AuditFinding, TaskReport, audit, with_solve_rates
+from rayapp.extras.audit.command import _page
 from rayapp.extras.audit.hunt import holds_expression, places_of
 from rayapp.extras.audit.subject import Attempt, Subject
 from rayapp.extras.audit.subjects import coding_subject, subjects_of, task_subject

@@ -26,7 +26,6 @@ from rayapp.extras.environments.agent import (
     EnvironmentAgents,
     VerifiersPlayer,
     check_environments,
-    problem_of_environment,
 )
 from rayapp.extras.environments.files import VerifiersEnvironment
 from rayapp.extras.environments.verifiers import VerifiersProcess, python_with
@@ -38,7 +37,7 @@ from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.problem import prompted
+from rayapp.rollout.problem import problem_of_environment, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.loading import load_tasks
