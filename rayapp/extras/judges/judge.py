@@ -17,9 +17,9 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from rayapp.config.other_models import JudgeSection
-from rayapp.core.endpoint import EndpointClient
 from rayapp.core.errors import ConfigError, RewardFailedError, one_line
 from rayapp.core.files import aside
+from rayapp.core.http import EndpointClient
 from rayapp.core.trajectories import storable
 from rayapp.extras.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
 

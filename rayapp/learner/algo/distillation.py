@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayapp.config.other_models import DistillationSection
-from rayapp.core.endpoint import EndpointClient
 from rayapp.core.errors import LearnerError, RewardFailedError
+from rayapp.core.http import EndpointClient
 from rayapp.core.types import FloatArray, Fork, Int32Array, Reward
 from rayapp.learner.batch import TrainItem, trained_branches
 
