@@ -39,10 +39,10 @@ from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import problem_of_environment, prompted
 from rayapp.rollout.recorder import AgentLimits
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.loading import load_tasks
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import Tool, ToolCallParser
+from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.stubs import openenv_stub
 from support.stubs.openenv_stub import MOVE, SAYING, OpenEnvStub
