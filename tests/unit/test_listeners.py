@@ -31,6 +31,7 @@ from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.tasks.fusion import fusion_routes
 from rayapp.testing.engine import ScriptedEngine
+from support import make
 from support.hermes import HermesParser
 
 ROOT = Path(__file__).parents[2]
@@ -100,12 +101,7 @@ def formats(tokenizer: Any) -> Formats:
 
 
 def engine(tokenizer: Any) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: "yes",
-        end_id=tokenizer.eos_token_id,
-    )
+    return make.engine(tokenizer, lambda name, ids: "yes")
 
 
 def of_aiohttp(app: Any) -> Calls:
