@@ -136,7 +136,7 @@ ELSEWHERE = (
     How(begins="rayapp view", test="tests/unit/runs/test_view_server.py"),
     How(begins="rayapp sandbox reap", test="tests/unit/cli/test_sandbox_reap.py"),
     How(begins="rayapp sandbox list", test="tests/unit/cli/test_sandbox_reap.py"),
-    How(begins="rayapp sandbox doctor", test="tests/unit/sandbox/local/test_doctor.py"),
+    How(begins="rayapp sandbox doctor", test="tests/unit/cli/test_sandbox.py"),
     How(begins="rayapp sandbox run", test="tests/unit/cli/test_sandbox.py"),
     How(begins="rayapp sandbox bench", test="tests/unit/cli/test_sandbox.py"),
     How(begins="rayapp sandbox serve", test="tests/contracts/test_mcp_server.py"),

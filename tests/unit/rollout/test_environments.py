@@ -38,12 +38,12 @@ from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import prompted
 from rayapp.rollout.recorder import AgentLimits
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.environments.files import VerifiersEnvironment
 from rayapp.tasks.environments.verifiers import VerifiersProcess, python_with
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.base import Tool, ToolCallParser
 from support import make
+from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.stubs import openenv_stub
 from support.stubs.openenv_stub import MOVE, SAYING, OpenEnvStub

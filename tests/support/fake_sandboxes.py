@@ -15,6 +15,7 @@ import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 from rayapp.core.errors import (
     SandboxDeadlineError,
@@ -153,6 +154,11 @@ class FakeProvider:
 
     def _fails(self) -> bool:
         return self._fail_share > 0 and self._rng.random() < self._fail_share
+
+
+def make_provider(options: Mapping[str, Any]) -> FakeProvider:
+    """Make a provider from the options of a plug-in's section (`sandbox.providers[].options`)."""
+    return FakeProvider(**options)
 
 
 _WAYS_TO_FAIL: tuple[Callable[[], SandboxError], ...] = (
