@@ -26,15 +26,14 @@ from rayapp.config.config import Config, sources_of
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError, one_error
 from rayapp.core.files import aside
+from rayapp.core.names import load_extra
 from rayapp.core.own_thread import work_apart
-from rayapp.core.protocols import AgentTask, SandboxSource, Task
+from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.rollout.order import evaluation_seed, scoring_seed
 from rayapp.rollout.sources import answer_rewards
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import Answer, score_answer
-from rayapp.tasks.environments.files import EnvironmentTask
-from rayapp.tasks.judges.judging import Judges
 from rayapp.tasks.loading import load_tasks
 from rayapp.tasks.verdict import PENALTY_TERM, ToolRewards, settled, verdict
 
@@ -210,7 +209,7 @@ async def _by_judge(run: Run, config: Config, name: str) -> AsyncIterator[Scorer
             f"judge {name!r} is not in the config's `judges` ({there}). Choose one of them, or another config with "
             "--config."
         )
-    judges = Judges(chosen, config.run_folder if "://" in run.uri else Path(run.uri))
+    judges = load_extra("judges.judging:Judges")(chosen, config.run_folder if "://" in run.uri else Path(run.uri))
     judging = judges.of(RewardSection(judges={name: 1.0}, verdict_weight=0.0))
 
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
@@ -252,7 +251,7 @@ class _Verdicts:
     async def score(self, group: Group, trajectory: Trajectory) -> Reward:
         tests = scoring_seed(group.group_id, seed=self._seed)
         task = self._tasks.of(group.prompt)
-        if isinstance(task, EnvironmentTask):
+        if isinstance(task, EnvironmentRow):
             task.refuse()
         found = await (
             self._by_task(task, group, trajectory, tests) if task else self._by_row(group, trajectory, tests)

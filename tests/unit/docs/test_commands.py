@@ -132,7 +132,7 @@ ELSEWHERE = (
     How(begins="rayapp stop", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp score", test="tests/contracts/test_score_command.py"),
     How(begins="rayapp rescore", test="tests/unit/api/test_rescoring.py"),
-    How(begins="rayapp task audit", test="tests/unit/tasks/test_audit.py"),
+    How(begins="rayapp task audit", test="tests/unit/extras/audit/test_audit.py"),
     How(begins="rayapp view", test="tests/unit/runs/test_view_server.py"),
     How(begins="rayapp sandbox reap", test="tests/unit/cli/test_sandbox_reap.py"),
     How(begins="rayapp sandbox list", test="tests/unit/cli/test_sandbox_reap.py"),
