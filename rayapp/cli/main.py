@@ -52,10 +52,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("view:app", "Compare runs: key numbers, configuration keys that differ, and curves."),
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),
-    "gpu-check": (
-        "gpu_check.command:app",
-        "Check driver, GPU links, matrix products, vLLM, each weight transport and three steps of training.",
-    ),
     "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm."),
     "stop": ("jobs:app", "Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."),
     "status": ("jobs:app", "List the jobs of a Ray cluster: job, status, seconds, run, and Ray's message."),

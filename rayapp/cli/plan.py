@@ -51,7 +51,7 @@ app = typer.Typer()
 CALIBRATION = (
     "Compared with the learner's own step on fake tensors: within 10% (docs/learner.md). A learner's time and "
     "the overhead of a decoding step are those of an H100 (docs/results.md). The memory of CUDA and vLLM, and the "
-    "other times, are assumptions; `rayapp gpu-check` compares them with measurements."
+    "other times, are assumptions; `rayapp train CONFIG --smoke` compares them with measurements."
 )
 
 
