@@ -45,7 +45,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Serve chat completions, completions, responses and messages, e.g. for other evaluation harnesses.",
     ),
     "score": ("score:app", "Score completions as training would: in the sandbox, one JSON line each."),
-    "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
     "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
     "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
     "list": ("view:app", "List runs, last written first: state, step, last reward and solved share, and cost so far."),
