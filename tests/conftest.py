@@ -198,9 +198,9 @@ def _has_gpu() -> bool:
 def namespaces() -> None:
     """Skip where no namespaces can be made, as in an ordinary container: code in a sandbox then writes no files and
     starts no programs."""
-    from rayapp.sandbox.local.doctor import run_doctor
+    from rayapp.sandbox.local.doctor import examine
 
-    report = asyncio.run(run_doctor(levels=("ns",), families=()))
+    report = asyncio.run(examine(levels=("ns",)))
     if report.level == "none":
         pytest.skip(f"no namespaces: {report.refused}")
 

@@ -60,7 +60,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "config": ("config:app", "Look at configurations."),
     "data": ("data:app", "Prepare training data."),
-    "task": ("task:app", "Work with tasks."),
+    "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a reward or a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Test this node's isolation, and run code in sandboxes."),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayapp.config.keys import Keys
-from rayapp.config.other_models import ModelServerSection, server_named
+from rayapp.config.other_models import ModelServerSection
+from rayapp.core.http import server_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
