@@ -14,7 +14,7 @@ from rayapp.api.arguments import ConfigLike, Overrides, TaskLike, load
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done, side_by_side
 from rayapp.core.errors import ConfigError
-from rayapp.core.own_thread import awaited, work_apart
+from rayapp.core.own_thread import work_apart
 from rayapp.core.protocols import AgentTask, EnvironmentRow, Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.build import open_pool
@@ -56,9 +56,6 @@ def score(
         return found
 
     return work_apart(work)
-
-
-score_async = awaited(score)
 
 
 def as_task(task: TaskLike) -> Task:

@@ -14,10 +14,10 @@ from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.types import FloatArray, Group, Prompt
 from rayapp.engine.weights.buckets import WeightBucket
-from support.learners import sampled
+from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 EXACT, ROUNDED = 2e-5, 0.05
@@ -42,7 +42,7 @@ def sent_by_learner(config: Config, version: int) -> tuple[list[WeightBucket], F
     prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
     learner = Learner(config, 0, 1, "", 0)
     try:
-        group = Group(group_id=0, prompt=prompt, trajectories=(sampled(TOKENS, 4),))
+        group = Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(TOKENS, 4),))
         return list(learner.export_weights(version, 1 << 20)), learner.log_probs_of(group)[0]
     finally:
         learner.close()
