@@ -44,7 +44,7 @@ class LearnerSource:
         self._lora = lora
         self._device = device
         self.checksums: dict[str, int] = {}
-        self.num_bytes = 0
+        self.num_bytes = self.num_tensors = 0
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
@@ -57,8 +57,10 @@ class LearnerSource:
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * WIRE_DTYPE.itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.checksums, self.num_bytes, sampler = {}, 0, Sampler()
+        self.checksums, sampler = {}, Sampler()
+        self.num_bytes = self.num_tensors = 0
         for name, tensor in gathered_in_order(device_weights(self._model, self._lora, self._device), self._device):
+            self.num_tensors += 1
             self.num_bytes += tensor.numel() * tensor.element_size()
             if sampler.takes(name):
                 self.checksums[name] = checksum_of(part_of(name, tensor))
