@@ -71,39 +71,57 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sandbox": ("sandbox:app", "Test this node's isolation, and run code in sandboxes."),
     "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
 }
-"""Commands and groups, each with its Typer as `module:variable` of this package and the first sentence of its help."""
+"""Commands and groups, each with its Typer and the first sentence of its help.
+
+A Typer's place is `module:variable` of this package, or `extras.ROOM.module:variable` of `rayapp.extras`. A command of
+a group that is in another module than the group has a line of its own: `"config import-verl"`.
+"""
 
 
 class _Deferred(TyperCommand):
     """A command whose module is imported when the command is parsed, not when it is listed."""
 
+    def __init__(self, path: str) -> None:
+        super().__init__(path.rpartition(" ")[2], short_help=COMMANDS[path][1])
+        self.path = path
+
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
-        return load_command(self.name or "").make_context(info_name, args, *given, **extra)
+        return load_command(self.path).make_context(info_name, args, *given, **extra)
 
 
-def load_command(name: str) -> TyperCommand | TyperGroup:
+def load_command(path: str) -> TyperCommand | TyperGroup:
     """Import the module of a command or group of `COMMANDS` and return the command."""
-    loaded = _loaded(COMMANDS[name][0])
+    name = path.rpartition(" ")[2]
+    inside = {each.removeprefix(f"{path} "): _Deferred(each) for each in COMMANDS if each.startswith(f"{path} ")}
+    loaded = _loaded(COMMANDS[path][0], bool(inside))
     if isinstance(loaded, TyperGroup) and name in loaded.commands:  # a Typer of several commands, e.g. train and eval
-        loaded = loaded.commands[name]  # type: ignore[assignment]
+        return loaded.commands[name]  # type: ignore[return-value]
+    if isinstance(loaded, TyperGroup):
+        loaded.commands.update(inside)
     return loaded
 
 
 @cache
-def _loaded(place: str) -> TyperCommand | TyperGroup:
+def _loaded(place: str, is_group: bool) -> TyperCommand | TyperGroup:
     module, _, variable = place.partition(":")
-    typed: typer.Typer = getattr(importlib.import_module(f"rayapp.cli.{module}"), variable)
+    if module.startswith("extras."):
+        from rayapp.core.names import load_extra
+
+        typed: typer.Typer = load_extra(place.removeprefix("extras."))
+    else:
+        typed = getattr(importlib.import_module(f"rayapp.cli.{module}"), variable)
     typed.rich_markup_mode = None
     _list_whole_sentences(typed)
-    return typer.main.get_command(typed)  # type: ignore[return-value]
+    return typer.main.get_group(typed) if is_group else typer.main.get_command(typed)  # type: ignore[return-value]
 
 
 class _Commands(TyperGroup):
     """The commands of `COMMANDS`, then those defined in this module."""
 
     def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
-        deferred = {name: _Deferred(name, short_help=line) for name, (_, line) in COMMANDS.items()}
-        models = _Deferred("model", hidden=True)  # a second name of the group
+        deferred = {name: _Deferred(name) for name in COMMANDS if " " not in name}
+        models = _Deferred("model")
+        models.hidden = True  # a second name of the group
         super().__init__(commands={**deferred, **commands, "models": models}, **settings)
 
 

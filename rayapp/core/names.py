@@ -16,6 +16,11 @@ Plug-ins are entry points of other installed packages. All kinds of plug-ins are
 Names are read from the packages' metadata; a package is imported only when its plug-in is loaded. A broken package is
 an error only for runs that use its plug-in. A name that rayapp ships is preferred to a plug-in's.
 
+Extras are features of rayapp that most runs don't use (`rayapp.extras`). The core reaches them only through tables of
+names, such as the table of sandbox providers, and imports one when a configuration names it:
+
+    load_extra("providers.e2b:E2BProvider") -> the class of rayapp/extras/providers/e2b.py
+
 This module also suggests names for mistyped ones.
 """
 
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -79,6 +85,12 @@ def giving(objects: Mapping[str, object]) -> Iterator[None]:
     finally:
         _OBJECTS.clear()
         _OBJECTS.update(before)
+
+
+def load_extra(place: str) -> Any:
+    """Import an object of `rayapp.extras`: its place in this package, as `module:attribute`."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(f"rayapp.extras.{module}"), attribute)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
