@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from actors.spawn import free_address
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
 from rayapp.core.logs import about, label_logs
-from rayapp.core.names import large_imports
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.sync import TransferRanks
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from rayapp.learner.state.checkpoint import SaveInProgress
-    from rayapp.learner.state.sender import WeightSender
+    from rayapp.learner.state.sender import LearnerSource, WeightSender
 
 
 class ServersClient:
@@ -56,13 +55,13 @@ class ServersClient:
         self._plan = plan
         self._timeout_s = timeout_s
         self._version = 0
-        self._checksums: Callable[[], dict[str, int]] = dict
+        self._source: LearnerSource | None = None
+        self.num_loaded = 0
+        """Number of tensors of the last update, the same on every server."""
 
-    def announce(self, version: int, checksums: Callable[[], dict[str, int]]) -> None:
-        """Set the version and checksums that the next `finish_weight_update` sends. `checksums` is called then: the
-        checksums are computed while the weights are sent.
-        """
-        self._version, self._checksums = version, checksums
+    def announce(self, version: int, source: LearnerSource) -> None:
+        """Set the version that the next `finish_weight_update` sends, with the checksums that `source` has by then."""
+        self._version, self._source = version, source
 
     def check(self) -> None:
         """Check that every server is up: vLLM's rendezvous over NCCL waits 300 s for a server that is gone.
@@ -94,17 +93,22 @@ class ServersClient:
         self._all("receive_weights", [server.actor.receive_weights.remote(update_info) for server in self._servers])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        checksums = self._checksums()
+        assert self._source is not None, "announce comes first"
+        checksums, num_sent = self._source.checksums, self._source.num_tensors
         refs = [server.actor.finish_update.remote(self._version, checksums) for server in self._servers]
-        self._all("finish_update", refs)
+        loaded = self._all("finish_update", refs)
+        if set(loaded) != {num_sent}:
+            raise WeightSyncError(f"the servers loaded {loaded} tensors, and {num_sent} were sent")
+        self.num_loaded = num_sent
 
-    def _all(self, what: str, refs: list[Any]) -> None:
-        """Wait for every server, or until one has failed: the others may be waiting for the failed one.
+    def _all(self, what: str, refs: list[Any]) -> list[Any]:
+        """Return every server's answer. Ends when one has failed: the others may be waiting for the failed one.
+
         Raises:
             WeightSyncError: a server is gone, refused the call, or did not answer in time; the message names it.
         """
         name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
-        deadline, late = time.monotonic() + self._timeout_s, refs
+        deadline, late, answers = time.monotonic() + self._timeout_s, refs, []
         while late:
             answered, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
             if not answered:
@@ -114,10 +118,11 @@ class ServersClient:
                 )
             for ref in answered:
                 try:
-                    ray.get(ref, timeout=self._timeout_s)
+                    answers.append(ray.get(ref, timeout=self._timeout_s))
                 except (RayError, RayappError) as error:
                     reason = str(error).strip().splitlines()[-1]
                     raise WeightSyncError(f"{name_of[ref]}.{what}: {reason}") from error
+        return answers
 
 
 log = logging.getLogger(__name__)
@@ -135,12 +140,12 @@ class Learner:
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
-        with large_imports():
-            from torch.distributed import DistError
+        from torch.distributed import DistError
 
-            from rayapp.learner.build import build_learner
-            from rayapp.learner.distributed import end_ranks, start_ranks
-            from rayapp.learner.memory.idle import IdleMemory
+        from rayapp.learner.build import build_learner
+        from rayapp.learner.distributed import end_ranks, start_ranks
+        from rayapp.learner.memory.idle import IdleMemory
+
         label_logs(config.run.name)
         self._config = config = with_local_model(config)
         try:
@@ -315,11 +320,12 @@ class Learner:
         assert self._client is not None
         started, source = time.monotonic(), self._sender.source
         source.formats = self._formats(version)
-        self._client.announce(version, lambda: source.checksums)
+        self._client.announce(version, source)
         with self._borrowing_gpu():
             self._sender.send()
         seconds = time.monotonic() - started
-        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_checked": float(len(source.checksums))}
+        num_loaded = float(self._client.num_loaded)
+        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_loaded": num_loaded}
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state to host memory and start to write it; call `checkpoint_done` next. Collective."""

@@ -47,7 +47,7 @@ class LearnerSource:
         self._device = device
         self.formats = (dtype,)
         self.checksums: dict[str, int] = {}
-        self.num_bytes = 0
+        self.num_bytes = self.num_tensors = 0
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
@@ -60,9 +60,11 @@ class LearnerSource:
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * self.formats[-1].itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.checksums, self.num_bytes, sampler = {}, 0, Sampler()
+        self.checksums, sampler = {}, Sampler()
+        self.num_bytes = self.num_tensors = 0
         weights = device_weights(self._model, self._lora, self._device, self.formats)
         for name, tensor in gathered_in_order(weights, self._device):
+            self.num_tensors += 1
             self.num_bytes += tensor.numel() * tensor.element_size()
             if sampler.takes(name):
                 self.checksums[name] = checksum_of(part_of(name, tensor))
