@@ -1,10 +1,10 @@
 """Packs weights for sending, into a few large buffers in place of hundreds of tensors.
 
-learner rank 0: tensors -> server.dtype -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
+learner rank 0: tensors in server.dtype -> WeightBucket -> object store -> server actor -> shared memory -> workers
 
 Checksums of a sample of tensors prove that a server loads the tensors that the learners sent: the learner computes them
-when it sends, and the engine's workers as the tensors arrive, in the format in which they are sent. Tests prove that the pinned vLLM then
-computes with these tensors (`tests/support/read_back.py`).
+when it sends, and the engine's workers as the tensors arrive. Tests prove that the pinned vLLM then computes with these
+tensors (`tests/support/read_back.py`).
 """
 
 from __future__ import annotations
