@@ -46,10 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "score": ("score:app", "Score completions as training would: in the sandbox, one JSON line each."),
     "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
-    "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
-    "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
-    "list": ("view:app", "List runs, last written first: state, step, last reward and solved share, and cost so far."),
-    "compare": ("view:app", "Compare runs: key numbers, configuration keys that differ, and curves."),
+    "view": ("extras.view.command:app", "Show runs in a browser: curves, groups, completions, tokens."),
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),
     "gpu-check": (

@@ -33,6 +33,8 @@ from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
+from rayapp.extras.view.run import ViewedRun
+from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.environments.openenv import OpenEnvEpisode
 from rayapp.rollout.external_agent import _answer_in
@@ -42,10 +44,8 @@ from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.server import make_app
-from rayapp.runs.view.source import open_source
 from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
@@ -354,9 +354,7 @@ def _degenerate(group: Group) -> Group:
 async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     (folder / "trajectories").mkdir()
     write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [_degenerate(hostile_group(0))])
-    viewed = ViewedRun(open_source(str(folder)))
-    viewed.refresh()
-    app = make_app([viewed])
+    app = make_app([ViewedRun(open_source(str(folder)))])
     inner: Any = app._app  # type: ignore[attr-defined]
     routes = {each.path_format if isinstance(each, Route) else each.path for each in inner.routes}
     assert all(isinstance(each, Route | Mount) for each in inner.routes)
@@ -510,7 +508,7 @@ async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_
 # No way in without a row ------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("rayapp/rollout", "rayapp/tasks", "rayapp/tools", "rayapp/sandbox", "rayapp/runs/view", "actors")
+ROOMS = ("rayapp/rollout", "rayapp/tasks", "rayapp/tools", "rayapp/sandbox", "rayapp/extras/view", "actors")
 """Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
 DECODERS = {"loads", "decompress", "literal_eval", "raw_decode", "unpackb", "frombuffer"}
 SERVERS_MADE_BY = {"Application", "Starlette", "MCPServer", "start_server", "start_unix_server", "create_server"}
@@ -526,7 +524,7 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
-    "rayapp/runs/view/server.py": "view",
+    "rayapp/extras/view/server.py": "view",
     **{
         f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
         for name in ("manifest", "pull", "sources")

@@ -20,13 +20,13 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import KEY_VARIABLE, KeyGuard, listen
 from rayapp.core.types import RequestId, SamplingParams
+from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
 from rayapp.rollout.gateway.server import Api, Gateway
 from rayapp.rollout.gateway.session import SessionLimits
-from rayapp.runs.view.server import make_app
 from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.tasks.fusion import fusion_routes
@@ -42,7 +42,7 @@ LISTENING_CALLS = {
 LISTENERS = {
     "actors/model_server.py": "model server",
     "rayapp/cli/serve.py": "serve",
-    "rayapp/cli/view.py": "view",
+    "rayapp/extras/view/command.py": "view",
     "rayapp/rollout/gateway/listening.py": "gateway",
     "rayapp/rollout/gateway/open_server.py": "serve",
     "rayapp/rollout/gateway/server.py": "gateway",
