@@ -600,7 +600,7 @@ def test_the_command_prints_a_config_and_fails_on_unknown_keys(
     assert run(["config", "import-verl", str(seed_yaml), *shlex.split(OVERRIDES)]) == 0
     out, err = capsys.readouterr()
     assert "num_minibatches: 2" in out
-    assert "no effect" in err
+    assert "ignored" in err
 
     assert run(["train", "--verl", str(seed_yaml), "nobody.knows=1"]) == 2
     assert "nobody.knows" in capsys.readouterr().err
