@@ -16,19 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rayapp.api.arguments import GivenRun
-    from rayapp.api.rescoring import Rescored, rescore
     from rayapp.api.run import Run, open_run
-    from rayapp.api.running import (
-        Evaluation,
-        evaluate,
-        evaluate_async,
-        sft,
-        sft_async,
-        train,
-        train_async,
-    )
+    from rayapp.api.running import Evaluation, evaluate, sft, train
     from rayapp.api.sandboxes import Sandbox, SandboxPool
-    from rayapp.api.scoring import score, score_async
+    from rayapp.api.scoring import score
     from rayapp.config.config import Config
     from rayapp.config.loading import load_config
     from rayapp.core.errors import RayappError, StopTraining, UserError
@@ -39,18 +30,16 @@ if TYPE_CHECKING:
     trl_config: Callable[..., GivenRun]
 
 __all__ = [
-    "CodingTask", "Config", "Evaluation", "RayappError", "Rescored", "Reward", "Run", "Sandbox", "SandboxPool",
+    "CodingTask", "Config", "Evaluation", "RayappError", "Reward", "Run", "Sandbox", "SandboxPool",
     "SandboxSpec", "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate",
-    "evaluate_async", "load_config", "open_run", "rescore", "score", "score_async", "sft", "sft_async",
-    "train", "train_async", "trl_config",
+    "load_config", "open_run", "score", "sft", "train", "trl_config",
 ]  # fmt: skip
 
 _PLACES = {
-    "rayapp.api.rescoring": ("Rescored", "rescore"),
     "rayapp.api.run": ("Run", "open_run"),
-    "rayapp.api.running": ("Evaluation", "evaluate", "evaluate_async", "sft", "sft_async", "train", "train_async"),
+    "rayapp.api.running": ("Evaluation", "evaluate", "sft", "train"),
     "rayapp.api.sandboxes": ("Sandbox", "SandboxPool"),
-    "rayapp.api.scoring": ("score", "score_async"),
+    "rayapp.api.scoring": ("score",),
     "rayapp.config.config": ("Config",),
     "rayapp.config.loading": ("load_config",),
     "rayapp.core.errors": ("RayappError", "StopTraining", "UserError"),

@@ -41,7 +41,10 @@ class GivenRun:
 
     def __str__(self) -> str:
         """Return `rows` as text, one line for each field."""
-        lines = (f"{row.key} = {row.value!r}: {row.where or row.landing.note}" for row in self.rows)
+        lines = (
+            f"{row.key} = {row.value!r}: {row.outcome}{f' ({note})' if (note := row.landing.note) else ''}"
+            for row in sorted(self.rows, key=lambda row: row.rank)
+        )
         return "\n".join(lines)
 
 

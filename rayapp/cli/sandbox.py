@@ -189,10 +189,10 @@ def serve(
 def _serving(
     config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
 ) -> AbstractAsyncContextManager[str]:
+    from rayapp.core.names import load_extra
     from rayapp.sandbox.service.app import serving
-    from rayapp.tasks.fusion import fusion_routes
 
-    routes = fusion_routes(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
+    routes = load_extra("service.fusion:fusion_routes")(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
     return serving(config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings)
 
 

@@ -30,6 +30,8 @@ class Landing:
     """rayapp's keys with their values; empty if the key has no effect."""
     note: str = ""
     """Reason why the key has no effect, or the difference in meaning."""
+    into: str = ""
+    """Other foreign key whose rule reads this key's value."""
 
 
 Rule = Callable[[str, Any, Values], Landing]
@@ -59,6 +61,15 @@ def no_effect(why: str) -> Rule:
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note=why)
+
+    return rule
+
+
+def folded(into: str) -> Rule:
+    """Return a rule for a key that the rule of another key reads."""
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        return Landing(into=into)
 
     return rule
 
@@ -132,9 +143,15 @@ class KeyRow:
     """True if the user did not set the key, and the value is verl's default."""
 
     @property
-    def where(self) -> str:
-        """`train.num_steps = 1`; empty if the key has no effect."""
-        return ", ".join(f"{key} = {shown(value)}" for key, value in self.landing.settings.items())
+    def outcome(self) -> str:
+        """What became of the key: `train.num_steps = 1`, `folded into KEY`, or `ignored`."""
+        set_here = ", ".join(f"{key} = {shown(value)}" for key, value in self.landing.settings.items())
+        return set_here or (f"folded into {self.landing.into}" if self.landing.into else "ignored")
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        """Place in a list that begins with the keys that set something, those of the user first."""
+        return not self.landing.settings, not self.landing.into, self.is_default
 
 
 def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:

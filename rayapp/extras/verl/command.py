@@ -41,7 +41,7 @@ def import_verl_command(
     """Print a verl configuration as a rayapp config; a table on stderr shows what became of each key. Unknown keys are
     errors.
 
-    A launch script is parsed, never run. Without FILE, the overrides apply to verl's defaults.
+    A launch script runs in a sandbox, where nothing trains. Without FILE, the overrides apply to verl's defaults.
     """
     typer.echo(imported(file, overrides or []).to_yaml(), nl=False)
 
@@ -70,8 +70,8 @@ def runnable(file: Path | None, overrides: list[str]) -> Config:
 
 
 def print_table(imported: Imported) -> None:
-    """Print to stderr, for each key of verl, the setting that it became, or why it has no effect. Stdout is for the
-    config."""
+    """Print to stderr what became of each key of verl: first the keys that set something, then those folded into
+    others, then those ignored. Stdout is for the config."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -79,9 +79,17 @@ def print_table(imported: Imported) -> None:
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=_WIDTH_OF_FILES)
-    table = Table("verl", "here", "note", title="What becomes of each key")
-    for row in imported.rows:
+    table, width = Table("verl", "here", "note", title="What becomes of each key"), console.width // 3
+    for row in sorted(imported.rows, key=lambda row: row.rank):
         said = "verl's default; " if row.is_default else ""
-        note = (said + row.landing.note).removesuffix("; ")
-        table.add_row(escape(f"{row.key} = {row.value}"), escape(row.where) or "[dim]no effect[/dim]", escape(note))
+        given = shortened(f"{row.key} = {row.value}", width)
+        table.add_row(
+            escape(given), escape(shortened(row.outcome, width)), escape((said + row.landing.note).removesuffix("; "))
+        )
     console.print(table)
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a key with its value in at most `width` characters, without its middle: the ends tell keys apart."""
+    head = width // 4
+    return text if len(text) <= width else f"{text[:head]}…{text[len(text) - width + head + 1 :]}"

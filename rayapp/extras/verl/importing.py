@@ -28,8 +28,7 @@ from rayapp.config.foreign_keys import (
 )
 from rayapp.core.errors import ConfigError
 from rayapp.extras.verl.arithmetic import STEPS
-from rayapp.extras.verl.keys import DEFAULTS, RENAMED, TABLE
-from rayapp.extras.verl.script import read_script
+from rayapp.extras.verl.keys import COUNTERPARTS, DEFAULTS, RENAMED, TABLE
 
 _HYDRA = ("hydra", "defaults")
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -45,7 +44,7 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
 
     Args:
         path: the file that `--config-name` names; None: no file.
-        overrides: as on verl's command line: key=value, +key=value or ++key=value.
+        overrides: as on verl's command line: key=value, +key=value, ++key=value or ~key.
     Raises:
         ConfigError: the file can't be read, is not based on ppo_trainer, or an override is malformed.
     """
@@ -53,6 +52,10 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
         path, overrides = _of_script(Path(path), overrides)
     values = dict(_flat(_load(Path(path)))) if path is not None else {}
     for override in overrides:
+        if override.startswith("~"):  # Hydra's way to delete a key, or a whole section
+            deleted = override[1:].partition("=")[0]
+            values = {key: value for key, value in values.items() if not f"{key}.".startswith(f"{deleted}.")}
+            continue
         key, value = _parse_override(override)
         # An override of a whole section replaces the keys that the file has in that section.
         for below in [name for name in values if name.startswith(f"{key}.")]:
@@ -73,6 +76,8 @@ def _is_script(path: Path) -> bool:
 
 def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the config file of a script's command, if any, and the command's overrides followed by `overrides`."""
+    from rayapp.extras.verl.script import read_script  # sandboxes take a second to import
+
     launch = read_script(path, overridden=[override.partition("=")[0].lstrip("+") for override in overrides])
     options: dict[str, str] = {}
     found: list[str] = []
@@ -208,9 +213,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     key = key.lstrip("+")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form key=value, as on verl's command line")
-    if key.startswith("~"):
-        raise ConfigError(f"override {override!r} deletes a key, which can't be imported; remove the key from the file")
+        raise ConfigError(f"override {override!r} is not of the form key=value or ~key, as on verl's command line")
     try:
         return key, yaml_number(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -322,13 +325,10 @@ def _landing(key: str, value: Any, values: Values) -> Landing:
 
 
 def _rule(key: str) -> Rule | None:
-    if key in TABLE:
-        return TABLE[key]
     if key.endswith("._target_"):
         return no_effect("names a class of verl's")
-    parts = key.split(".")
-    sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
-    return next((TABLE[section] for section in sections if section in TABLE), None)
+    begins = (name for name in TABLE if name.endswith("*") and f"{key}.".startswith(name[:-1]))
+    return TABLE.get(key) or TABLE.get(max(begins, key=len, default=""))
 
 
 _MOST_SLIPS = 3
@@ -342,6 +342,9 @@ def _unknown(key: str) -> str:
             f"{key}: it selects another file of verl's configuration, which can't be imported; give that file's keys "
             "one by one"
         )
+    for end, counterpart in COUNTERPARTS.items():
+        if f".{key}".endswith(f".{end}"):
+            return f"{key}: verl 0.9 has no such key; give {counterpart}"
     section, _, name = key.rpartition(".")
     names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
