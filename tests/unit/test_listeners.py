@@ -23,7 +23,7 @@ LISTENING_CALLS = {
 TRIED = {
     "actors/model_server.py": "tests/unit/test_listeners.py",
     "rayapp/cli/serve.py": "tests/unit/rollout/gateway/test_open_server.py",
-    "rayapp/cli/view.py": "tests/unit/runs/test_view_server.py",
+    "rayapp/extras/view/command.py": "tests/unit/extras/view/test_view_server.py",
     "rayapp/rollout/gateway/listening.py": "tests/unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/open_server.py": "tests/unit/rollout/gateway/test_open_server.py",
     "rayapp/rollout/gateway/server.py": "tests/unit/rollout/gateway/test_server.py",

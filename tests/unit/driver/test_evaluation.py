@@ -22,13 +22,13 @@ from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled
+from rayapp.extras.view.run import ViewedRun
 from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.runs.folder import RunFolder
+from rayapp.runs.source import open_source
 from rayapp.runs.tracking.metrics import read_metrics
 from rayapp.runs.trajectories import read_groups
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.source import open_source
 from support import make
 
 NUM_PROMPTS = 3
@@ -166,7 +166,6 @@ async def test_an_evaluation_alone_is_a_folder_that_the_page_shows(tmp_path: Pat
         record([group])
         keep({"reward/mean": 0.5})
     run = ViewedRun(open_source(str(tmp_path / "eval")))
-    run.refresh()
 
     assert read_metrics(tmp_path / "eval" / "metrics.jsonl")[0]["eval/reward/mean"] == 0.5
     assert run.groups({})["rows"][0]["group_id"] == -1

@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
+from rayapp.extras.view.groups import GroupFilter, Groups, Page, find_groups
+from rayapp.extras.view.trajectory import read_group, read_trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.group import with_terms
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.details import read_group, read_trajectory
-from rayapp.runs.view.groups import GroupFilter, Page, find_groups
-from rayapp.runs.view.index import GroupIndex
-from rayapp.runs.view.source import open_source
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.verdict import Weights
@@ -138,13 +137,10 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
 
 def shown(folder: Path, tokenizer: Any) -> str:
     """Return everything that the page requests, as it is sent."""
-    index = GroupIndex(open_source(str(folder)))
-    while index.refresh():
-        pass
     source = open_source(str(folder))
     return json.dumps(
         [
-            find_groups(index, GroupFilter(), Page()),
+            find_groups(Groups(source), GroupFilter(), Page()),
             read_group(source, 1, 0),
             read_trajectory(source, 1, 0, 0, tokenizer),
         ]
