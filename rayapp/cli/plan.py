@@ -36,9 +36,9 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
     """Print the plan for GPUs of this kind. Returns True if the config fits."""
     shape, given = model_shape(config), config
     config = without_autos(shape, config, gpu)
-    for section, key in AUTOS:
-        if getattr(getattr(given, section), key) == "auto":
-            print(f"{section}.{key} is auto: planned with {getattr(getattr(config, section), key)}")
+    for name, key in AUTOS:
+        if getattr(getattr(given, name), key) == "auto":
+            print(f"{name}.{key} is auto: planned with {getattr(getattr(config, name), key)}")
     plan = plan_gpu(shape, config, gpu)
     for line in (*plan_lines(shape, config, gpu, plan), *refusal_lines(config, gpu, plan)):
         print(line)

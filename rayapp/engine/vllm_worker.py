@@ -18,7 +18,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from rayapp.engine.vllm_arguments import check_adapter, is_adapter, load_adapter
+from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import TensorEntry, checksum_of, part_of, unpack
 from rayapp.engine.weights.held import check_rounded, held_experts, held_parts, keep_sent_parts, pack_experts
@@ -81,10 +81,6 @@ class WeightUpdateExtension:
         # Do this last: a rank that raises before one of the gathers above would leave the others waiting.
         pack_experts(model)
         return len(held)
-
-    def check_adapter(self, adapter_id: int) -> None:
-        """Raise ValueError if the engine ignores some of an adapter's matrices."""
-        check_adapter(self.model_runner, adapter_id)
 
     def leave_weight_group(self) -> None:
         """Destroy the weight group, if there is one, before joining another: vLLM would leak the group's GPU memory."""

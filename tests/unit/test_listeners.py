@@ -23,8 +23,6 @@ from rayapp.core.types import RequestId, SamplingParams
 from rayapp.extras.service.fusion import fusion_routes
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.listening import bound
-from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
 from rayapp.rollout.gateway.server import Api, Gateway
 from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.view.server import make_app
@@ -41,10 +39,8 @@ LISTENING_CALLS = {
 """Names of functions and classes; a call of one of them listens, or prepares to."""
 LISTENERS = {
     "actors/model_server.py": "model server",
-    "rayapp/cli/serve.py": "serve",
     "rayapp/cli/view.py": "view",
     "rayapp/rollout/gateway/listening.py": "gateway",
-    "rayapp/rollout/gateway/open_server.py": "serve",
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/sandbox/service/app.py": "sandbox service",
 }
@@ -139,15 +135,6 @@ async def gateway(tokenizer: Any) -> AsyncIterator[Tried]:
 
 
 @asynccontextmanager
-async def serve(tokenizer: Any) -> AsyncIterator[Tried]:
-    made_of, sampling = (formats(tokenizer), engine(tokenizer)), SamplingParams(max_tokens=9)
-    calls = of_aiohttp(open_application(OpenDoor(*made_of, sampling, ["k"]), "m"))
-    opened = open_to_all(*made_of, model="m", sampling=sampling, keys=["k"], sockets=bound("127.0.0.1", 0))
-    async with opened as url, httpx.AsyncClient(base_url=url) as client:
-        yield client, {call for call in calls if call[1] not in OPEN}
-
-
-@asynccontextmanager
 async def sandbox_service(tokenizer: Any) -> AsyncIterator[Tried]:
     config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
     none: Any = None
@@ -191,7 +178,6 @@ SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Tried]]] = {
     "gateway": gateway,
     "model server": model_server,
     "sandbox service": sandbox_service,
-    "serve": serve,
     "view": view,
 }
 
