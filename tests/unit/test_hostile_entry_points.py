@@ -37,16 +37,16 @@ from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
 from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
 from rayapp.extras.repositories.task import as_answer, changed_files, read_answer
 from rayapp.extras.service.fusion import fusion_routes
+from rayapp.extras.view.run import ViewedRun
+from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.server import make_app
-from rayapp.runs.view.source import open_source
 from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
@@ -55,6 +55,7 @@ from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ArgumentChecker, read_arguments
+from support import make
 from support.hermes import HermesParser
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
@@ -249,12 +250,7 @@ def formats(tokenizer: Any) -> Formats:
 
 
 def engine(tokenizer: Any) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: "yes",
-        end_id=tokenizer.eos_token_id,
-    )
+    return make.engine(tokenizer, lambda name, ids: "yes")
 
 
 def aiohttp_routes(app: Any) -> set[str]:
@@ -310,9 +306,7 @@ def _degenerate(group: Group) -> Group:
 async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     (folder / "trajectories").mkdir()
     write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [_degenerate(hostile_group(0))])
-    viewed = ViewedRun(open_source(str(folder)))
-    viewed.refresh()
-    app = make_app([viewed])
+    app = make_app([ViewedRun(open_source(str(folder)))])
     inner: Any = app._app  # type: ignore[attr-defined]
     routes = {each.path_format if isinstance(each, Route) else each.path for each in inner.routes}
     assert all(isinstance(each, Route | Mount) for each in inner.routes)
@@ -471,7 +465,6 @@ ROOMS = (
     "rayapp/extras",
     "rayapp/tools",
     "rayapp/sandbox",
-    "rayapp/runs/view",
     "actors",
 )
 """Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
@@ -489,7 +482,7 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
-    "rayapp/runs/view/server.py": "view",
+    "rayapp/extras/view/server.py": "view",
     **{
         f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
         for name in ("manifest", "pull", "sources")

@@ -106,7 +106,6 @@ ELSEWHERE = (
         begins="python -m verl.trainer.main_ppo",
         why_not="trains with verl; tests/contracts/test_sandbox_fusion.py scores",
     ),
-    How(begins="rayapp compare", test="tests/unit/runs/test_comparing.py"),
     How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
     How(begins="rayapp train --verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train CONFIG --smoke", test="tests/e2e/test_smoke.py"),
@@ -130,7 +129,7 @@ ELSEWHERE = (
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp score", test="tests/contracts/test_score_command.py"),
     How(begins="rayapp task audit", test="tests/unit/extras/audit/test_audit.py"),
-    How(begins="rayapp view", test="tests/unit/runs/test_view_server.py"),
+    How(begins="rayapp view", test="tests/unit/extras/view/test_view_server.py"),
     How(begins="rayapp sandbox reap", test="tests/unit/cli/test_sandbox_reap.py"),
     How(begins="rayapp sandbox list", test="tests/unit/cli/test_sandbox_reap.py"),
     How(begins="rayapp sandbox doctor", test="tests/unit/cli/test_sandbox.py"),
@@ -154,7 +153,7 @@ ELSEWHERE = (
     How(begins="ray job", test="tests/cluster/test_jobs.py"),
     How(begins="kubectl", why_not="needs a Kubernetes cluster; tests/unit/cli/test_kuberay.py checks the manifests"),
     How(begins="helm", why_not="needs a Kubernetes cluster; the chart is rendered in tests/unit/cli/test_kuberay.py"),
-    How(begins="docker", why_not="needs Docker; the Dockerfile is linted in tests/unit/test_dockerfile.py"),
+    How(begins="docker", why_not="needs Docker; tests/e2e/test_image.py builds the image with buildah"),
     How(begins="prometheus", test="tests/cluster/test_alerts.py"),
     How(begins="python train.py", test="tests/unit/api/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
@@ -200,7 +199,6 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 HERE: dict[str, Callable[[Path], bool]] = {
     "rayapp config show configs/coding_cpu.yaml": lambda desk: True,
     "rayapp config show configs/coding_warmup_cpu.yaml rollout.group_size=8": lambda desk: True,
-    "rayapp report outputs/coding_cpu": lambda desk: any((desk / "outputs/coding_cpu/report").glob("*.html")),
     "rayapp data prepare gsm8k --source rayapp/tasks/data/library --out data/gsm8k": (
         lambda desk: (desk / "data/gsm8k/train.parquet").is_file()
     ),

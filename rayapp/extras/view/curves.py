@@ -1,6 +1,6 @@
 """Curves of a run's metrics.jsonl: read incrementally, thinned to the resolution of a screen; and the panels for them.
 
-A resumed run cuts the file; then it is read from the start. The page and the report show the same panels.
+A resumed run cuts the file; then it is read from the start. The page shows the panels that have data.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayapp.runs.source import RunSource
 from rayapp.runs.tracking.metrics import read_records
-from rayapp.runs.view.source import RunSource
 
 MAX_POINTS = 600
 Curves = dict[str, dict[str, list[float]]]
@@ -146,7 +146,7 @@ MEANINGS = {
     "Cost": "Cost of the run so far, in the unit of budget.currency, and its parts.",
     "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
 }
-"""Meaning of each panel, by title: the tooltip of the page, the caption of the report."""
+"""Meaning of each panel, by title: its tooltip on the page."""
 
 
 def _panel(section: str, title: str, *keys: str, **more: Any) -> Panel:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rayapp.core.errors import InputError, StorageUnreachableError, UserError
+from rayapp.extras.view.run import ViewedRun
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.source import open_source
 from rayapp.storage.opening import open_storage
 from support.runs import hostile_group
 
@@ -52,8 +52,6 @@ async def uri(environment: None, server: MotoServer, tmp_path: Path) -> str:
 
 async def test_a_run_in_a_bucket_is_read_like_one_in_a_folder(uri: str) -> None:
     run = ViewedRun(open_source(uri))
-    while run.refresh():
-        pass
 
     assert run.name == "my-run"
     assert run.panels()[0]["curves"]["reward/mean"] == {"steps": [1.0], "values": [0.5]}

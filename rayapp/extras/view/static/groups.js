@@ -5,19 +5,18 @@ import {announce, chip, explained, groupName, h, number, rewardBadge, statusChip
 import {go, link} from "./route.js";
 
 const PAGE_ROWS = 50;
-const FILTERS = ["text", "purpose", "step_min", "step_max", "source", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
+const FILTERS = ["purpose", "step_min", "step_max", "source", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed"];
 
 // What the table showed last, so that the way up from a group leads back to it.
 export let lastGroups = {};
 
-export async function groupsPage({run, runs, query}) {
+export async function groupsPage({run, query}) {
   lastGroups = query;
   const [facets, found] = await Promise.all([askRun(run, "facets"), askRun(run, "groups", {...query, limit: PAGE_ROWS})]);
   const title = h("div", {class: "title"}, h("h1", {}, "Groups"),
     h("span", {class: "quiet", "data-count": found.total}, `${number(found.total)} of ${number(facets.groups)} groups, ${number(facets.trajectories)} trajectories in all`));
   announce(`${found.total} groups`);
-  if (found.searched < found.files) title.append(h("span", {class: "quiet"}, `text searched in ${number(found.searched)} of ${number(found.files)} steps, newest first; `, h("a", {href: location.hash, on: {click: () => dispatchEvent(new HashChangeEvent("hashchange"))}}, "look on")));
-  return h("div", {}, title, filters(facets, query), found.rows.length ? [table(found.rows, facets, query), pager(found.total, query)] : empty(query, runs[run].index.num_pending));
+  return h("div", {}, title, filters(facets, query), found.rows.length ? [table(found.rows, facets, query), pager(found.total, query)] : empty(query));
 }
 
 function filters(facets, query) {
@@ -29,7 +28,6 @@ function filters(facets, query) {
   const [first, last] = facets.steps;
   const active = FILTERS.some((name) => query[name]);
   return h("div", {class: "filters card", role: "search"},
-    h("label", {}, "Text", h("input", {name: "text", type: "search", class: "text", placeholder: "in prompts and completions", value: query.text ?? "", "data-key": "text", on: {change: set("text")}})),
     facets.evaluated ? select("purpose", "Sampled for", [["train", "training"], ["eval", "evaluations"]], "both") : null,
     input("step_min", "From step", {min: first, max: last, placeholder: first ?? ""}), input("step_max", "to step", {min: first, max: last, placeholder: last ?? ""}),
     select("source", "Source", facets.sources.map((source) => [source, source]), "all sources"),
@@ -40,7 +38,6 @@ function filters(facets, query) {
     select("failure", "Failure", plain(facets.failures), "any or none"),
     select("signal", "Rewards", [["some", "differ (teaches)"], ["none", "all equal"]], "any"),
     facets.tools ? select("tool_failed", "Tool calls", [["some", "some failed"], ["none", "none failed"]], "any") : null,
-    query.prompt_id ? h("span", {class: "chip"}, `prompt ${query.prompt_id}`) : null,
     active ? h("a", {class: "clear", href: link("groups", {run: query.run, sort: query.sort, order: query.order})}, "Clear filters") : null);
 }
 
@@ -92,8 +89,7 @@ function pager(total, query) {
     last < total ? h("a", {rel: "next", href: to(last)}, "Next →") : h("span", {class: "quiet"}, "Next →"));
 }
 
-function empty(query, numPending) {
-  if (numPending) return h("div", {class: "empty"}, `None so far; ${number(numPending)} more steps are being read.`);
+function empty(query) {
   if (FILTERS.some((name) => query[name])) return h("div", {class: "empty"}, "No group matches the filters. ", h("a", {href: link("groups", {run: query.run})}, "Clear filters"));
   return h("div", {class: "empty"}, "This run has no trajectories: either no step is done yet, or tracking.trajectories is false.");
 }

@@ -1,16 +1,16 @@
-"""Reads back the weights with which an engine's worker computes, in the form of the tensors that the learners sent.
+"""Reads back the weights with which the pinned vLLM computes, in the form of the tensors that the learners sent.
+
+`ReadBackExtension` replaces the workers' extension (`VllmEngine.start(worker_extension_cls=...)`). After each load it
+compares checksums of what the engine holds, and `finish_update` returns the number of compared tensors.
 
 vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. In
 whatever form vLLM stores a matrix, its linear layer maps a unit vector exactly to a column of the matrix. So
 `held_parts` computes the columns that a checksum covers with the layer's own kernel, and gathers them over the ranks.
 
-vLLM keeps a layer's experts stacked, split over tensor-parallel ranks, and on CPU in the order of its kernel.
-`held_experts` yields them before they are packed; `pack_experts` packs them, and compares the output of one expert of
-each layer before and after.
-
-With `server.quantization` vLLM rounds linear layers after each load. `keep_sent_parts` keeps the checked columns of
-each matrix as it arrives, and `check_rounded` compares them with the columns that the rounded layer computes. Rounded
-experts are not compared.
+vLLM keeps a layer's experts stacked, split over tensor-parallel ranks, and on CPU in the order of its kernel. So
+`held_experts` reads them before they are packed, and afterwards `check_computes` compares the output of one expert of
+each layer. With `server.quantization` vLLM rounds linear layers after each load: `check_rounded` compares the columns
+of each matrix as it arrived with those that the rounded layer computes. Rounded experts are not compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,52 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllm.platforms import current_platform
 
-from rayapp.engine.weights.buckets import columns_of, part_of
+from rayapp.engine.vllm_worker import WeightUpdateExtension
+from rayapp.engine.weights.buckets import checksum_of, columns_of, part_of
+from rayapp.engine.weights.reload_workarounds import expert_layers
+
+
+class ReadBackExtension(WeightUpdateExtension):
+    """The product's extension, which also compares what the model holds after each load."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        keep_sent_parts(self.model_runner.get_model())
+
+    def seal_weights(self, checksums: dict[str, int]) -> int:
+        model = self.model_runner.get_model()
+        held = check(held_experts(model, checksums), checksums)
+        experts = [last_expert(layer) for layer in expert_layers(model)]
+        super().seal_weights(checksums)
+        for layer, *matrices in experts:
+            if current_platform.is_cpu() and layer.activation.value in _ACTIVATIONS:
+                check_computes(layer, len(layer.w13_weight) - 1, *matrices)
+        return len(held) + self.check_held(checksums, with_experts=False)
+
+    def check_held(self, checksums: dict[str, int], with_experts: bool = True) -> int:
+        """Compare without a load before it: matrices of experts are packed then, so that none of theirs is equal."""
+        model, architecture = self.model_runner.get_model(), self.model_runner.model_config.hf_text_config
+        held = check(held_experts(model, checksums), checksums) if with_experts else set()
+        held |= check(held_parts(model, checksums, tied=architecture.tie_word_embeddings), checksums)
+        return len(held | check_rounded(model, checksums))
+
+
+def check(parts: Iterable[tuple[str, Tensor]], checksums: Mapping[str, int]) -> set[str]:
+    """Compare each tensor's checksum with the learner's. Returns the tensors' names."""
+    found = [(name, checksum_of(part)) for name, part in parts]
+    wrong = [name for name, value in found if value != checksums[name]]
+    if wrong:
+        raise ValueError(f"the weights held by this server have other checksums: {', '.join(wrong[:3])}")
+    return {name for name, _ in found}
+
+
+def last_expert(layer: Any) -> tuple[Any, ...]:
+    """The layer, and copies of the plain matrices (and biases) of its last expert."""
+    names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+    return layer, *(getattr(layer, name)[-1].float() for name in names if hasattr(layer, name))
+
 
 EXACT = (torch.bfloat16, torch.float32)
 """Number formats that hold the sent values (bfloat16) exactly; other formats round them."""
@@ -288,26 +332,19 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def held_experts(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, part of the tensor) for each name in `names` that is a matrix of experts. Call it before
-    `pack_experts`.
+    """Yield (name, part of the tensor) for each name in `names` that is a matrix of experts, before they are packed.
 
     All tensor-parallel ranks call it together. Layers whose kernel stores experts in an order of its own yield nothing.
     """
     from vllm.distributed import get_tp_group
 
     by_place, num_ranks = {place_of(name): name for name in names}, get_tp_group().world_size
-    for layer in _layers(model):
+    for layer in expert_layers(model):
         for place, parts, dim in _parts(layer):
             name = by_place.get(place_of(place))
             if name is not None and parts[0].dtype in EXACT:
                 whole = [gathered(part, dim, num_ranks) for part in parts]
                 yield name, part_of(name, torch.cat(whole, dim) if len(whole) > 1 else whole[0])
-
-
-def _layers(model: Any) -> Iterator[Any]:
-    for layer in model.modules():
-        if hasattr(layer, "w13_weight") and hasattr(layer, "quant_method"):
-            yield layer
 
 
 def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
@@ -337,28 +374,6 @@ def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
         yield f"{place}.{number}.{layer.ckpt_gate_proj_name}.weight", [gates[number]], 0
         yield f"{place}.{number}.{layer.ckpt_up_proj_name}.weight", [ups[number]], 0
         yield f"{place}.{number}.{layer.ckpt_down_proj_name}.weight", [down[number]], 1
-
-
-def pack_experts(model: Any) -> None:
-    """Bring the experts' matrices into the order that the CPU kernel reads. Does nothing on a GPU.
-
-    vLLM 0.30 does this only at the first load, when it makes the kernel. After a second load the kernel would read
-    plain matrices as if they were packed, and checksums of norms and biases would not reveal it.
-
-    Raises:
-        ValueError: an expert's output is not the product with its matrices.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    for layer in _layers(model):
-        number = layer.w13_weight.shape[0] - 1
-        matrices = layer.w13_weight[number].float(), layer.w2_weight[number].float()
-        biases = (layer.w13_bias[number].float(), layer.w2_bias[number].float()) if hasattr(layer, "w13_bias") else ()
-        layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-        if layer.activation.value in _ACTIVATIONS:
-            check_computes(layer, number, *matrices, *biases)
 
 
 def check_computes(

@@ -1,4 +1,4 @@
-"""The data behind `rayapp view`, without server or browser: curves, index of groups, details, differences."""
+"""The data behind `rayapp view`, without server or browser: curves, groups, details."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord, Fork, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
-from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.curves import MEANINGS, PANELS, Metrics, Panel, curve, keys_of_panel
-from rayapp.runs.view.details import (
+from rayapp.extras.view.curves import MEANINGS, PANELS, Metrics, Panel, curve, keys_of_panel
+from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups, neighbours, preview
+from rayapp.extras.view.run import ViewedRun, run_state
+from rayapp.extras.view.trajectory import (
     cut,
-    diff_lines,
     group_advantages,
     read_group,
     read_trajectory,
     token_texts,
     turns_of,
 )
-from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, preview, same_prompt
-from rayapp.runs.view.index import GroupIndex, TextSearch
-from rayapp.runs.view.run import ViewedRun, run_state
-from rayapp.runs.view.source import open_source, run_uris
-from support.timing import takes_at_most_s
+from rayapp.runs.source import open_source, run_uris
+from rayapp.runs.trajectories import write_trajectories
 
 
 def trajectory(reward: float, *, status: str = "scored", text: str = "x = 1", terms: dict[str, float] | None = None):
@@ -67,14 +64,11 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def index_of(folder: Path) -> GroupIndex:
-    index = GroupIndex(open_source(str(folder)))
-    while index.refresh():
-        pass
-    return index
+def index_of(folder: Path) -> Groups:
+    return Groups(open_source(str(folder)))
 
 
-def found(index: GroupIndex, **asked: str) -> list[int]:
+def found(index: Groups, **asked: str) -> list[int]:
     return [row["group_id"] for row in find_groups(index, GroupFilter.parse(asked), Page.parse(asked))["rows"]]
 
 
@@ -158,23 +152,13 @@ def test_facets_say_what_there_is(run: Path) -> None:
     assert said["reward_statuses"] == ["scored", "timeout"]
 
 
-def test_groups_of_one_prompt_are_found_over_the_run(run: Path) -> None:
-    index = index_of(run)
-    prompt_id = find_groups(index, GroupFilter(step_max=1, task="sort"), Page())["rows"][0]["prompt_id"]
-
-    assert [(row["step"], row["group_id"]) for row in same_prompt(index, prompt_id)] == [(1, 0), (2, 2)]
-
-
 def test_new_steps_are_taken_in_and_those_of_a_resumed_run_replaced(run: Path) -> None:
     index = index_of(run)
-    before = index.progress().revision
+    assert found(index) == [2, 3, 0, 1]
     (run / "trajectories" / "step=000002.parquet").unlink()
     write_trajectories(run / "trajectories" / "step=000002.parquet", 2, [group(7, trajectory(0.25))])
 
-    index.refresh()
-
     assert found(index) == [7, 0, 1]
-    assert index.progress().revision > before
 
 
 def test_a_file_that_is_half_there_is_a_problem_on_the_page_and_the_rest_is_shown(run: Path) -> None:
@@ -184,8 +168,23 @@ def test_a_file_that_is_half_there_is_a_problem_on_the_page_and_the_rest_is_show
     index = index_of(run)
 
     assert found(index) == [2, 3, 0, 1]
-    (problem,) = index.progress().problems
+    (problem,) = index.problems
     assert problem.startswith("step=000003.parquet can't be read")
+
+
+def test_a_file_with_a_damaged_page_is_a_problem_on_the_page_and_the_rest_is_shown(run: Path) -> None:
+    file = run / "trajectories" / "step=000002.parquet"
+    table = pq.ParquetFile(file).metadata.row_group(0)
+    names = [table.column(i).path_in_schema for i in range(table.num_columns)]
+    column = table.column(names.index("reward"))
+    damaged = bytearray(file.read_bytes())
+    damaged[column.data_page_offset + column.total_compressed_size - 2] ^= 0xFF
+    file.write_bytes(damaged)
+
+    index = index_of(run)
+
+    assert found(index) == [0, 1]
+    assert index.problems[0].startswith("step=000002.parquet can't be read")
 
 
 def test_a_file_of_a_later_schema_is_told_apart(run: Path) -> None:
@@ -195,7 +194,9 @@ def test_a_file_of_a_later_schema_is_told_apart(run: Path) -> None:
     table = pq.read_table(file, partitioning=None)
     pq.write_table(table.replace_schema_metadata({b"rayapp.schema_version": b"99"}), file)
 
-    assert "trajectory schema 99, but this version reads only 1" in index_of(run).progress().problems[0]
+    index = index_of(run)
+    assert found(index) == [0, 1]
+    assert "trajectory schema 99, but this version reads only 1" in index.problems[0]
 
 
 def test_a_file_without_one_of_the_columns_is_a_problem_on_the_page_and_the_others_are_shown(run: Path) -> None:
@@ -204,8 +205,7 @@ def test_a_file_without_one_of_the_columns_is_a_problem_on_the_page_and_the_othe
     index = index_of(run)
 
     assert sorted(found(index)) == [0, 1]
-    assert "was written by an older rayapp: it has no column turns" in index.progress().problems[0]
-    assert TextSearch(open_source(str(run))).find("sum it").groups == ("1:1",)
+    assert "was written by an older rayapp: it has no column turns" in index.problems[0]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
@@ -270,15 +270,13 @@ def test_neighbours_of_a_group_lead_over_the_steps(run: Path) -> None:
     assert neighbours(index, 2, 3)["next"] is None
 
 
-def test_a_group_opens_with_its_advantages_and_its_prompt_elsewhere(run: Path) -> None:
+def test_a_group_opens_with_its_advantages_and_its_prompt(run: Path) -> None:
     viewed = ViewedRun(open_source(str(run)))
-    viewed.refresh()
 
     opened = viewed.group(1, 0)
 
     # mean 0, sample deviation sqrt(2) = 1.41421 -> 1 / (1.41421 + 1e-6) = 0.70711
     assert [one["advantage"] for one in opened["trajectories"]] == pytest.approx([0.70711, -0.70711], abs=1e-5)
-    assert [one["step"] for one in opened["same_prompt"]] == [1, 2]
     assert opened["prompt"] == "Sort it"
 
 
@@ -404,24 +402,6 @@ def test_advantages_follow_from_the_rewards(rewards, valid, algorithm, expected)
     assert ("grpo" in got.label) == (algorithm.get("adv_estimator", "grpo") == "grpo")
 
 
-def test_lines_that_differ_are_marked_where_they_do() -> None:
-    rows = diff_lines("a\nreturn xs\nold", "a\nreturn ys")
-
-    assert [row["op"] for row in rows] == ["equal", "change", "delete"]
-    assert rows[1]["left"] == [["return ", False], ["xs", True]]
-    assert rows[1]["right"] == [["return ", False], ["ys", True]]
-
-
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_a_difference_holds_both_texts_whole(left: str, right: str) -> None:
-    rows = diff_lines(left, right)
-
-    def side(name: str) -> str:
-        return "\n".join("".join(text for text, _ in row[name]) for row in rows if row[name] is not None)
-
-    assert (side("left"), side("right")) == (left, right)
-
-
 @pytest.mark.parametrize(
     ("prompt", "shown"),
     [
@@ -459,9 +439,7 @@ def evaluated(run: Path) -> ViewedRun:
     (run / "evaluations").mkdir()
     groups = [group(0, trajectory(1.0, text="Pineapple = 1")), group(1, trajectory(0.0))]
     write_trajectories(run / "evaluations" / "step=000002.parquet", 2, groups)
-    viewed = ViewedRun(open_source(str(run)))
-    viewed.refresh()
-    return viewed
+    return ViewedRun(open_source(str(run)))
 
 
 def test_evaluations_stand_among_the_groups_and_can_be_told_apart(evaluated: ViewedRun) -> None:
@@ -474,51 +452,3 @@ def test_evaluations_stand_among_the_groups_and_can_be_told_apart(evaluated: Vie
     opened = evaluated.group(2, -1)
     assert opened["trajectories"][0]["completion"] == "Pineapple = 1"
     assert opened["neighbours"] == {"previous": {"step": 2, "group_id": -2}, "next": None}
-    assert [one["step"] for one in opened["same_prompt"]] == [2, 2], "and none of training"
-
-
-def test_a_text_is_found_in_prompts_and_completions_whatever_its_case(evaluated: ViewedRun) -> None:
-    of_completion, of_prompt = evaluated.groups({"text": "PINEapple"}), evaluated.groups({"text": "sum it"})
-
-    assert [(row["step"], row["group_id"]) for row in of_completion["rows"]] == [(2, -1)]
-    assert [(row["step"], row["group_id"]) for row in of_prompt["rows"]] == [(1, 1)]
-    assert (of_completion["searched"], of_completion["files"]) == (3, 3)
-    assert evaluated.groups({"text": "sum it", "reward_min": "0.9"})["total"] == 0
-    assert evaluated.groups({"text": "100% (nothing"})["total"] == 0
-
-
-def test_a_text_is_found_in_turns_and_in_what_tools_said(tmp_path: Path) -> None:
-    call = CallRecord(name="python", arguments='{"code": "sleep(9)"}', output="Traceback")
-    turn = TurnRecord(start=2, end=4, text="I will wait", finish_reason="stop", policy_version=0, started_at_s=0.0,
-                      queued_s=0.0, generate_s=0.0, calls=(call,))  # fmt: skip
-    (tmp_path / "trajectories").mkdir()
-    rows = [group(0, replace(trajectory(1.0), turns=(turn,))), group(1, trajectory(1.0))]
-    write_trajectories(tmp_path / "trajectories" / "step=000001.parquet", 1, rows)
-    search = TextSearch(open_source(str(tmp_path)))
-
-    assert [search.find(text).groups for text in ("will wait", "sleep(9", "traceback", "nobody")] == [
-        ("1:0",), ("1:0",), ("1:0",), (),
-    ]  # fmt: skip
-
-
-def test_a_long_search_answers_in_time_and_goes_on_when_it_is_asked_again(run: Path) -> None:
-    # Each look at the clock is 3 s after the last: one file an answer.
-    now = iter(float(3 * n) for n in range(100))
-    search = TextSearch(open_source(str(run)), clock=lambda: next(now))
-
-    first, second = search.find("sort it"), search.find("sort it")
-
-    assert (first.num_searched, first.num_files, first.groups) == (1, 2, ("2:2",))
-    assert (second.num_searched, second.groups) == (2, ("2:2", "1:0"))
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [("a\nb\n" * 750, "b\na\na\n" * 500), ("\n".join(["a b " * 250] * 1500), "\n".join(["b  a " * 200] * 1500))],
-    ids=["two lines again and again", "two words again and again"],
-)
-def test_texts_that_repeat_themselves_cost_seconds_at_most_and_stay_whole(left: str, right: str) -> None:
-    with takes_at_most_s(8):  # 19 without a budget
-        rows = diff_lines(left, right)
-    shown = "\n".join("".join(piece for piece, _ in row["left"]) for row in rows if row["left"])
-    assert shown.removesuffix("\n… 1 more lines") == left.removesuffix("\n")

@@ -5,13 +5,12 @@ import {announce, h, number, visible} from "./dom.js";
 import {help, keys} from "./keys.js";
 import {comparePage} from "./compare.js";
 import {curvesPage} from "./curves.js";
-import {diffPage} from "./diff.js";
 import {groupPage} from "./group.js";
 import {groupsPage} from "./groups.js";
 import {go, link, route} from "./route.js";
 import {trajectoryPage} from "./trajectory.js";
 
-const PAGES = {curves: curvesPage, groups: groupsPage, group: groupPage, trajectory: trajectoryPage, diff: diffPage, compare: comparePage};
+const PAGES = {curves: curvesPage, groups: groupsPage, group: groupPage, trajectory: trajectoryPage, compare: comparePage};
 // Only these change while a run goes on; what somebody reads stays as it is.
 const LIVE = new Set(["curves", "groups", "compare"]);
 const POLL_MS = 2000;
@@ -52,7 +51,7 @@ const unknownPage = ({query}) => h("p", {class: "note"}, "There is no such page.
 function drawHeader(page, query, run) {
   const current = runs[run];
   const tabs = [["curves", "Curves"], ["groups", "Groups"], ["compare", "Compare"]].filter(([name]) => name !== "compare" || runs.length > 1);
-  const own = {group: "groups", trajectory: "groups", diff: "groups"}[page] ?? page;
+  const own = {group: "groups", trajectory: "groups"}[page] ?? page;
   document.getElementById("header").replaceChildren(h("div", {class: "bar"},
     h("div", {class: "who"}, runs.length > 1 ? runSelect(run, page) : visible(current?.name ?? "rayapp")),
     h("nav", {"aria-label": "Pages"}, tabs.map(([name, text]) => h("a", {href: link(name, {run}), "aria-current": own === name ? "page" : null}, text))),
@@ -69,9 +68,8 @@ function runSelect(run, page) {
 
 function runState(run) {
   const at = run.last ? `step ${number(run.last.step)}${run.num_steps ? ` of ${number(run.num_steps)}` : ""}` : "";
-  const loading = run.index.num_pending ? ` · reading ${number(run.index.num_pending)} more steps` : "";
   const kind = {running: "running", quiet: "quiet-run"}[run.state] ?? "";
-  return h("span", {class: `state ${kind}`, "data-state": run.state}, [STATES[run.state], at].filter(Boolean).join(" · ") + loading);
+  return h("span", {class: `state ${kind}`, "data-state": run.state}, [STATES[run.state], at].filter(Boolean).join(" · "));
 }
 
 function problems(run) {
@@ -97,7 +95,7 @@ async function poll() {
     const state = document.querySelector(".state");
     if (state) { state.className = "state quiet-run"; state.textContent = "the server does not answer"; }
   }
-  setTimeout(poll, runs.some((run) => run.index.num_pending) ? POLL_MS / 4 : POLL_MS);
+  setTimeout(poll, POLL_MS);
 }
 
 const isTyping = () => ["INPUT", "SELECT"].includes(document.activeElement?.tagName);

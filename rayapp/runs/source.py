@@ -17,31 +17,11 @@ import pyarrow.fs as pafs
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.files import Location
 from rayapp.runs.folder import FORMAT_FILE, check_format_text
-from rayapp.runs.mirror.layout import PROFILES
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
-_STEP_FOLDER = re.compile(r"step=\d+")
 Purpose = Literal["train", "eval"]
 FOLDERS: Mapping[Purpose, str] = {"train": "trajectories", "eval": "evaluations"}
-SCALARS = (
-    "task",
-    "prompt",
-    "reward",
-    "reward_terms",
-    "reward_status",
-    "valid",
-    "failure_kind",
-    "status",
-    "num_prompt_tokens",
-    "num_response_tokens",
-    "num_turns",
-    "min_policy_version",
-    "max_policy_version",
-    "time_generate_s",
-    "time_score_s",
-)
-"""Columns that the table of groups and the page of a group both use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +35,6 @@ class StepFile:
     """Size in bytes and time of change in ns: a different stamp means different content."""
     purpose: Purpose = "train"
     """eval: an evaluation after that step."""
-
-
-def shown_id(group_id: int, purpose: Purpose) -> int:
-    """Return a group's id on the page: evaluations count from -1 down, because their ids begin at 0 in each step.
-
-    The function is its own inverse: `shown_id(shown_id(3, "eval"), "eval")` is 3.
-    """
-    return -1 - group_id if purpose == "eval" else group_id
-
-
-def recorded_group(shown: int) -> tuple[Purpose, int]:
-    """Return the purpose and the id in the file of a group shown on the page."""
-    purpose: Purpose = "eval" if shown < 0 else "train"
-    return purpose, shown_id(shown, purpose)
 
 
 class RunSource:
@@ -94,11 +60,6 @@ class RunSource:
             if (match := _STEP_FILE.fullmatch(info.base_name)) is not None
         ]
         return sorted(files, key=lambda file: -file.step)
-
-    def profiled_steps(self) -> list[str]:
-        """Return the folders of profiled steps (`rayapp.runs.profiles`), newest step first."""
-        found = (info.base_name for info in self._list(f"{self.root}/{PROFILES}"))
-        return sorted((name for name in found if _STEP_FOLDER.fullmatch(name)), reverse=True)
 
     def read_bytes(self, name: str, *, offset: int = 0) -> bytes | None:
         """Return a small file of the run from `offset` on; None if there is no such file."""

@@ -81,7 +81,6 @@ export const WORDS = {
   "Scored in": "seconds from the last token to the verdict",
   "A": "advantage: how much better the completion is than its group; above 0, training makes its tokens likelier",
   "in no loss": "left out of the loss: no verdict was possible",
-  "Own time": "time of the operator itself, without the operators that it calls",
 };
 
 const STATUSES = {

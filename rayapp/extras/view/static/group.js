@@ -1,7 +1,6 @@
 // One group: the prompt, and its completions side by side.
 
 import {askRun} from "./api.js";
-import {chart} from "./chart.js";
 import {chip, explained, facts, groupName, h, number, rewardBadge, seconds, statusChip, visible, WORDS} from "./dom.js";
 import {lastGroups} from "./groups.js";
 import {go, link} from "./route.js";
@@ -11,7 +10,7 @@ const SORTS = {index: "as sampled", best: "best first", worst: "worst first", lo
 export async function groupPage({run, query}) {
   const group = await askRun(run, "group", {step: query.step, group: query.group});
   const sort = query.sort in SORTS ? query.sort : "index";
-  return h("div", {}, heading(group, query, sort), summary(group), promptBlock(group), sameprompt(group, query),
+  return h("div", {}, heading(group, query, sort), summary(group), promptBlock(group),
     h("h2", {}, `${group.trajectories.length} completions`),
     h("div", {class: "completions"}, ordered(group.trajectories, sort).map((one) => completion(one, group, query))));
 }
@@ -40,22 +39,6 @@ function summary(group) {
 
 function promptBlock(group) {
   return h("details", {class: "prompt card"}, h("summary", {}, "Prompt"), h("pre", {}, visible(group.prompt)));
-}
-
-function sameprompt(group, query) {
-  const others = group.same_prompt;
-  if (others.length < 2) return null;
-  const series = [{name: "mean reward of this prompt", steps: others.map((one) => one.step), values: others.map((one) => one.reward_mean ?? 0)}];
-  const at = others.findIndex((one) => one.step === group.step && one.group_id === group.group_id);
-  const target = others[at > 0 ? 0 : others.length - 1];
-  const onStep = (step) => {
-    const found = others.reduce((best, one) => Math.abs(one.step - step) < Math.abs(best.step - step) ? one : best);
-    location.hash = link("group", {run: query.run, step: found.step, group: found.group_id});
-  };
-  const diff = link("diff", {run: query.run, step: target.step, group: target.group_id, index: 0, other_step: group.step, other_group: group.group_id, other_index: 0});
-  return h("details", {class: "over-steps", open: query.same === "1" ? true : null}, h("summary", {}, `The same prompt in ${others.length} groups`),
-    h("div", {class: "charts"}, chart(series, {title: "Reward of this prompt over the run", unit: "", smooth: 1, onStep})),
-    h("p", {}, h("a", {href: diff, "data-diff": true}, `Compare with step ${target.step}`), " · ", h("a", {href: link("groups", {run: query.run, prompt_id: group.prompt_id})}, "all of them in the table")));
 }
 
 function ordered(trajectories, sort) {

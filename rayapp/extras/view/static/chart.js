@@ -100,7 +100,8 @@ function drawing(series, {width, floor, ceiling, smooth, onStep}) {
     const draw = (values, cls) => root.append(svg("path", {class: cls, d: path(one.steps, values, scaleX, scaleY), vars: {"--colour": one.colour}}));
     if (smooth > 1) draw(one.values, "line faint");
     draw(smooth > 1 ? smoothed(one.values, smooth) : one.values, "line");
-    if (one.steps.length === 1) root.append(svg("circle", {class: "dot", cx: scaleX(one.steps[0]), cy: scaleY(one.values[0]), r: 3, vars: {"--colour": one.colour}}));
+    if (one.steps.length === 1) root.append(svg("circle", {class: "dot", cx: scaleX(one.steps[0]), cy: scaleY(one.values[0]), r: 3, vars: {"--colour": one.colour}}),
+      svg("text", {class: "tick", x: scaleX(one.steps[0]) + 7, y: scaleY(one.values[0]) + 4}, visible(one.label ?? one.name)));
   });
   return {root, line, scaleX, stepAt: (px) => x0 + ((px - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0)};
 }

@@ -5,19 +5,15 @@ computes:
 
 - Advantages, recomputed from the recorded rewards because the learner's own are not recorded. For GRPO they follow from
   the group alone; for other estimators the page shows the reward minus the group's mean, with a note.
-- Differences between two completions, by line and within lines.
 - The text that each token adds, so that tokens can be coloured.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Protocol
@@ -26,7 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
-from rayapp.runs.view.source import FOLDERS, SCALARS, RunSource, recorded_group
+from rayapp.extras.view.groups import shown_id
+from rayapp.runs.source import FOLDERS, Purpose, RunSource
 
 _EPSILON = 1e-6
 
@@ -55,99 +52,6 @@ def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm:
     scale = (stdev(of_valid) if len(of_valid) > 1 else 1.0) + _EPSILON if divides else 1.0
     values = tuple((r - mean) / scale if is_valid else None for r, is_valid in zip(rewards, valid, strict=True))
     return Advantages(label="advantage (grpo)" if is_grpo else "reward − group mean", values=values)
-
-
-MAX_LINES = 1500
-MAX_LINE_CHARS = 1000
-BUDGET = 2_000_000
-"""Number of pairs of equal lines, and then of equal words, that difflib may compare; they take half a second.
-Repetitive texts have thousands of times as many pairs; text beyond the budget is shown as changed."""
-_WORDS = re.compile(r"\w+|\s+|.", re.DOTALL)
-
-
-def diff_lines(left: str, right: str) -> list[dict[str, Any]]:
-    """Return the rows of a side-by-side view.
-
-    Returns:
-        {"op": equal | change | delete | insert, "left": pieces or None, "right": pieces or None}; a piece is
-        [text, whether it differs].
-
-    Example: "a\\nb" against "a\\nc" -> an equal row a, a change row [["b", True]] against [["c", True]].
-    """
-    left_lines, right_lines = _lines(left), _lines(right)
-    rows: list[dict[str, Any]] = []
-    words = _Budget(BUDGET)
-    for is_equal, here, there in _pieces(left_lines, right_lines, _Budget(BUDGET)):
-        if is_equal:
-            rows += [_row("equal", [[line, False]], [[line, False]]) for line in here]
-        else:
-            rows += _changed(here, there, words)
-    return rows
-
-
-@dataclass(slots=True)
-class _Budget:
-    left: int
-
-    def spend(self, pairs: int) -> bool:
-        """Subtract pairs from the budget and return True; if fewer are left, change nothing and return False."""
-        if pairs > self.left:
-            return False
-        self.left -= pairs
-        return True
-
-
-def _pieces(a: Sequence[str], b: Sequence[str], budget: _Budget) -> Iterator[tuple[bool, Sequence[str], Sequence[str]]]:
-    """Yield both texts piece by piece: whether the pieces are equal, and the piece of each."""
-    i = j = 0
-    for block_i, block_j, size in [*sorted(_blocks(a, b, budget)), (len(a), len(b), 0)]:
-        if i < block_i or j < block_j:
-            yield False, a[i:block_i], b[j:block_j]
-        if size:
-            yield True, a[block_i : block_i + size], b[block_j : block_j + size]
-        i, j = block_i + size, block_j + size
-
-
-def _blocks(a: Sequence[str], b: Sequence[str], budget: _Budget) -> Iterator[tuple[int, int, int]]:
-    """Yield difflib's `get_matching_blocks` within the budget."""
-    matcher = SequenceMatcher(None, a, b, autojunk=False)
-    there = Counter(b)
-    pairs = [0, *accumulate(1 + there[line] for line in a)]
-    todo = [(0, len(a), 0, len(b))]
-    while todo:
-        i1, i2, j1, j2 = todo.pop()
-        if i1 == i2 or j1 == j2 or not budget.spend(pairs[i2] - pairs[i1]):
-            continue
-        i, j, size = matcher.find_longest_match(i1, i2, j1, j2)
-        if size:
-            yield i, j, size
-            todo += [(i1, i, j1, j), (i + size, i2, j + size, j2)]
-
-
-def _changed(left: Sequence[str], right: Sequence[str], budget: _Budget) -> list[dict[str, Any]]:
-    paired = min(len(left), len(right))
-    rows = [_row("change", *_inside(a, b, budget)) for a, b in zip(left[:paired], right[:paired], strict=True)]
-    rows += [_row("delete", [[line, True]], None) for line in left[paired:]]
-    rows += [_row("insert", None, [[line, True]]) for line in right[paired:]]
-    return rows
-
-
-def _inside(left: str, right: str, budget: _Budget) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return the pieces of two lines, marked where they differ."""
-    pieces = list(_pieces(_WORDS.findall(left), _WORDS.findall(right), budget))
-    pieces_left = [["".join(here), not is_equal] for is_equal, here, _ in pieces if here]
-    pieces_right = [["".join(there), not is_equal] for is_equal, _, there in pieces if there]
-    return pieces_left, pieces_right
-
-
-def _row(op: str, left: list[list[Any]] | None, right: list[list[Any]] | None) -> dict[str, Any]:
-    return {"op": op, "left": left, "right": right}
-
-
-def _lines(text: str) -> list[str]:
-    lines = text.split("\n")
-    shown = [line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} …" for line in lines[:MAX_LINES]]
-    return shown if len(lines) <= MAX_LINES else [*shown, f"… {len(lines) - MAX_LINES:,} more lines"]
 
 
 # A character has at most four bytes, in the worst case a token each; longer sequences are not text.
@@ -216,7 +120,11 @@ def _parse(data: bytes) -> Any:
 MAX_TEXT_CHARS = 60_000
 MAX_TOKENS = 40_000
 MAX_TRAJECTORIES = 256
-_GROUP_COLUMNS = ("index", "prefill", "completion", "reward_detail", *SCALARS)
+_GROUP_COLUMNS = (
+    "index", "prefill", "completion", "reward_detail", "task", "prompt", "reward", "reward_terms", "reward_status",
+    "valid", "failure_kind", "status", "num_prompt_tokens", "num_response_tokens", "num_turns", "min_policy_version",
+    "max_policy_version", "time_generate_s", "time_score_s",
+)  # fmt: skip
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS = "forks"
 """Column with the forks: positions of tokens that don't follow the token before them."""
@@ -338,8 +246,8 @@ def _read(
     source: RunSource, step: int, group_id: int, filters: list[Any], columns: tuple[str, ...]
 ) -> list[dict[str, Any]]:
     """Read the rows of a group. Parts of the file that can't hold them are not read."""
-    purpose, recorded_id = recorded_group(group_id)
-    filters = [("group_id", "=", recorded_id), *filters]
+    purpose: Purpose = "eval" if group_id < 0 else "train"
+    filters = [("group_id", "=", shown_id(group_id, purpose)), *filters]
     path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"
     try:
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -17,16 +16,17 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from rayapp.cli.view import address, bind
+from rayapp.cli.main import run as run_command
 from rayapp.core.errors import InputError
+from rayapp.extras.view.command import address, bind
+from rayapp.extras.view.run import ViewedRun
+from rayapp.extras.view.security import Guard, is_loopback
+from rayapp.extras.view.server import answer, make_app
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.security import Guard, is_loopback
-from rayapp.runs.view.server import answer, make_app
-from rayapp.runs.view.source import open_source
 from support.runs import hostile_group
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SCRIPT = "<script>document.title='owned'</script>"
 
 
@@ -40,9 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def client(folder: Path, token: str = "", host: str = "127.0.0.1") -> httpx.AsyncClient:
-    viewed = ViewedRun(open_source(str(folder)))
-    viewed.refresh()
-    transport = httpx.ASGITransport(app=make_app([viewed], token=token))
+    transport = httpx.ASGITransport(app=make_app([ViewedRun(open_source(str(folder)))], token=token))
     return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:8088")
 
 
@@ -82,7 +80,6 @@ async def test_nothing_can_be_written(run: Path, method: str) -> None:
         ("/api/runs/0/group?step=1", "whole numbers for step, group"),
         ("/api/runs/0/group?step=1&group=7", "step 1 has no group 7"),
         ("/api/runs/0/trajectory?step=1&group=0&index=9", "no trajectory 9"),
-        ("/api/runs/0/diff?step=1&group=0&index=0", "other_step"),
     ],
 )
 async def test_a_wrong_address_is_told_what_is_wrong(run: Path, path: str, says: str) -> None:
@@ -176,13 +173,9 @@ async def test_a_websocket_reaches_nothing_behind_the_guard(run: Path) -> None:
     assert sent == []
 
 
-async def test_the_pages_of_a_group_a_trajectory_and_a_difference_are_answered(run: Path) -> None:
+async def test_the_page_of_a_trajectory_is_answered(run: Path) -> None:
     async with client(run) as browser:
-        one = await browser.get("/api/runs/0/trajectory?step=1&group=0&index=1")
-        two = await browser.get("/api/runs/0/diff?step=1&group=0&index=0&other_step=1&other_group=0&other_index=1")
-
-    assert (one.status_code, two.status_code) == (200, 200)
-    assert two.json()["same_prompt"] is True
+        assert (await browser.get("/api/runs/0/trajectory?step=1&group=0&index=1")).status_code == 200
 
 
 def test_numbers_that_are_none_become_null() -> None:
@@ -212,32 +205,6 @@ def test_a_port_that_is_taken_is_told_with_the_way_out() -> None:
 def test_the_address_of_a_wildcard_is_this_machines_name() -> None:
     assert address("0.0.0.0", 80, "t") == f"http://{socket.gethostname()}:80/?token=t"
     assert address("::1", 80, "") == "http://[::1]:80/"
-
-
-async def test_a_run_that_goes_on_is_taken_in_by_the_background_task(run: Path) -> None:
-    viewed = ViewedRun(open_source(str(run)))
-    app = make_app([viewed], refresh_every_s=0.01)
-    write_trajectories(run / "trajectories" / "step=000002.parquet", 2, [hostile_group(1)])
-
-    async with asyncio.timeout(60), lifespan(app):
-        while viewed.facets()["groups"] != 2:
-            await asyncio.sleep(0.01)
-
-
-class lifespan:  # noqa: N801
-    """Starts and ends an application as a server does."""
-
-    def __init__(self, app) -> None:
-        self._app, self._asked, self._told = app, asyncio.Queue(), asyncio.Queue()
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._app({"type": "lifespan"}, self._asked.get, self._told.put))
-        await self._asked.put({"type": "lifespan.startup"})
-        assert (await self._told.get())["type"] == "lifespan.startup.complete"
-
-    async def __aexit__(self, *_) -> None:
-        await self._asked.put({"type": "lifespan.shutdown"})
-        await self._task
 
 
 @pytest.fixture
@@ -284,16 +251,27 @@ def test_a_browser_that_is_closed_in_the_middle_of_answers_harms_nothing(
 
 
 def test_a_folder_that_is_no_run_ends_with_the_users_exit_code(tmp_path: Path) -> None:
-    from rayapp.cli.main import run as run_command
-
     assert run_command(["view", str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize("command", ["view", "report"])
-def test_a_missing_package_is_told_with_the_way_out(run: Path, command: str) -> None:
+def test_the_list_has_each_run_with_its_state_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, last in (("slow", '"cost/total": 2.5'), ("quick\x1b[31m", '"reward/solved/mean": 0.75')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 2, "time": 1, "reward/mean": 0.2, {last}}}\n')
+        (tmp_path / name / "config.yaml").write_text("train: {num_steps: 2}\nbudget: {currency: EUR}\n")
+
+    assert run_command(["view", str(tmp_path), "--list"]) == 0
+    said = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
+
+    assert lines["run"] == ["state", "step", "reward", "solved", "cost"]
+    assert lines["slow"] == ["finished", "2/2", "0.2", "-", "2.5", "EUR"]
+    assert "\x1b" not in said
+
+
+def test_a_missing_package_is_told_with_the_way_out(run: Path) -> None:
     program = (
-        "import sys; sys.modules['duckdb'] = None; from rayapp.cli.main import run; "
-        f"sys.exit(run(['{command}', '{run}']))"
+        f"import sys; sys.modules['duckdb'] = None; from rayapp.cli.main import run; sys.exit(run(['view', '{run}']))"
     )
 
     done = subprocess.run(
@@ -302,6 +280,5 @@ def test_a_missing_package_is_told_with_the_way_out(run: Path, command: str) -> 
 
     assert done.returncode == 2
     assert (
-        done.stderr
-        == f"error: rayapp {command} needs the package duckdb: make venv, or pip install '.[view]' in a clone\n"
+        done.stderr == "error: rayapp view needs the package duckdb: make venv, or pip install '.[view]' in a clone\n"
     )
