@@ -45,10 +45,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time and cost."),
     "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm"),
-    "render-k8s": (
-        "kuberay.command:app",
-        "Write the Kubernetes manifests of a run as plain YAML, for `kubectl apply -f FOLDER`.",
-    ),
     "config": ("config:app", "Look at configurations."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.kuberay_examples import render_example
+from rayapp.cli.values import rendered
+from rayapp.config.loading import load_config, to_yaml
 from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -50,7 +51,9 @@ def test_plain_ray_job_submit_runs_the_main_program(head: Any) -> None:
 def test_rendered_rayjob_runs_as_its_sidecar_would_run_it(head: Any, tmp_path: Path) -> None:
     # The entrypoint and runtimeEnvYAML of the manifest, with the config where the pod would have it, and a command
     # that stops before it needs GPUs: an unknown model is refused first.
-    files = render_example("single-node-ack")
+    folder = ROOT / "configs" / "kuberay"
+    values = yaml.safe_load((folder / "examples" / "single-node-ack.yaml").read_text())
+    files = rendered(to_yaml(load_config(folder / "coding_8gpu_kruise.yaml")), values)
     spec = yaml.safe_load(files["rayjob.yaml"])["spec"]
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"])

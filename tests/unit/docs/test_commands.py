@@ -147,7 +147,6 @@ ELSEWHERE = (
     How(begins="rayapp models check", test="tests/unit/cli/test_model.py"),
     How(begins="rayapp plan", test="tests/unit/learner/test_memory_plan.py"),
     How(begins="rayapp doctor", test="tests/unit/cli/test_doctor.py"),
-    How(begins="rayapp render-k8s", test="tests/unit/cli/test_kuberay.py"),
     How(begins="make", why_not="installs the environment that this test runs in, or runs all tests"),
     How(begins="ray start", test="tests/cluster/test_jobs.py"),
     How(begins="ray job", test="tests/cluster/test_jobs.py"),
