@@ -254,7 +254,7 @@ async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> No
         ({"tool_choice": "required"}, "tool_choice is not supported while the policy is trained on its answers"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
-        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs 2 is not supported"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads only text"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
