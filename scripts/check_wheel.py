@@ -19,9 +19,8 @@ NEEDED = (
     "rayapp/py.typed",
     "rayapp/cli/job.yaml",
     "rayapp/tasks/library/sort_numbers.yaml",
-    "rayapp/runs/view/static/index.html",
+    "rayapp/extras/view/static/index.html",
     "rayapp/rollout/agent/templates/chatml_hermes.jinja",
-    "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
 """Files other than modules that the wheel must have. Without this check, a missing file would be noticed only in
@@ -39,7 +38,7 @@ run = rayapp.open_run("run")
 assert len(run.metrics) == 2 and run.table().num_rows == 32
 run.plot("reward/mean")
 from rayapp.cli.main import run as command
-assert command(["report", "run"]) == 0
+assert command(["view", "run", "--list"]) == 0
 assert not {"torch", "ray"} & set(sys.modules)
 """.replace("TESTS", str(ROOT / "tests"))
 OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, torch, vllm, actors.learner"]]}
