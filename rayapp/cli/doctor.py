@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -563,9 +563,26 @@ def _most_checkpoints(config: Config) -> int:
     return min(section.keep_last + section.keep_best + 1, saved)
 
 
-@app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
-def doctor(config: OptionalConfigFile = None, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
+@app.command(
+    epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2\n\n"
+    "  rayapp doctor configs/coding_8gpu.yaml --values my-values.yaml     (on KubeRay, with configs/kuberay/chart)"
+)
+def doctor(
+    config: OptionalConfigFile = None,
+    overrides: Overrides = None,
+    values: Annotated[
+        list[Path] | None, typer.Option(help="Check instead whether CONFIG fits these values of the Helm chart")
+    ] = None,
+    model_config: ModelConfig = None,
+) -> None:
     """Report what this machine has and whether CONFIG can run on it. If not, print the cure and exit with 1."""
+    if values:
+        from rayapp.cli.values import misfits
+
+        with with_model_config(loaded_config(config, overrides), model_config) as loaded:
+            found = list(misfits(loaded, values))
+        typer.echo("\n".join(found) or f"{loaded.run.name} fits the values")
+        raise typer.Exit(EXIT_FAILED if found else 0)
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)
     with with_model_config(loaded_config(config, overrides), model_config) as loaded:
