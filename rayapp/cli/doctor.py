@@ -430,7 +430,7 @@ def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
         "note",
         "history",
         f"the chat template changes parts of an earlier turn: {', '.join(lost)}. In training the policy reads its own "
-        "tokens again; behind a server that gets only messages, such as `rayapp serve`, it reads the changed text",
+        "tokens again; behind a server that gets only messages, such as `vllm serve`, it reads the changed text",
         "compare the rewards in training with those behind the server, or set agent.chat_template to a template that "
         "keeps earlier turns",
     )
