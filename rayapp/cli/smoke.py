@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli.doctor import installed
+from rayapp.cli.machine import installed
 from rayapp.config.bundles import bundles_of, num_gpus_of
 from rayapp.config.config import Config, with_values
 from rayapp.core import __version__
@@ -34,7 +34,7 @@ SHAPES = {
     "cpu": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
     "gpu": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16},
 }
-"""Shape of the model in place of one whose config.json is missing, by device; on GPUs 0.9 billion parameters."""
+"""Shape of the model in place of one without a config.json, by device; on GPUs 0.9 billion parameters."""
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -115,8 +115,9 @@ def save_random(config: Config, folder: Path) -> str:
         architecture: Any = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         done = "random weights of its shape"
     except (InputError, OSError, ValueError):
+        on_gpu = config.cluster.device != "cpu" and torch.cuda.is_available()
         architecture = LlamaConfig(
-            **SHAPES[config.cluster.device], max_position_embeddings=2 * config.max_model_tokens, bos_token_id=None,
+            **SHAPES["gpu" if on_gpu else "cpu"], max_position_embeddings=2 * config.max_model_tokens, bos_token_id=None,
             eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
         )  # fmt: skip
         done = "random weights of a small Llama"
@@ -203,8 +204,7 @@ def problems(steps: Sequence[Mapping[str, float]]) -> list[str]:
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as lines."""
-    yield ""
-    yield ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    yield "\n" + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"weights: {report['weights']}"
     yield f"\n{'step ' + str(NUM_STEPS):<26}{'measured':>12}{'planned':>12}"
     for name in dict.fromkeys((*report["measured"], *report["planned"])):
