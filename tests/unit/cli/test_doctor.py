@@ -48,19 +48,7 @@ def test_machine_names_what_it_has_without_any_secret(monkeypatch: pytest.Monkey
 
     findings = {finding.what: finding for finding in machine()}
 
-    assert {
-        "Python",
-        "torch",
-        "vLLM",
-        "ray",
-        "verl",
-        "processor",
-        "GPUs",
-        "memory",
-        "/dev/shm",
-        "disk",
-        "sandbox",
-    } <= set(findings)
+    assert {"Python", "torch", "vLLM", "processor", "GPUs", "memory", "/dev/shm", "disk"} <= set(findings)
     assert "E2B_API_KEY" in findings["keys"].detail
     assert not [finding for finding in findings.values() if "secret-value" in finding.detail + finding.cure]
 
