@@ -52,8 +52,7 @@ def smoke(config: Config) -> bool:
     measured, wrong = _measured(short, steps, (free[0] - min(free)) / 2**30), problems(steps)
     report = {"versions": versions(), "weights": weights, "measured": measured, "planned": planned, "problems": wrong}
     print(*table(report), sep="\n")
-    folder = short.run.output_dir
-    file = Path("smoke.json") if "://" in folder else Path(folder) / short.run.name / "smoke.json"
+    file = Path("smoke.json") if "://" in short.run.output_dir else short.run_folder / "smoke.json"
     write_text(file, json.dumps({**report, "steps": steps}, indent=2) + "\n")
     print(f"\nwritten: {file}")
     return not wrong
@@ -191,7 +190,6 @@ def problems(steps: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report as lines."""
     yield "\n" + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"weights: {report['weights']}"
     yield f"\n{'step ' + str(NUM_STEPS):<26}{'measured':>12}{'planned':>12}"
