@@ -21,7 +21,7 @@ REPEAT_EVERY_S = 5.0
 
 
 class Reporter:
-    """Reports the scalars of one process; `clock` returns Unix time, for metrics whose value is the time of an event."""
+    """Reports the scalars of one process; `clock` returns Unix time, for metrics that are the time of an event."""
 
     def __init__(self, run_name: str, clock: Callable[[], float] = time.time) -> None:
         self._run_name = run_name

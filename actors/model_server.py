@@ -56,7 +56,7 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
 
 
 class ModelServer(Restartable):
-    """Actor of one model server. Clients must send `key` with every request but GET /health; tests replace `command`."""
+    """Actor of one model server. Clients send `key` with every request but GET /health; tests replace `command`."""
 
     def __init__(self, config: Config, section: ModelServerSection, key: str, command: Command = vllm_serve) -> None:
         label_logs(config.run.name)

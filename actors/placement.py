@@ -117,7 +117,7 @@ class Placement:
         with_servers: bool = True,
         with_learners: bool = True,
     ) -> Placement:
-        """Reserve all bundles at once. Raises ConfigError, with the requested and the free resources: no room in time."""
+        """Reserve all bundles at once. Raises ConfigError, with requested and free resources: no room in time."""
         bundles = bundles_of(config, on_gpu=on_gpu, with_servers=with_servers, with_learners=with_learners)
         group = placement_group(
             [resources_of(bundle) for bundle in bundles], strategy="PACK", name=group_name(config.run.name)

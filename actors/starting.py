@@ -136,7 +136,7 @@ class Started:
         return [handle.name for handle in self._handles]
 
     async def close(self) -> None:
-        """Request every actor to end cleanly, then kill those that did not answer. Never raises: it runs in `finally`."""
+        """Ask every actor to end cleanly, then kill those that did not answer. Never raises: it runs in `finally`."""
         for handle in reversed(self._handles):
             if hasattr(handle, "close"):
                 try:

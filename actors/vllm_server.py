@@ -102,7 +102,7 @@ class VllmServer(Restartable):
         cohort_size: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `VllmEngine.generate`. Raises StaleVersionError: this server holds older weights than the caller needs."""
+        """See `VllmEngine.generate`. Raises StaleVersionError: this server's weights are older than the caller needs."""
         # Set no deadline: the caller has one, and a server whose update never finishes is ended at the sync's deadline.
         await self._is_settled.wait()
         engine = self._ready_engine()
@@ -257,7 +257,7 @@ class VllmServer(Restartable):
 
 
 async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
-    """Copy buckets from the object store into a file that the engine's processes, which are not Ray workers, can map."""
+    """Copy buckets from the object store into a file that the engine's processes, no Ray workers, can map."""
     entries: list[TensorEntry] = []
     checksums: dict[str, int] = {}
     for ref in buckets:

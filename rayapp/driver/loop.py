@@ -254,7 +254,7 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. After any error, StopTraining included, the step is saved."""
+    """Call `on_step`; return True if it raises StopTraining. After any error, also StopTraining, the step is saved."""
     try:
         told = on_step(step, metrics)
         if told is not None:

@@ -96,7 +96,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Context manager that watches the members. Raises RestartsUsedUpError from the block: a member died too often."""
+        """Watch the members during a block. Raises RestartsUsedUpError from the block: a member died too often."""
         for name, member in self._members.items():
             self._incarnations[name] = await member.ping(self._revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
