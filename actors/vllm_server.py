@@ -102,7 +102,7 @@ class VllmServer(Restartable):
         cohort_size: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `VllmEngine.generate`. Raises StaleVersionError: this server's weights are older than the caller needs."""
+        """See `VllmEngine.generate`. Raises StaleVersionError: this server's weights are older than needed."""
         # Set no deadline: the caller has one, and a server whose update never finishes is ended at the sync's deadline.
         await self._is_settled.wait()
         engine = self._ready_engine()
