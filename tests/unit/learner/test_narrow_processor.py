@@ -1,4 +1,4 @@
-"""A learner's step on a processor without AVX-512 and bfloat16, which oneDNN's and torch's variables imitate anywhere."""
+"""A learner's step on a processor without AVX-512 and bfloat16, which two variables imitate anywhere."""
 
 from __future__ import annotations
 
