@@ -60,6 +60,12 @@ class RunTracker:
             with self._guarded("console"):
                 self._console.phase(name)
 
+    def progress(self, text: str) -> None:
+        """Show the progress of the phase."""
+        if self._console is not None:
+            with self._guarded("console"):
+                self._console.progress(text)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step to every tracker. Failures are logged once per tracker and counted in `tracking/failed`."""
         metrics = {**metrics, **self.more_metrics(metrics)} | {"tracking/failed": float(sum(self._num_failed.values()))}
