@@ -22,10 +22,8 @@ LISTENING_CALLS = {
 """Names of functions and classes; a call of one of them listens, or prepares to."""
 TRIED = {
     "actors/model_server.py": "tests/unit/test_listeners.py",
-    "rayapp/cli/serve.py": "tests/unit/rollout/gateway/test_open_server.py",
     "rayapp/extras/view/command.py": "tests/unit/extras/view/test_view_server.py",
     "rayapp/rollout/gateway/listening.py": "tests/unit/rollout/gateway/test_server.py",
-    "rayapp/rollout/gateway/open_server.py": "tests/unit/rollout/gateway/test_open_server.py",
     "rayapp/rollout/gateway/server.py": "tests/unit/rollout/gateway/test_server.py",
     "rayapp/sandbox/service/app.py": "tests/contracts/test_mcp_server.py",
 }
@@ -35,7 +33,7 @@ WITHOUT_A_KEY = {
     "actors/learner_group.py": "finds a free port, for engine/weights/",
     "actors/spawn.py": "finds a free port; listens to nothing",
     "rayapp/core/http.py": "listens for its callers: `view` and the sandbox service",
-    "rayapp/cli/doctor.py": "tries whether a port is free",
+    "rayapp/cli/machine.py": "tries whether a port is free",
     "rayapp/engine/weights/vllm_gloo.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/learner/distributed.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/sandbox/local/doctor.py": "listens while it tries whether a sandbox can reach it",
