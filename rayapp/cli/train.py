@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides
+from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides, say_at_once
 from rayapp.core.names import load_extra
 
 app = typer.Typer()
@@ -35,6 +35,7 @@ def train(
     ] = False,
 ) -> None:
     """Train as CONFIG says. If the run has a checkpoint, continue from the last one (run.resume)."""
+    say_at_once("reading the configuration")
     from rayapp.config.loading import load_config
 
     given = overrides or []
@@ -43,6 +44,7 @@ def train(
         from rayapp.cli.smoke import smoke as run_smoke
 
         raise typer.Exit(0 if run_smoke(loaded) else EXIT_FAILED)
+    say_at_once("importing torch and Ray, then checking model, data and packages")
     from rayapp.api.running import train as run
 
     run(loaded)
@@ -85,6 +87,7 @@ def evaluate(
     """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
     import json
 
+    say_at_once("importing torch and Ray, then checking model and data")
     from rayapp.api.running import with_checkpoint_as_model
     from rayapp.config.loading import load_config
     from rayapp.driver.evaluation import run_evaluation
@@ -111,6 +114,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     If the command is called again, it continues from the last checkpoint. `rayapp train` with the same CONFIG starts
     from that model.
     """
+    say_at_once("importing torch and Ray, then checking model and data")
     from rayapp.api.running import sft as run
 
     run(config, overrides or [])

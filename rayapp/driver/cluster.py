@@ -98,6 +98,8 @@ class Cluster:
     images: ImagePlacement
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     """Function that ends these learners and starts new ones with the start model's weights."""
+    num_gpus: int = 0
+    """GPUs of all processes that hold models; 0 on a CPU."""
     num_learner_restarts: int = 0
 
     @property
@@ -335,6 +337,7 @@ async def _start(
     revive_s = timeout_s + config.server.sync_timeout_s
     supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
+        num_gpus=num_gpus_of(bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)),
         config=config,
         pool=pool,
         servers=servers,

@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ from mlflow.entities import Span as MlflowSpan
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
+from rayapp.config.config import Config
+from rayapp.core.types import Group
+from rayapp.extras.trackers.traces import Decode, Span, TracedRollout, chosen_rollouts, to_span, walk
 from rayapp.runs.tracking.background import remembered_id
-from rayapp.runs.tracking.traces import Decode, Span, TracedRollout, to_span, walk
+from rayapp.runs.tracking.trackers import flattened
+from rayapp.storage.models.tokenizer import load_tokenizer
 
 _PREVIEW_CHARS = 1000
 _NAME_CHARS = 250
@@ -130,6 +135,19 @@ _MAX_PARAM_CHARS = 500
 _MAX_PARAMS_AT_ONCE = 100
 
 
+def mlflow(config: Config, path: Path, first_step: int) -> MlflowTracker:
+    section = config.tracking
+    return MlflowTracker(
+        path,
+        uri=section.mlflow_uri,
+        experiment=section.project,
+        parameters=flattened(config),
+        load_decode=lambda: partial(load_tokenizer(config).decode, skip_special_tokens=False),
+        trace_ratio=section.trace_ratio,
+        seed=config.run.seed,
+    )
+
+
 class MlflowTracker:
     """Logs to one MLflow run, also after a resume.
 
@@ -139,6 +157,8 @@ class MlflowTracker:
         experiment: made if missing.
         parameters: the flattened configuration.
         load_decode: returns the function from token ids to text; called with the first trace, as it takes seconds.
+        trace_ratio: share of all rollouts that become traces.
+        seed: draws them.
     """
 
     def __init__(
@@ -149,6 +169,8 @@ class MlflowTracker:
         experiment: str,
         parameters: Mapping[str, str],
         load_decode: Callable[[], Decode],
+        trace_ratio: float = 0.0,
+        seed: int = 0,
     ) -> None:
         uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
@@ -156,6 +178,7 @@ class MlflowTracker:
         self._client.update_run(self._run_id, status="RUNNING")
         self._uri = uri
         self._load_decode = load_decode
+        self._ratio, self._seed = trace_ratio, seed
         self._traces: TraceWriter | None = None
 
     def _create(self, folder: Path, uri: str, experiment: str, parameters: Mapping[str, str]) -> str:
@@ -174,14 +197,16 @@ class MlflowTracker:
         values = [Metric(key, value, now_ms, step) for key, value in metrics.items() if math.isfinite(value)]
         self._client.log_batch(self._run_id, metrics=values)
 
-    def trace(self, rollouts: Sequence[TracedRollout]) -> None:
-        """Write each rollout as a trace of this run."""
-        if self._traces is None:
+    def trace(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the chosen rollouts of a step as traces of this run."""
+        chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
+        if chosen and self._traces is None:
             experiment_id = self._client.get_run(self._run_id).info.experiment_id
             self._traces = TraceWriter(
                 self._uri, experiment_id=experiment_id, run_id=self._run_id, decode=self._load_decode()
             )
-        for rollout in rollouts:
+        for rollout in chosen:
+            assert self._traces is not None
             self._traces.write(rollout)
 
     def close(self) -> None:

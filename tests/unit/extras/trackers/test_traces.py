@@ -23,12 +23,12 @@ from rayapp.core.types import (
     Trajectory,
     TurnRecord,
 )
+from rayapp.extras.trackers.traces import Span, TracedRollout, chosen_rollouts, to_span, walk
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking import trackers
 from rayapp.runs.tracking.background import MAX_WAITING_TRACES, BackgroundTracer
-from rayapp.runs.tracking.traces import Span, TracedRollout, chosen_rollouts, to_span, walk
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RAN = ExecRecord(sandbox_id="box-7", provider="local", outcome="ok", started_at_s=1002.25, duration_s=0.5)
 CALL = CallRecord(
     name="python",
@@ -167,14 +167,14 @@ def test_traces_that_nobody_takes_are_bounded() -> None:
     class Stuck:
         def log(self, step: int, metrics: object) -> None: ...
 
-        def trace(self, rollouts: Sequence[TracedRollout]) -> None: ...
+        def trace(self, step: int, groups: Sequence[Group]) -> None: ...
 
         def close(self) -> None: ...
 
     def never(step: int) -> Stuck:
         raise ConnectionError("no server")
 
-    tracer = BackgroundTracer("slow", never, ratio=1.0, seed=0)
+    tracer = BackgroundTracer("slow", never)
     tracer.close()  # its thread has ended: later groups are not traced
     for step in range(MAX_WAITING_TRACES):
         tracer.trace(step, [group(TWO_TURNS)])
@@ -273,10 +273,7 @@ def test_only_the_drivers_one_writer_opens_the_tracking_database() -> None:
     imports = re.compile(r"^\s*(from|import) mlflow\b", re.MULTILINE)
 
     importing = {name for name, text in sources.items() if imports.search(text)}
-    assert importing == {"rayapp/runs/tracking/mlflow_tracker.py"}
-    assert [name for name, text in sources.items() if "mlflow_tracker import" in text] == [
-        "rayapp/runs/tracking/trackers.py"
-    ]
+    assert importing == {"rayapp/extras/trackers/mlflow_tracker.py"}
     # The two commands that are drivers.
     assert {name for name, text in sources.items() if "trackers import" in text and "make_trackers" in text} == {
         "rayapp/driver/loop.py",
