@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from rayapp.config.config import Config, with_number_formats
-from rayapp.config.engine_args import check_installed_engine_args
+from rayapp.config.engine_args import check_names
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
@@ -114,13 +114,13 @@ class VllmEngine:
             EngineError: vLLM could not start; the message has the reason.
             ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
         """
-        check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
         config = await asyncio.to_thread(with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config)))
         set_process_environment(config)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_names(config.server.engine_args, (field.name for field in fields(AsyncEngineArgs)))
         output = EngineOutput()
         try:
             gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))

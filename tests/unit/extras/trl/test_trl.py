@@ -163,7 +163,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         translated(tmp_path, {"top_p": 0.9, "fp16": True}, **wrong)
     for said in (
-        "top_p", "fp16", "docs/judges.md", "reads_more needs trainer_state, log_extra,", "lora_dropout", "target_modules",
+        "top_p", "fp16", "docs/judges.md", "reads_more needs trainer_state, log_extra,", "lora_dropout",
+        "target_modules",
         "callbacks", "rollout_func", "rewrd_funcs", "tools",
     ):  # fmt: skip
         assert said in str(caught.value)
