@@ -26,7 +26,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.reaper import Reaper
-from rayapp.sandbox.providers.table import listing_providers
+from rayapp.sandbox.providers import listing_providers
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0

@@ -41,7 +41,7 @@ from rayapp.learner.memory.plan import (
 from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
 from rayapp.rollout.images import each_once, images_of_prompts
-from rayapp.sandbox.providers.table import image_source
+from rayapp.sandbox.providers import image_source
 
 if TYPE_CHECKING:
     from rayapp.driver.forecast import Forecast, Plays

@@ -39,6 +39,7 @@ from rayapp.config.sandbox import DaytonaConfig, E2BConfig, LocalConfig, McpConf
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
+from rayapp.core.names import load_extra
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.images.pull import TOOLS, Wanted, build, pull
@@ -50,7 +51,7 @@ from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.pool.build import labels_of
 from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
 from rayapp.sandbox.pool.reaper import reap as reap_all
-from rayapp.sandbox.providers.table import listing_providers, remote_provider
+from rayapp.sandbox.providers import listing_providers, remote_provider
 
 app = typer.Typer(no_args_is_help=True, help="Test this node's isolation, and run code in sandboxes.")
 _STOPPED = 124
@@ -161,13 +162,13 @@ def serve(
 
     Clients are served in turn, so that one with many requests does not delay the others.
     """
-    from rayapp.sandbox.service.clients import ONLY_CLIENT, read_keys
-
     sandboxes = loaded_config(config, overrides).sandbox
     if no_key and keys_file is not None:
         raise InputError("--no-key and --keys-file exclude each other: give one of them")
     key = os.environ.get(api_key_env, "")
-    keys = {} if no_key else read_keys(keys_file) if keys_file is not None else {ONLY_CLIENT: key}
+    keys = {} if no_key else {"default": key}
+    if keys_file is not None:
+        keys = load_extra("service.clients:read_keys")(keys_file)
     if not all(keys.values()):
         raise ConfigError(
             f"clients need a key, but {api_key_env} is not set: set it to a key, name a file of clients with "
@@ -189,11 +190,11 @@ def serve(
 def _serving(
     config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
 ) -> AbstractAsyncContextManager[str]:
-    from rayapp.sandbox.service.app import serving
-    from rayapp.tasks.fusion import fusion_routes
-
-    routes = fusion_routes(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
-    return serving(config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings)
+    routes = load_extra("service.fusion:fusion_routes")(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
+    serving: AbstractAsyncContextManager[str] = load_extra("service.app:serving")(
+        config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings
+    )
+    return serving
 
 
 _ENDPOINTS = """\

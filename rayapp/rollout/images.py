@@ -26,7 +26,7 @@ from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
 from rayapp.rollout.problem import agent_start
 from rayapp.sandbox.images.pull import Wanted, resolve
 from rayapp.sandbox.images.reference import is_image, parse
-from rayapp.sandbox.providers.table import image_source
+from rayapp.sandbox.providers import image_source
 from rayapp.tasks.loading import load_tasks
 
 PromptImages = tuple[tuple[str, ...], ...]

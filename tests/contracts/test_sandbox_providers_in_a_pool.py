@@ -86,7 +86,7 @@ from rayapp.config.sandbox import ProviderConfig
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.loopback import loopback_of
-from rayapp.sandbox.providers.table import remote_provider
+from rayapp.sandbox.providers import remote_provider
 
 async def main(section, connection):
     provider = remote_provider(TypeAdapter(ProviderConfig).validate_python(section))

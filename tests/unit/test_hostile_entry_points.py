@@ -33,6 +33,9 @@ from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
+from rayapp.extras.service.app import _application, serving
+from rayapp.extras.service.fusion import fusion_routes
+from rayapp.extras.service.mcp_tools import ServerLimits
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.environments.openenv import OpenEnvEpisode
 from rayapp.rollout.external_agent import _answer_in
@@ -46,12 +49,9 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.server import make_app
 from rayapp.runs.view.source import open_source
-from rayapp.sandbox.service.app import _application, serving
-from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
 from rayapp.tasks.code.conditions import holds as condition_holds
 from rayapp.tasks.custom_rewards import RewardFailedError
-from rayapp.tasks.fusion import fusion_routes
 from rayapp.tasks.judges.questions import read_answer as read_answer_of_judge
 from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
 from rayapp.tasks.repository.task import as_answer, changed_files, read_answer
@@ -510,7 +510,15 @@ async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_
 # No way in without a row ------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("rayapp/rollout", "rayapp/tasks", "rayapp/tools", "rayapp/sandbox", "rayapp/runs/view", "actors")
+ROOMS = (
+    "rayapp/rollout",
+    "rayapp/tasks",
+    "rayapp/tools",
+    "rayapp/sandbox",
+    "rayapp/runs/view",
+    "rayapp/extras",
+    "actors",
+)
 """Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
 DECODERS = {"loads", "decompress", "literal_eval", "raw_decode", "unpackb", "frombuffer"}
 SERVERS_MADE_BY = {"Application", "Starlette", "MCPServer", "start_server", "start_unix_server", "create_server"}
@@ -538,9 +546,9 @@ DECODES = {
     "rayapp/sandbox/local/inside/guest.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,
     "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
-    "rayapp/sandbox/service/app.py": "sandbox service",
-    "rayapp/sandbox/providers/relay.py": "unit/sandbox/providers/test_relay.py",
-    "rayapp/sandbox/providers/relay_program.py": OURS,
+    "rayapp/extras/service/app.py": "sandbox service",
+    "rayapp/extras/providers/relay.py": "unit/extras/providers/test_relay.py",
+    "rayapp/extras/providers/relay_program.py": OURS,
     "rayapp/sandbox/verdict/program.py": "unit/sandbox/verdict/test_results.py",
     "rayapp/tasks/audit/hunt.py": OURS,
     "rayapp/tasks/audit/subject.py": OURS,
@@ -549,7 +557,7 @@ DECODES = {
     "rayapp/tasks/data/rows.py": OURS,
     "rayapp/tasks/environments/verifiers.py": OURS,
     "rayapp/tasks/environments/verifiers_child.py": OURS,
-    "rayapp/tasks/fusion.py": "sandbox service",
+    "rayapp/extras/service/fusion.py": "sandbox service",
     "rayapp/tasks/generators.py": OURS,
     "rayapp/tasks/grading.py": OURS,
     "rayapp/tasks/judges/client.py": "answers of judges",

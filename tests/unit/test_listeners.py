@@ -20,6 +20,9 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import KEY_VARIABLE, KeyGuard, listen
 from rayapp.core.types import RequestId, SamplingParams
+from rayapp.extras.service.app import _application, serving
+from rayapp.extras.service.fusion import fusion_routes
+from rayapp.extras.service.mcp_tools import ServerLimits
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import bound
@@ -27,9 +30,6 @@ from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_
 from rayapp.rollout.gateway.server import Api, Gateway
 from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.view.server import make_app
-from rayapp.sandbox.service.app import _application, serving
-from rayapp.sandbox.service.mcp_tools import ServerLimits
-from rayapp.tasks.fusion import fusion_routes
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 
@@ -46,7 +46,7 @@ LISTENERS = {
     "rayapp/rollout/gateway/listening.py": "gateway",
     "rayapp/rollout/gateway/open_server.py": "serve",
     "rayapp/rollout/gateway/server.py": "gateway",
-    "rayapp/sandbox/service/app.py": "sandbox service",
+    "rayapp/extras/service/app.py": "sandbox service",
 }
 """File -> server of `SERVERS`, whose calls need a key."""
 WITHOUT_A_KEY = {
@@ -60,7 +60,7 @@ WITHOUT_A_KEY = {
     "rayapp/sandbox/local/doctor.py": "listens while it tries whether a sandbox can reach it",
     "rayapp/sandbox/local/levels/loopback.py": "inside a sandbox: leads to the gateway, which asks for the key",
     "rayapp/sandbox/local/levels/namespaces.py": "inside a sandbox: leads to the gateway, which asks for the key",
-    "rayapp/sandbox/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
+    "rayapp/extras/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
 }
 OPEN = {"/health", "/metrics"}
 """Paths that monitoring reads without a key: numbers, but no text and no tokens."""

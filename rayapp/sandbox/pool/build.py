@@ -23,7 +23,7 @@ from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from rayapp.sandbox.pool.stock import GRACE_S, Stock, StockRules, Supplier
 from rayapp.sandbox.pool.supply import CircuitBreaker, Supply
-from rayapp.sandbox.providers.table import local_provider, num_local_sandboxes, remote_providers
+from rayapp.sandbox.providers import local_provider, num_local_sandboxes, remote_providers
 
 
 def labels_of(run_name: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import AgentTask, SandboxSource, Task
 from rayapp.core.types import Reward, SandboxSpec
-from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.sandbox.providers import why_no_workspace
 from rayapp.sandbox.verdict.compare import same_value
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.clock import CLOCK, a_year_later

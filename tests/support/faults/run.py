@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
 from rayapp.core.types import Reward, SandboxSpec
+from rayapp.extras.providers.daytona import DaytonaProvider
+from rayapp.extras.providers.e2b import E2BProvider
+from rayapp.extras.providers.mcp import McpProvider
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.pool.build import PoolHere, build_pool
 from rayapp.sandbox.pool.client import PoolClient, PoolLease
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.providers.daytona import DaytonaProvider
-from rayapp.sandbox.providers.e2b import E2BProvider
-from rayapp.sandbox.providers.mcp import McpProvider
 from support.faults.outcome import Outcome
 from support.faults.programs import Program, draw_program, square_prompt, square_task
 from support.stubs import daytona_stub, e2b_stub, mcp_stub

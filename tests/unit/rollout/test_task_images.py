@@ -22,7 +22,7 @@ from rayapp.sandbox.images.pull import pull
 from rayapp.sandbox.images.reference import parse
 from rayapp.sandbox.images.store import open_store
 from rayapp.sandbox.local import provider
-from rayapp.sandbox.providers.table import image_source
+from rayapp.sandbox.providers import image_source
 from support.images import entry, layer, write_oci
 from support.stubs.registry_stub import RegistryStub
 

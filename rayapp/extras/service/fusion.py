@@ -29,7 +29,7 @@ from rayapp.config.agent import CodeSection
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, SandboxUnavailableError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
+from rayapp.extras.service.clients import CLIENT_HEADER, Clients
 from rayapp.sandbox.verdict.codec import off_the_loop
 from rayapp.tasks.code.languages import Language, language_of
 from rayapp.tasks.code.scoring import CodeProblem, compile_program, spec_of, write_program
@@ -86,7 +86,7 @@ class Submit(_Request):
 
 
 def fusion_routes(*, lease_timeout_s: float = 120.0, max_memory_mib: int = 4096) -> Callable[[Clients], list[Route]]:
-    """Return a function that makes the routes of the protocol. `rayapp.sandbox.service.app.serving` takes such
+    """Return a function that makes the routes of the protocol. `rayapp.extras.service.app.serving` takes such
     functions.
 
     Args:

@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from rayapp.config.sandbox import DaytonaConfig, LocalConfig, ProviderConfig, SandboxConfig
 from rayapp.core.errors import SandboxConfigError
 from rayapp.core.types import SandboxSpec
+from rayapp.extras.providers import daytona
 from rayapp.sandbox.pool.build import build_pool
-from rayapp.sandbox.providers import daytona
-from rayapp.sandbox.providers.table import local_provider, remote_provider, remote_providers, why_no_sandbox
+from rayapp.sandbox.providers import local_provider, remote_provider, remote_providers, why_no_sandbox
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
 ALL = {
     "providers": [
@@ -54,7 +54,7 @@ def test_the_local_section_is_no_remote_provider() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_no_key_of_a_provider_is_without_a_reader(section: type[BaseModel]) -> None:
-    folders = (ROOT / "rayapp/sandbox", ROOT / "actors")
+    folders = (ROOT / "rayapp/sandbox", ROOT / "rayapp/extras/providers", ROOT / "actors")
     paths = [path for folder in folders for path in folder.rglob("*.py") if path.name != "config.py"]
     text = "\n".join(path.read_text() for path in paths)
     unread = [key for key in section.model_fields if f".{key}" not in text]
@@ -116,7 +116,7 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
 def test_daytonas_sdk_is_loaded_with_its_client_and_not_within_the_first_calls_deadline() -> None:
     program = (
         "import sys\n"
-        "from rayapp.sandbox.providers.daytona import sdk\n"
+        "from rayapp.extras.providers.daytona import sdk\n"
         "found, before = sdk(), len(sys.modules)\n"
         "found.AsyncDaytona, found.CreateSandboxFromSnapshotParams, found.ListSandboxesQuery, found.SandboxState\n"
         "print(len(sys.modules) - before)\n"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxLease
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.service.clients import Clients
+from rayapp.extras.service.clients import Clients
 
 log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000

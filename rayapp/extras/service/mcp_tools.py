@@ -27,8 +27,8 @@ from pydantic import Field
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.syntax import parse
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.service.clients import CLIENT_HEADER, ONLY_CLIENT
-from rayapp.sandbox.service.sessions import SessionId, Sessions
+from rayapp.extras.service.clients import CLIENT_HEADER, ONLY_CLIENT
+from rayapp.extras.service.sessions import SessionId, Sessions
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_SHOWN_CODE_CHARS = 64_000

@@ -3,7 +3,7 @@
 POST/GET/DELETE /mcp   streamable HTTP of MCP
 GET /metrics           metrics of clients and pool, for Prometheus
 GET /health            the pool's metrics; the only route without a key
-further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.tasks.fusion`)
+further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.extras.service.fusion`)
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
 request's body, and counts the answer.
@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import listen
+from rayapp.extras.service.clients import CLIENT_HEADER, Clients
+from rayapp.extras.service.mcp_tools import SandboxTools, ServerLimits
+from rayapp.extras.service.sessions import SessionId, Sessions
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
-from rayapp.sandbox.service.mcp_tools import SandboxTools, ServerLimits
-from rayapp.sandbox.service.sessions import SessionId, Sessions
 
 PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
 MAX_BODY_BYTES = 24 << 20
