@@ -511,12 +511,7 @@ async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    "rayapp/rollout",
-    "rayapp/tasks",
-    "rayapp/tools",
-    "rayapp/sandbox",
-    "rayapp/runs/view",
-    "rayapp/extras",
+    *("rayapp/extras", "rayapp/rollout", "rayapp/runs/view", "rayapp/sandbox", "rayapp/tasks", "rayapp/tools"),
     "actors",
 )
 """Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
