@@ -98,8 +98,7 @@ class PoolActor(Restartable):
             await self._sweep()
 
     async def _sweep(self, stray_after_s: float | None = None) -> None:
-        stocks = [source.stock for source in self._pool.sources if source.stock is not None]
-        ended = sum(await asyncio.gather(*(stock.sweep(stray_after_s=stray_after_s) for stock in stocks)))
+        ended = await self._pool.stock.sweep(stray_after_s=stray_after_s) if self._pool.stock is not None else 0
         if ended:
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 

@@ -51,7 +51,7 @@ from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.pool.build import labels_of
 from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
 from rayapp.sandbox.pool.reaper import reap as reap_all
-from rayapp.sandbox.providers import listing_providers, remote_provider
+from rayapp.sandbox.providers import remote_provider
 
 app = typer.Typer(no_args_is_help=True, help="Test this node's isolation, and run code in sandboxes.")
 _STOPPED = 124
@@ -293,12 +293,12 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
         InputError: a provider is unknown.
         SandboxConfigError: there is no provider to ask, or its key or package is missing.
     """
-    providers = listing_providers(_sections(kinds, config))
+    providers = {section.type: remote_provider(section) for section in _sections(kinds, config)}
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
 
-def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
-    """Return a sandbox section with only the providers whose sandboxes are to be listed."""
+def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BConfig | DaytonaConfig]:
+    """Return the providers whose sandboxes are to be listed."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
         raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(KINDS)}")
@@ -307,7 +307,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
     chosen = [section for section in listed if not kinds or section.type in kinds]
     if not chosen:
         raise SandboxConfigError(_nothing_to_ask(kinds, config))
-    return SandboxConfig(providers=tuple(chosen))
+    return chosen
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:

@@ -20,31 +20,32 @@ from rayapp.sandbox.providers import local_provider, remote_provider, remote_pro
 
 ROOT = Path(__file__).parents[3]
 SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
-ALL = {
-    "providers": [
-        {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "local"},
-    ]
-}
+REMOTE: list[dict[str, object]] = [
+    {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
+    {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
+    {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
+]
 
 
-async def test_every_kind_of_the_schema_is_built_and_the_pool_has_a_source_for_each() -> None:
-    config = SandboxConfig.model_validate(ALL)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAYAPP_TEST_KEY", "key")
-        made = remote_providers(config)
-        pool = build_pool(config, "run")
-    assert {name: provider.name for name, provider in made.items()} == {
-        name: name for name in ("e2b", "daytona", "mcp")
-    }
-    assert local_provider(config) is not None
-    stats = pool.stats()
-    for kind in ("e2b", "daytona"):
-        assert f"sandbox/{kind}/limit" in stats, "the pool makes these"
-    for provider in made.values():
-        await provider.close()
+@pytest.mark.parametrize("section", REMOTE, ids=lambda section: str(section["type"]))
+async def test_every_kind_of_the_schema_is_built_and_has_a_pool(
+    section: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYAPP_TEST_KEY", "key")
+    config = SandboxConfig.model_validate({"providers": [section]})
+
+    ((name, provider),) = remote_providers(config).items()
+
+    assert name == provider.name == section["type"]
+    assert (f"sandbox/{name}/limit" in build_pool(config, "run").stats()) == (name != "mcp")
+    assert local_provider(config) is None
+    await provider.close()
+
+
+def test_a_run_has_one_provider() -> None:
+    for providers in ([], [{"type": "local"}, {"type": "e2b"}]):
+        with pytest.raises(ValueError, match="one provider"):
+            SandboxConfig.model_validate({"providers": providers})
 
 
 def test_the_local_section_is_no_remote_provider() -> None:
