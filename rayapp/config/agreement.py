@@ -11,7 +11,8 @@ from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.bundles import asked_servers, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
 from rayapp.config.keys import Keys, all_tasks
-from rayapp.config.other_models import SCHEME, JudgeSection, server_named
+from rayapp.config.other_models import JudgeSection
+from rayapp.core.http import SCHEME, server_named
 
 
 def check_agreement(config: Keys) -> None:

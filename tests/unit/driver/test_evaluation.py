@@ -23,14 +23,14 @@ from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled
+from rayapp.extras.view.run import ViewedRun
 from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.runs.folder import RunFolder
+from rayapp.runs.source import open_source
 from rayapp.runs.tracking.metrics import read_metrics
 from rayapp.runs.trajectories import read_groups
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.source import open_source
-from support.learners import sampled
+from support import make
 
 NUM_PROMPTS = 3
 SOURCES = [
@@ -65,7 +65,7 @@ class Worker:
         group = Group(
             group_id=request.group_id,
             prompt=Prompt(task="t", text="", token_ids=tokens[:2]),
-            trajectories=(sampled(tokens, 2, reward=1.0, policy_version=step),),
+            trajectories=(make.trajectory(tokens, 2, reward=1.0, policy_version=step),),
         )
         return summarize_group(group, time_total_s=0.0), group
 
@@ -171,7 +171,6 @@ async def test_an_evaluation_alone_is_a_folder_that_the_page_shows(tmp_path: Pat
         record([group])
         keep({"reward/mean": 0.5})
     run = ViewedRun(open_source(str(tmp_path / "eval")))
-    run.refresh()
 
     assert read_metrics(tmp_path / "eval" / "metrics.jsonl")[0]["eval/reward/mean"] == 0.5
     assert run.groups({})["rows"][0]["group_id"] == -1
