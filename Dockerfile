@@ -18,7 +18,7 @@ FROM ${PYTHON_IMAGE}
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        g++ gcc ibverbs-providers libc6-dev libibverbs1 libnuma1 librdmacm1 procps wget \
+        g++ gcc ibverbs-providers libc6-dev libibverbs1 libnuma1 librdmacm1 procps skopeo umoci wget \
     && rm -rf /var/lib/apt/lists/*
 # The code belongs to root: a run can't change it. Only these two folders, for trials, are the user's.
 RUN useradd --uid 10001 --create-home rayapp \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -274,6 +275,8 @@ def images() -> Iterator[Any]:
     """Images with this machine's programs; see `support.images`."""
     from support.images import machine_images
 
+    if not (shutil.which("skopeo") and shutil.which("umoci")):
+        pytest.skip("needs Debian's skopeo and umoci")
     with machine_images() as found:
         yield found
 

@@ -160,8 +160,7 @@ class SandboxConfig(FrozenModel):
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
     """Sandbox provider of the run, as a list with one section."""
     max_leases: int = Field(0, ge=0)
-    """Maximum number of sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers'
-    limits."""
+    """Maximum number of sandboxes in use at once, over all rollout workers. 0: the provider's limit."""
     max_waiting: int = Field(10_000, ge=1)
     """Maximum number of requests for a sandbox that wait. Further requests are refused immediately instead of timing
     out."""

@@ -18,8 +18,7 @@ from rayapp.core.http import read_key
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_extra, load_plugin
 from rayapp.core.types import AgentStart
-from rayapp.sandbox.images.pull import ImageSource
-from rayapp.sandbox.images.reference import PREFIX, is_image, parse
+from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
@@ -50,14 +49,15 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
     )
 
 
-def image_source(section: LocalConfig) -> ImageSource:
+def image_source(section: LocalConfig) -> ImageCache:
     """Return the cache of images that local sandboxes use."""
-    return ImageSource(
+    source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
         mirrors=section.image_mirrors,
         aliases=section.images,
     )
+    return source
 
 
 def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:

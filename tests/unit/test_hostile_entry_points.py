@@ -527,12 +527,10 @@ DECODES = {
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
     "rayapp/extras/view/server.py": "view",
-    **{
-        f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
-        for name in ("manifest", "pull", "sources")
-    },
-    "rayapp/sandbox/images/store.py": OURS,
-    "rayapp/sandbox/images/unpack.py": "unit/sandbox/images/test_unpack.py",
+    "rayapp/extras/images/programs.py": OURS,
+    "rayapp/extras/images/pull.py": "unit/extras/images/test_pull.py",
+    "rayapp/extras/images/store.py": OURS,
+    "rayapp/extras/images/tree.py": OURS,
     "rayapp/sandbox/local/doctor.py": OURS,
     "rayapp/sandbox/local/inside/child.py": OURS,
     "rayapp/sandbox/local/inside/guest.py": OURS,

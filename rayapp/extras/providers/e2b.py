@@ -47,7 +47,7 @@ from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import E2B, ServiceProvider, error_of, error_of_status
-from rayapp.sandbox.images.reference import PREFIX, is_image
+from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
