@@ -1,8 +1,6 @@
-"""`rayapp sandbox`: test this node's isolation, run or time code, serve sandboxes, end those left at a provider.
+"""`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
 
-doctor   try what code can reach outside of its sandbox on this node    exit 0 nothing, 1 something, 2 no isolation here
 run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
-bench    trivial executions                                            median, p99, rate
 serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
@@ -14,13 +12,9 @@ every run with this key, at the config's providers, or at those whose key is in 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import os
 import signal
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -38,16 +32,14 @@ from rayapp.core.logs import visible
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.sandbox.images import parse
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.sandbox.local.doctor import examine
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.pool.build import labels_of
 from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
 from rayapp.sandbox.pool.reaper import reap as reap_all
 from rayapp.sandbox.providers import remote_provider
 
-app = typer.Typer(no_args_is_help=True, help="Test this node's isolation, and run code in sandboxes.")
+app = typer.Typer(no_args_is_help=True, help="Run code in sandboxes, serve them, and end those that runs left.")
 _STOPPED = 124
 _READY_TIMEOUT_S = 60.0
 
@@ -55,30 +47,6 @@ LevelOption = Annotated[
     str,
     typer.Option(help="Try this level only: ns+proc, ns or ll; with loopback, for agents inside: ns+proc+lo or ns+lo"),
 ]
-
-
-@app.command()
-def doctor(
-    level: LevelOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object")] = False,
-    image: Annotated[str, typer.Option(help="Try a sandbox on this image, e.g. python:3.12-slim")] = "",
-) -> None:
-    """Print this node's isolation level, and what code in a sandbox could read, write or reach outside of it."""
-    report = run_until_done(examine(levels=_levels(level), template=parse(image).template if image else ""))
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        print(f"isolation level  {report.level}\nuser id of code  {report.uid}")
-        print(f"Landlock         ABI {report.landlock_abi}")
-        for refused, why in report.refused:
-            print(visible(f"not offered      {refused}: {why}"))
-        print(f"held             {report.num_tried - len(report.reached)} of {report.num_tried}")
-        for way in report.reached:
-            print(visible(f"BROKEN           code in a sandbox {way} outside of it"))
-    if report.level == "none":
-        raise typer.Exit(2)
-    if report.reached:
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -109,18 +77,6 @@ def run(
         raise typer.Exit(_STOPPED)
     # Exit with 128 + signal number if a signal ended the code, like shells.
     raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 - result.exit_code)
-
-
-@app.command()
-def bench(
-    executions: Annotated[int, typer.Option("-n", min=10)] = 500,
-    level: LevelOption = "",
-) -> None:
-    """Time trivial executions in one sandbox. benchmarks/sandbox.py measures more."""
-    times_ms, isolation = run_until_done(_time(executions, _levels(level)))
-    rate = 1000 / statistics.mean(times_ms)
-    p99 = statistics.quantiles(times_ms, n=100)[98]
-    print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
 
 
 KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
@@ -258,20 +214,6 @@ def _read(file: Path) -> str:
         raise InputError(f"{file} is not text: {error}") from error
     except OSError as error:
         raise InputError(f"{file} can't be read: {error.strerror}") from error
-
-
-async def _time(executions: int, levels: tuple[str, ...]) -> tuple[list[float], str]:
-    provider = LocalProvider(levels=levels)
-    try:
-        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600.0, timeout_s=_READY_TIMEOUT_S)
-        times_ms = []
-        for _ in range(executions):
-            started = time.perf_counter()
-            await sandbox.call_function("def f(x): return x", "f", [[1]], timeout_s=10.0)
-            times_ms.append((time.perf_counter() - started) * 1000)
-        return times_ms, sandbox.isolation
-    finally:
-        await asyncio.shield(provider.close())
 
 
 KINDS = ("e2b", "daytona")

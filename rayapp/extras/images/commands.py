@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from datetime import timedelta
@@ -41,37 +40,19 @@ def pull_images(
             print(visible(f"image:{hold.image.name}"), flush=True)
 
 
-@app.command(name="list")
-def list_images(
-    config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image")] = False,
-) -> None:
-    """List the images of the cache, least recently used first."""
-    store = _store(_local_section(config))
-    names = store.names()
-    found = store.images()
-    for image, used in found:
-        own = sorted(name for name, digest in names.items() if digest == image.digest) or [image.name]
-        if as_json:
-            facts = {"names": own, "digest": image.digest, "bytes": image.num_bytes, "used": used}
-            print(json.dumps({**facts, "python": image.python}))
-        else:
-            age = timedelta(seconds=max(0, int(time.time() - used)))
-            print(visible(f"{image.digest[7:19]}  {image.num_bytes / _MIB:9.1f} MiB  used {age} ago  {', '.join(own)}"))
-    if not as_json:
-        total, most = store.num_bytes() / (1 << 30), store.max_bytes / (1 << 30)
-        print(f"{len(found)} images, {total:.2f} of {most:g} GiB: {store.folder}")
-
-
 @app.command()
 def prune(
     unused_h: Annotated[
         float, typer.Option(min=0, help="Remove only images that were not used for this many hours")
     ] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the cache, least recently used first")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Remove the images that no sandbox and no pull uses, and leftovers of interrupted pulls."""
     store = _store(_local_section(config))
+    if dry_run:
+        _list_images(store)
+        return
     for image in store.prune(unused_s=3600 * unused_h):
         print(visible(f"removed {image.name}"))
 
@@ -98,3 +79,13 @@ def _local_section(config: Path | None) -> LocalConfig:
 
 def _store(section: LocalConfig) -> Store:
     return open_store(section.image_cache, section.image_cache_gib)
+
+
+def _list_images(store: Store) -> None:
+    names, found = store.names(), store.images()
+    for image, used in found:
+        own = sorted(name for name, digest in names.items() if digest == image.digest) or [image.name]
+        age = timedelta(seconds=max(0, int(time.time() - used)))
+        print(visible(f"{image.digest[7:19]}  {image.num_bytes / _MIB:9.1f} MiB  used {age} ago  {', '.join(own)}"))
+    total, most = store.num_bytes() / (1 << 30), store.max_bytes / (1 << 30)
+    print(f"{len(found)} images, {total:.2f} of {most:g} GiB: {store.folder}")
