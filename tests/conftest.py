@@ -89,7 +89,7 @@ GROUPS = {
     "unit": {
         "vllm": "vllm_adapter vllm_worker monitoring",
         "mlflow": "traces trackers",
-        "images": "pull unpack images",
+        "images": "pull tree images",
     },
     "e2e": {
         "standing_ray": (

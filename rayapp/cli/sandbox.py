@@ -229,7 +229,7 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
         InputError: a provider is unknown.
         SandboxConfigError: there is no provider to ask, or its key or package is missing.
     """
-    providers = {section.type: remote_provider(section) for section in _sections(kinds, config)}
+    providers = {str(section.type): remote_provider(section) for section in _sections(kinds, config)}
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
 
