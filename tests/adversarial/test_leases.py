@@ -24,14 +24,15 @@ sys.setrecursionlimit(10000)
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc")
 
 def folders():
-    """All folders that code sees. Of the machine's own programs only the folders near the root, and mounts."""
+    """All folders that code sees. Of the machine's own programs only folders of packages."""
     for folder, names, files in os.walk("/"):
         if folder.startswith("/proc"):
             names[:] = []
             continue
         if folder.startswith(SYSTEM) and folder.count("/") > 3:
             names[:] = [name for name in names if name in ("site-packages", "dist-packages")]
-        yield folder, files
+        if not folder.startswith(SYSTEM) or "-packages" in folder:
+            yield folder, files
 
 def write(num_files):
     """Leave whatever can be left in every folder, file and counter. Return the number of ways that worked."""
