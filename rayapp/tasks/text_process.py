@@ -5,7 +5,8 @@
 
 A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds, or forever. Meanwhile they
 hold the interpreter's lock, and a thread can't be killed. Therefore each rollout worker has one small text process (13
-MB, only the standard library and markdown-it, no secrets in its environment) that runs one call after the other. The kernel kills the
+MB, only the standard library and markdown-it, no secrets in its environment) that runs one call after the other. The
+kernel kills the
 process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU time, because a
 verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's *code* must run
 in a sandbox.
@@ -220,6 +221,7 @@ def _environment() -> dict[str, str]:
     """
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     markdown = find_spec("markdown_it")
-    assert markdown is not None and markdown.origin, "a dependency of rayapp"
+    assert markdown is not None
+    assert markdown.origin is not None
     path = os.pathsep.join([str(_PACKAGE_ROOT), str(Path(markdown.origin).parents[1])])
     return needed | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}

@@ -230,7 +230,7 @@ async def test_a_patch_that_does_not_fit_is_no_zero(sandboxes: SandboxSource, tm
 BAD: dict[str, dict[str, Any]] = {
     "it has no problem_statement": {"problem_statement": ""},
     "names 'stats.Tests.test_x'": {"FAIL_TO_PASS": ["stats.Tests.test_x"]},
-    "FAIL_TO_PASS is not JSON": {"FAIL_TO_PASS": "['a']"},
+    "it must be a list of names, or its JSON text": {"FAIL_TO_PASS": "not a list"},
     "names no test": {"FAIL_TO_PASS": []},
     "has no clone of me/other: `git clone --bare` it": {"repo": "me/other"},
     "it must be OWNER/NAME": {"repo": "../../etc"},
