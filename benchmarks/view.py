@@ -3,8 +3,8 @@
     python benchmarks/view.py [--trajectories 1000000] [--folder DIR]
 
 The benchmark writes a synthetic run, which is kept for the next time if --folder is given. It starts the command, and
-measures in headless Chromium: the time to the first rows while the index still grows; the time until the index is
-complete; the times of a filter, a sort, a group and a trajectory; and the server's memory. The output is JSON. The exit
+measures in headless Chromium: the time to the first rows; the times of a filter, a sort, a group and a trajectory; and
+the server's memory. The output is JSON. The exit
 status is 1 if a target is missed.
 """
 
@@ -61,7 +61,6 @@ async def measure(folder: Path, chromium: str) -> dict[str, Any]:
         with served(folder) as (base, pid, start_s):
             found: dict[str, Any] = {"command_to_address_s": start_s}
             found |= await _opening(page, base)
-            found |= await _whole_index(page, base)
             found |= await _using(page, base)
             found["server_rss_mib"] = rss_mib(pid)
         await browser.close()
@@ -80,17 +79,6 @@ async def _opening(page: Any, base: str) -> dict[str, float]:
     first_rows = await seconds(groups)
     paint = await page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime / 1000")
     return {"first_rows_s": first_rows, "first_contentful_paint_s": paint, "curves_s": await seconds(curves)}
-
-
-async def _whole_index(page: Any, base: str) -> dict[str, float]:
-    async def wait() -> None:
-        while True:
-            (run,) = await (await page.request.get(f"{base}/api/runs")).json()
-            if run["index"]["num_files"] and not run["index"]["num_pending"]:
-                return
-            await asyncio.sleep(0.1)
-
-    return {"index_whole_after_further_s": await seconds(wait)}
 
 
 async def _using(page: Any, base: str) -> dict[str, Any]:

@@ -13,20 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rayapp.core import __version__
 
 if TYPE_CHECKING:
-    from rayapp.api.rescoring import Rescored, rescore
+    from collections.abc import Callable
+
+    from rayapp.api.arguments import GivenRun
     from rayapp.api.run import Run, open_run
-    from rayapp.api.running import (
-        Evaluation,
-        evaluate,
-        evaluate_async,
-        sft,
-        sft_async,
-        train,
-        train_async,
-    )
+    from rayapp.api.running import Evaluation, evaluate, sft, train
     from rayapp.api.sandboxes import Sandbox, SandboxPool
-    from rayapp.api.scoring import score, score_async
-    from rayapp.api.trl import trl_config
+    from rayapp.api.scoring import score
     from rayapp.config.config import Config
     from rayapp.config.loading import load_config
     from rayapp.core.errors import RayappError, StopTraining, UserError
@@ -34,20 +27,19 @@ if TYPE_CHECKING:
     from rayapp.tasks.coding import CodingTask
     from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 
+    trl_config: Callable[..., GivenRun]
+
 __all__ = [
-    "CodingTask", "Config", "Evaluation", "RayappError", "Rescored", "Reward", "Run", "Sandbox", "SandboxPool",
+    "CodingTask", "Config", "Evaluation", "RayappError", "Reward", "Run", "Sandbox", "SandboxPool",
     "SandboxSpec", "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate",
-    "evaluate_async", "load_config", "open_run", "rescore", "score", "score_async", "sft", "sft_async",
-    "train", "train_async", "trl_config",
+    "load_config", "open_run", "score", "sft", "train", "trl_config",
 ]  # fmt: skip
 
 _PLACES = {
-    "rayapp.api.rescoring": ("Rescored", "rescore"),
     "rayapp.api.run": ("Run", "open_run"),
-    "rayapp.api.running": ("Evaluation", "evaluate", "evaluate_async", "sft", "sft_async", "train", "train_async"),
+    "rayapp.api.running": ("Evaluation", "evaluate", "sft", "train"),
     "rayapp.api.sandboxes": ("Sandbox", "SandboxPool"),
-    "rayapp.api.scoring": ("score", "score_async"),
-    "rayapp.api.trl": ("trl_config",),
+    "rayapp.api.scoring": ("score",),
     "rayapp.config.config": ("Config",),
     "rayapp.config.loading": ("load_config",),
     "rayapp.core.errors": ("RayappError", "StopTraining", "UserError"),
@@ -58,10 +50,18 @@ _PLACES = {
 _PLACE_OF = {name: module for module, names in _PLACES.items() for name in names}
 
 
+_EXTRAS = {"trl_config": "trl.translation:trl_config"}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _PLACE_OF:
+    if name in _EXTRAS:
+        from rayapp.core.names import load_extra
+
+        found = load_extra(_EXTRAS[name])
+    elif name in _PLACE_OF:
+        found = getattr(import_module(_PLACE_OF[name]), name)
+    else:
         raise AttributeError(f"module 'rayapp' has no attribute {name!r}")
-    found = getattr(import_module(_PLACE_OF[name]), name)
     globals()[name] = found
     return found
 

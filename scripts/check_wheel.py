@@ -19,9 +19,8 @@ NEEDED = (
     "rayapp/py.typed",
     "rayapp/cli/job.yaml",
     "rayapp/tasks/library/sort_numbers.yaml",
-    "rayapp/runs/view/static/index.html",
+    "rayapp/extras/view/static/index.html",
     "rayapp/rollout/agent/templates/chatml_hermes.jinja",
-    "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
 """Files other than modules that the wheel must have. Without this check, a missing file would be noticed only in
@@ -39,7 +38,7 @@ run = rayapp.open_run("run")
 assert len(run.metrics) == 2 and run.table().num_rows == 32
 run.plot("reward/mean")
 from rayapp.cli.main import run as command
-assert command(["report", "run"]) == 0
+assert command(["view", "run", "--list"]) == 0
 assert not {"torch", "ray"} & set(sys.modules)
 """.replace("TESTS", str(ROOT / "tests"))
 OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, torch, vllm, actors.learner"]]}
@@ -47,18 +46,12 @@ OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, 
 
 
 def build(folder: Path) -> Path:
-    """Build the wheel of this checkout. Return its path.
-
-    Raises:
-        CalledProcessError: the wheel can't be built.
-    """
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run([*pip, str(ROOT)], check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("rayapp-*.whl"))
 
 
 def missing(wheel: Path) -> list[str]:
-    """Return the files of NEEDED that the wheel lacks."""
     with zipfile.ZipFile(wheel) as packed:
         return sorted(set(NEEDED) - set(packed.namelist()))
 

@@ -1,11 +1,10 @@
-"""`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, they first end
-every process that they started, and then raise.
+"""`train`, `sft` and `evaluate`. On Ctrl-C or an error, they first end every process that they started, and then raise.
 
 In a script the functions run in the calling thread, which receives the signals. If this thread has a running event
 loop, as in a notebook, they run in a separate thread, and the calling thread waits for it.
 
 `with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
-made with the base model that the run's config.yaml names. `with_adapter_folders` does so for adapters.
+made with the base model that the run's config.yaml names.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from rayapp.api.run import Run
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 from rayapp.core.names import giving
-from rayapp.core.own_thread import awaited, work_apart
+from rayapp.core.own_thread import work_apart
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_torn
-from rayapp.storage.models.check import adapter_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +64,7 @@ def train(
         reward: function that scores answers to data rows, or its name.
         agent: single_turn_agent, tool_agent, or the name of a plug-in.
         on_step: function of a step's number and metrics, which is called after each step, before the next step. It may
-            be a coroutine function. `train_async` calls it in another thread.
+            be a coroutine function.
     Returns:
         The run, for reading.
     Raises:
@@ -83,9 +81,6 @@ def train(
         return Run(job.config.run_uri)
 
     return work_apart(work)
-
-
-train_async = awaited(train)
 
 
 def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
@@ -106,9 +101,6 @@ def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence
         return Run(sft_config(job.config).run_uri)
 
     return work_apart(work)
-
-
-sft_async = awaited(sft)
 
 
 def evaluate(
@@ -152,17 +144,9 @@ def evaluate(
     return work_apart(work)
 
 
-evaluate_async = awaited(evaluate)
-
-
 @contextmanager
 def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
-    """Yield the config. If `model.path` is a checkpoint, it is replaced by a model folder.
-
-    Raises:
-        InputError: the checkpoint is incomplete or damaged, has no weights, or its run's config.yaml is missing.
-        CheckpointError: the checkpoint's weights can't be read.
-    """
+    """Yield the config. If `model.path` is a checkpoint, it is replaced by a model folder."""
     path = Path(config.model.path)
     if not path.name.startswith("step=") or not path.is_dir():
         yield config
@@ -179,47 +163,6 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
     with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as folder:
         _convert(path, Path(folder))
         yield with_values(config, model={"path": folder})
-
-
-@contextmanager
-def with_adapter_folders(config: Config, adapters: Mapping[str, Path]) -> Iterator[dict[str, str]]:
-    """Yield name -> folder in peft's form for each adapter. Folders of checkpoints are temporary.
-
-    Args:
-        adapters: name -> a folder in peft's form, or a checkpoint (`checkpoints/step=…`) of a run that trains adapters.
-    Raises:
-        InputError: a path is neither, or the checkpoint's run adapts a model other than this config's.
-        CheckpointError: the adapters of a checkpoint can't be read.
-    """
-    with tempfile.TemporaryDirectory(prefix="rayapp-adapters-") as scratch:
-        folders = dict[str, str]()
-        for name, path in adapters.items():
-            try:
-                folders[name] = str(_adapter_folder(config, path, Path(scratch) / name))
-                adapter_rank(Path(folders[name]))
-            except InputError as error:
-                raise InputError(f"adapter {name}: {error}") from error
-        yield folders
-
-
-def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
-    if not path.is_dir():
-        raise InputError(f"folder {path} does not exist")
-    if not path.name.startswith("step="):
-        return path.absolute()
-    from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch, which takes seconds
-
-    _whole(path, config)
-    own = _config_of_run(path)
-    if own.learner.lora.rank == 0:
-        raise InputError(f"checkpoint {path} has no adapter: its run trains all weights. Serve it with --model.")
-    if Path(own.model.path).absolute() != Path(config.model.path).absolute():
-        raise InputError(
-            f"checkpoint {path} is an adapter of {own.model.path}, but {config.model.path} is served: give --model "
-            f"{own.model.path}"
-        )
-    checkpoint_to_adapter(own, path / "learner", out)
-    return out
 
 
 def _whole(path: Path, config: Config) -> Checkpoint:
@@ -241,7 +184,6 @@ def _convert(path: Path, out: Path) -> None:
 
 
 def _config_of_run(checkpoint: Path) -> Config:
-    """Return the config of a checkpoint's run, with the base model from which its learners started."""
     from rayapp.config.loading import load_config
     from rayapp.driver.sft import after_warmup
 

@@ -14,7 +14,7 @@ from rayapp.api.arguments import ConfigLike, Overrides, TaskLike, load
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done, side_by_side
 from rayapp.core.errors import ConfigError
-from rayapp.core.own_thread import awaited, work_apart
+from rayapp.core.own_thread import work_apart
 from rayapp.core.protocols import AgentTask, EnvironmentRow, Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.build import open_pool
@@ -58,9 +58,6 @@ def score(
     return work_apart(work)
 
 
-score_async = awaited(score)
-
-
 def as_task(task: TaskLike) -> Task:
     """Return a task: load it if a name or file is given. Raises InputError: the task can't be used."""
     found = load_task(str(task)) if isinstance(task, str | os.PathLike) else task
@@ -72,11 +69,7 @@ def as_task(task: TaskLike) -> Task:
 def score_all(
     task: Task, texts: Sequence[str], sandbox: SandboxConfig, *, seed: int, tell: Callable[[int, Reward], None]
 ) -> None:
-    """Score texts in a temporary pool. `tell` is called with the index and verdict of each text, in order.
-
-    Raises:
-        ConfigError: the task needs sandboxes on an image that no provider has.
-    """
+    """Score texts in a temporary pool. `tell` is called with the index and verdict of each text, in order."""
     if isinstance(task, AgentTask) and (why := why_no_workspace(sandbox, task.agent_start())):
         raise ConfigError(f"task {task.name} {why}")
 

@@ -5,15 +5,14 @@ the imports of another one; `COMMANDS` has the lines that `rayapp --help` prints
 config or input, 3 the budget is spent, 130 interrupted. Errors that a user can correct are printed as one message
 without a traceback.
 
-Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
-empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
+One short command is defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
+empties its staging folder.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import locale
 import logging
 import os
@@ -40,35 +39,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON.",
     ),
     "sft": ("train:app", "Train on demonstrations as section `warmup` of CONFIG says."),
-    "serve": (
-        "serve:app",
-        "Serve chat completions, completions, responses and messages, e.g. for other evaluation harnesses.",
-    ),
     "score": ("score:app", "Score completions as training would: in the sandbox, one JSON line each."),
-    "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
-    "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
-    "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
-    "list": ("view:app", "List runs, last written first: state, step, last reward and solved share, and cost so far."),
-    "compare": ("view:app", "Compare runs: key numbers, configuration keys that differ, and curves."),
+    "view": ("extras.view.command:app", "Show runs in a browser: curves, groups, completions, tokens."),
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
-    "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),
-    "gpu-check": (
-        "gpu_check.command:app",
-        "Check driver, GPU links, matrix products, vLLM, each weight transport and three steps of training.",
-    ),
-    "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm."),
-    "stop": ("jobs:app", "Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."),
-    "status": ("jobs:app", "List the jobs of a Ray cluster: job, status, seconds, run, and Ray's message."),
-    "render-k8s": (
-        "kuberay.command:app",
-        "Write the Kubernetes manifests of a run as plain YAML, for `kubectl apply -f FOLDER`.",
-    ),
+    "plan": ("plan:app", "Print a step's GPU memory by phase, its time and cost."),
+    "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm"),
     "config": ("config:app", "Look at configurations."),
+    "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a reward or a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
-    "sandbox": ("sandbox:app", "Test this node's isolation, and run code in sandboxes."),
+    "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
 }
 """Commands and groups, each with its Typer and the first sentence of its help.
@@ -173,11 +155,8 @@ def main() -> None:
 
 
 def _begin_in_utf8() -> None:
-    """Restart this program in Python's UTF-8 mode if the locale has another encoding.
-
-    The mode applies to every file and pipe, also in libraries, and child processes inherit it. With the locales C and
-    POSIX, Python uses UTF-8 anyway.
-    """
+    """Restart this program in Python's UTF-8 mode if the locale has another encoding. The mode applies to every file
+    and pipe, also in libraries and child processes. With the locales C and POSIX, Python uses UTF-8 anyway."""
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
     if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1 means that this program was already restarted
         return
@@ -186,9 +165,7 @@ def _begin_in_utf8() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors (a file
-    is missing or not readable, the disk is full), which become one line.
-    """
+    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors."""
     try:
         app(args=arguments, prog_name="rayapp")
     except SystemExit as done:
@@ -212,7 +189,6 @@ _OF_THE_USER = (PermissionError, FileNotFoundError, FileExistsError, NotADirecto
 
 
 def _told(error: OSError) -> str:
-    """Return an OSError as one line: `error: PATH: Permission denied. …`."""
     if error.filename is None:
         return f"failed: {type(error).__name__}: {first_line(error)}"
     cures = {
@@ -248,44 +224,6 @@ def sync_command(
     with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
         typer.echo(f"sending the remaining files of {folder} to {ledger.uri}")
     typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")
-
-
-@app.command(name="plugins", epilog="Examples:\n\n  rayapp plugins\n\n  rayapp plugins reverse --check")
-def plugins_command(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Plug-ins to list; none: all")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run the contract test of each plug-in's kind (rayapp.testing.plugins)")
-    ] = False,
-) -> None:
-    """List plug-ins as JSON lines: tasks, agents, rewards, tools, sandbox providers, trackers, losses, estimators.
-
-    Exits with 1 if a plug-in is broken. A broken plug-in fails only the runs that use it.
-    """
-    from rayapp.core.errors import InputError, RayappError
-    from rayapp.core.names import plugins as installed
-
-    is_well, there = True, installed()
-    if unknown := set(names or ()) - {found.name for found in there}:
-        known = ", ".join(sorted({found.name for found in there})) or "none"
-        raise InputError(f"plug-ins that are not installed: {', '.join(sorted(unknown))}. Installed are: {known}")
-    if not there:
-        typer.echo("no plug-ins are installed", err=True)
-    for found in there:
-        if names and found.name not in names:
-            continue
-        line = {"kind": found.kind, "name": found.name, "package": found.package, "place": found.place}
-        try:
-            if check:
-                from rayapp.testing.plugins import check_plugin
-
-                check_plugin(found)
-            else:
-                found.load()
-        except (RayappError, AssertionError) as error:
-            line["problem"], is_well = str(error), False
-        typer.echo(json.dumps(line))
-    if not is_well:
-        raise typer.Exit(EXIT_FAILED)
 
 
 _list_whole_sentences(app)

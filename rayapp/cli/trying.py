@@ -164,7 +164,7 @@ Run in this folder, in an environment with `rayapp[cpu]`:
     make train ARGS="train.num_steps=2"   # two steps, then without ARGS
     make view
 
-Later: `rayapp plan config.yaml cluster.device=gpu --gpu h100`, and `rayapp compare outputs/A outputs/B`.
+Later: `rayapp plan config.yaml cluster.device=gpu --gpu h100`, and `rayapp view outputs/A outputs/B`.
 """
 FILES = {
     "config.yaml": _CONFIG,

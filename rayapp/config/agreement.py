@@ -146,7 +146,7 @@ def _external_agents_fit(config: Keys) -> None:
                 "the whole vocabulary, the policy's only over tokens that fit the requested JSON or tool call. Use "
                 "free or refuse, or remove the teacher."
             )
-        others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
+        others = [section.type for section in config.sandbox.providers if section.type == "mcp"]
         if external.inside and others:
             raise ValueError(
                 f"{where}agent.external.inside is true, but the agent can't reach the policy from sandboxes of "

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from rayapp.config.base import Dtype, FrozenModel
+from rayapp.config.base import AutoDtype, Dtype, FrozenModel
 from rayapp.config.engine_args import check_engine_args
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
@@ -206,8 +206,9 @@ class ServerSection(FrozenModel):
     """Number of vLLM servers that sample; each holds the whole model."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs of one node over which a server splits the model."""
-    dtype: Dtype = "bfloat16"
-    """Number format of the servers' weights and computation."""
+    dtype: AutoDtype = "auto"
+    """Number format of the servers' weights and computation; learners send weights in this format. auto: as
+    learner.compute_dtype."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
     """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that `rayapp plan` allows,
     minus 3% of the GPU (docs/scale.md)."""
@@ -305,6 +306,9 @@ class CheckpointSection(FrozenModel):
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
     """Parts of a checkpoint. model, optimizer: a resume needs both. hf_model: also a Hugging Face folder of the
     weights."""
+    final_dtype: Dtype = "bfloat16"
+    """Number format of the weights in final/, which the last evaluation measures too. Checkpoints, and the model that a
+    warm-up hands over to GRPO, are always float32, as the learner holds them."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
@@ -345,8 +349,7 @@ class EvalSection(FrozenModel):
     """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
     affect training. 0: never evaluate."""
     before_training: bool = False
-    """Also evaluate the model from which training starts, as step 0; with a warm-up, also the model before the warm-up,
-    as the warm-up's step 0."""
+    """Also evaluate the model from which GRPO starts, after a warm-up, as step 0."""
     samples_per_task: int = Field(16, ge=1)
     """Completions per task or data row. pass@k is reported for k = 1, 2, 4, … up to this number."""
     temperature: float = Field(1.0, ge=0.0)
@@ -374,7 +377,7 @@ class ClusterSection(FrozenModel):
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
     """Seconds to wait until the cluster has the GPUs that the run needs; 0: refuse immediately. For clusters that
     autoscale, or whose workers join after the head."""
-    object_store_mib: int = Field(1024, ge=100)
+    object_store_mib: int = Field(1536, ge=100)
     """Size in MiB of the object store, if the run starts Ray. The store has to hold two copies of the weights and the
     groups in flight."""
     dashboard: bool = True

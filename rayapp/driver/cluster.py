@@ -13,15 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
-from actors.own_ray import RayConnection, one_connection, ray_session, session_of_run
+from actors.own_ray import RayConnection, one_connection, ray_session
 from actors.placement import Placement, uses_gpus, wait_for_gpus
-from actors.routing import AnyServer, GroupCalls, Router
+from actors.routing import Router
 from actors.starting import (
     NO_STAND_INS,
     ModelServerMember,
@@ -34,7 +33,6 @@ from actors.starting import (
     all_ready,
     dump_stacks,
     ready_pool,
-    running_servers,
     spawn_learners,
     spawn_model_servers,
     spawn_pool,
@@ -42,19 +40,18 @@ from actors.starting import (
     spawn_servers,
 )
 from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
-from rayapp.config.config import Config, with_addresses
+from rayapp.config.config import Config, explain_number_formats, with_addresses, with_number_formats
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
-    DeadlineError,
     LearnersLostError,
     ObjectsLostError,
     ProcessDiedError,
-    ProcessUnavailableError,
     RayappError,
     RestartsUsedUpError,
     first_error,
 )
+from rayapp.core.machine import instruction_set
 from rayapp.core.protocols import Tracker
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
@@ -69,7 +66,6 @@ from rayapp.engine.weights.sync import (
     transfer_plan,
 )
 from rayapp.rollout.images import ImagePlacement, PromptImages
-from rayapp.rollout.order import ANY_VERSION
 
 __all__ = [
     "Cluster",
@@ -80,8 +76,6 @@ __all__ = [
     "one_connection",
     "open_cluster",
     "open_learners",
-    "open_running_servers",
-    "open_servers",
     "ready_pool",
     "spawn_pool",
 ]
@@ -104,6 +98,8 @@ class Cluster:
     images: ImagePlacement
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     """Function that ends these learners and starts new ones with the start model's weights."""
+    num_gpus: int = 0
+    """GPUs of all processes that hold models; 0 on a CPU."""
     num_learner_restarts: int = 0
 
     @property
@@ -111,19 +107,13 @@ class Cluster:
         return self.config.train.max_staleness == 0
 
     def check_weights(self) -> None:
-        """Check that a server that restarts now can get weights.
-
-        Raises:
-            LearnersLostError: the weights of the last sync were lost with their node, and so were the learners.
-        """
+        """Check that a server that restarts now can get weights."""
         if self.weights.are_lost:
             raise LearnersLostError("the weights of the last sync were on a node that is gone.")
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Send the learners' weights, as this policy version, to every server. Returns `weight_sync/*` metrics.
-
-        A server that fails to load them is replaced, and the new server loads them before this method returns.
-        """
+        """Send the learners' weights, as this policy version, to every server; return `weight_sync/*`. A server that
+        fails to load them is replaced, and loads them before this method returns."""
         metrics, failed = await self.weights.sync(
             version, learners=self.learners, servers=self.servers, settled=self.supervisor.settled
         )
@@ -157,7 +147,7 @@ class Cluster:
             await self._replace(failed)  # then put the new servers to sleep
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
-        """Put the servers to sleep. Returns the servers that stayed awake, by name, with their errors."""
+        """Put the servers to sleep. Returns those that stayed awake, by name, with their errors."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
         failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
@@ -174,11 +164,7 @@ class Cluster:
         await self.learners.export_hf(folder)
 
     async def replace_learners(self, error: LearnersLostError) -> None:
-        """Start all learners again; their work since the last checkpoint is lost.
-
-        Raises:
-            RestartsUsedUpError: learners were replaced too often.
-        """
+        """Start all learners again; their work since the last checkpoint is lost."""
         limit = self.config.recovery.max_restarts
         if self.num_learner_restarts >= limit:
             raise RestartsUsedUpError(
@@ -193,31 +179,22 @@ class Cluster:
         self.learners = await self.start_learners(self.learners)
 
     async def dump_stacks(self) -> str:
-        """Return the stacks of all actors."""
         return await dump_stacks()
 
     def recovery_metrics(self) -> dict[str, float]:
-        """Return `recovery/*` metrics."""
         return self.supervisor.metrics() | {"recovery/learner_restarts": float(self.num_learner_restarts)}
 
     def metrics_tracker(self) -> Tracker:
-        """Return a tracker that reports each step to Ray's metrics endpoint; see docs/operate.md."""
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Put groups from a checkpoint back into the object store. A checkpoint does not store how many seconds the
-        groups took.
-        """
+        """Put groups from a checkpoint back into the object store."""
         import ray
 
         return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
-        """Return the groups themselves, for the trajectory file.
-
-        Raises:
-            LearnersLostError: some groups were on a node that is gone. Their step has to be repeated.
-        """
+        """Return the groups themselves, for the trajectory file."""
         timeout_s = self.config.server.sync_timeout_s
         try:
             return list(
@@ -228,13 +205,11 @@ class Cluster:
 
 
 def num_held_gpus(config: Config, *, with_servers: bool = True) -> int:
-    """Return the number of GPUs that the run's actors hold; 0 on a CPU."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=True)
     return num_gpus_of(bundles) if uses_gpus(config, bundles) else 0
 
 
 def num_alive_nodes() -> int:
-    """Return the number of nodes of the Ray cluster that are alive."""
     import ray
 
     return sum(bool(node["Alive"]) for node in ray.nodes())
@@ -278,7 +253,7 @@ async def open_cluster(
 async def _session(
     config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[tuple[RayConnection, Started]]:
-    """Yield a connection to Ray, and a `Started`, whose actors are ended when the block ends, however it ends."""
+    """Yield a connection to Ray, and a `Started`, whose actors end with the block."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
@@ -291,9 +266,10 @@ async def _session(
 
 
 async def _reserve(
-    config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
-) -> tuple[Placement, bool]:
-    """Reserve resources for the processes that hold models. Return the placement, and True if it is on GPUs."""
+    config: Config, started: Started, report: Report, *, with_servers: bool = True, with_learners: bool = True
+) -> tuple[Config, Placement, bool]:
+    """Reserve resources for the processes that hold models. Return the config with the number formats of their device,
+    the placement, and True if it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -304,7 +280,9 @@ async def _reserve(
         with_servers=with_servers,
         with_learners=with_learners,
     )
-    return started.placement, on_gpu
+    if not on_gpu:
+        report(explain_number_formats(config))
+    return with_number_formats(config, on_gpu=on_gpu), started.placement, on_gpu
 
 
 async def _start(
@@ -319,9 +297,10 @@ async def _start(
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
-    placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
+    config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
     on_lease(pool.stats)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    processor = processor_of(on_gpu=on_gpu)
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
@@ -331,7 +310,9 @@ async def _start(
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
-    learners = LearnerGroup(await spawn_learners(asking, started, placement) if with_learners else (), config, plan)
+    learners = LearnerGroup(
+        await spawn_learners(asking, started, placement) if with_learners else (), config, plan, processor
+    )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
@@ -356,6 +337,7 @@ async def _start(
     revive_s = timeout_s + config.server.sync_timeout_s
     supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
+        num_gpus=num_gpus_of(bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)),
         config=config,
         pool=pool,
         servers=servers,
@@ -378,7 +360,7 @@ async def _start_models(
     timeout_s: float,
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
-    """Start the model servers. Returns them, and the config with their addresses for the processes that call them."""
+    """Start the model servers. Returns them, and the config with their addresses."""
     key = secrets.token_urlsafe(24)
     handles = spawn_model_servers(config, started, placement, asked, key)
     members: dict[str, ModelServerMember] = {}
@@ -396,13 +378,16 @@ async def _start_learners_again(
     config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
 ) -> LearnerGroup:
     await started.end(old.handles)
-    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan)
+    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan, old.processor)
     await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
     return group
 
 
+def processor_of(*, on_gpu: bool) -> str:
+    return "gpu" if on_gpu else instruction_set()
+
+
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
-    """Return the ranks of learners and engines in the group that transfers weights; None for the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 
@@ -411,91 +396,14 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 async def open_learners(
     config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
 ) -> AsyncIterator[LearnerGroup]:
-    """Start only the learners of a run, for supervised steps or a replay; they end with the block.
-
-    Args:
-        report: gets a line for each actor that is ready.
-        on_lease: called when the learners have their GPUs, before they load a model.
-    Raises:
-        ConfigError: Ray can't be reached, or has fewer GPUs than learners.
-    """
+    """Start only the learners of a run, for supervised steps; they end with the block. `on_lease` is called when they
+    have their GPUs, before they load a model."""
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
-        placement, _ = await _reserve(config, started, with_servers=False)
+        config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)
         on_lease()
         asked = asked_servers(config, by_workers=False)
         _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
         handles = await spawn_learners(asking, started, placement)
         await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
-        yield LearnerGroup(handles, config)
-
-
-@asynccontextmanager
-async def open_servers(
-    config: Config,
-    *,
-    adapters: Mapping[str, str] = MappingProxyType({}),
-    report: Report = lambda text: None,
-    stand_ins: StandIns = NO_STAND_INS,
-) -> AsyncIterator[AnyServer]:
-    """Start only the servers, with the model's own weights, and yield them as one engine. A lost server is replaced;
-    all end with the block.
-
-    Args:
-        adapters: adapters that requests may name: name -> folder in peft's form.
-        report: gets a line for the start of the actors, and for each actor that is ready.
-        stand_ins: replacements of real actors.
-    Raises:
-        ConfigError: Ray can't be reached, or has fewer GPUs than the servers need.
-    """
-    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    config = config.model_copy(update={"model_servers": ()})  # judges and teachers: nothing calls them
-    async with _session(config, report, stand_ins) as (_, started):
-        placement, _ = await _reserve(config, started, with_learners=False)
-        servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)
-        report(f"starting: {', '.join(started.names)}")
-        await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
-        members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
-        revive_s = timeout_s + config.server.sync_timeout_s
-        supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report)
-        async with supervisor.watching():
-            yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
-
-
-@asynccontextmanager
-async def open_running_servers(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[AnyServer]:
-    """Yield the servers of this configuration's run, which is in progress, as one engine; the run is not affected.
-
-    Raises:
-        ConfigError: no such run is in progress.
-        ProcessDiedError: raised from the block: the run has ended.
-    """
-    with session_of_run(config, report):
-        servers = running_servers(config)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(_until_gone(servers[0], config.recovery.ping_every_s))
-                yield _any_of(servers)
-                watch.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
-
-
-async def _keep_weights(server: VllmServerHandle) -> None:
-    return
-
-
-async def _until_gone(server: VllmServerHandle, every_s: float) -> None:
-    """Wait until the server is gone for good, and raise ProcessDiedError. A busy server, or a server that is being
-    replaced, is not gone."""
-    while True:
-        await asyncio.sleep(every_s)
-        try:
-            await server.incarnation(every_s)
-        except (ProcessUnavailableError, DeadlineError):
-            continue
-
-
-def _any_of(servers: Sequence[VllmServerHandle], **options: Any) -> AnyServer:
-    engines = [GroupCalls(server, min_policy_version=ANY_VERSION, cohort_size=1) for server in servers]
-    return AnyServer(engines, **options)
+        yield LearnerGroup(handles, config, processor=processor_of(on_gpu=on_gpu))

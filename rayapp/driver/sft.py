@@ -27,13 +27,11 @@ from rayapp.core.timing import Phases
 from rayapp.core.types import Trajectory
 from rayapp.driver.budget import read_costs, within_budget
 from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
-from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.run import restore
 from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped, saying_what_is_saved
-from rayapp.rollout.check import check_inputs
 from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
 from rayapp.rollout.order import index_in_epochs
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 from rayapp.storage.models.check import check_model
@@ -41,33 +39,20 @@ from rayapp.storage.models.fetch import with_local_model
 
 
 def run_sft(config: Config) -> None:
-    """Run `rayapp sft`: only the warm-up of this config.
-
-    Raises:
-        UserError: the model, a row, the run folder or the cluster can't be used; nothing was started, or all of it has
-            ended.
-    """
+    """Run `rayapp sft`: only the warm-up of this config."""
     if not config.warmup.num_steps:
         raise ConfigError(
             "warmup.num_steps is 0, so there is nothing to do: set warmup.num_steps and warmup.files (docs/sft.md)"
         )
     start_logs(config.run.name, config.tracking.log_format)
     check_model(with_local_model(config))
-    if config.eval.before_training:
-        check_inputs(config, training=False)
     with one_connection():
         warm_up(config)
 
 
 def warm_up(config: Config) -> tuple[Config, float]:
-    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already.
-
-    Returns:
-        The config of the training that follows, with the trained model; and the cost of the supervised steps.
-    Raises:
-        InputError: a row can't be used.
-        RunFolderError: the folder belongs to another run.
-    """
+    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already. Returns the
+    config of the training that follows, with the trained model; and the cost of the supervised steps."""
     section = sft_config(config)
     if not section.run_folder.exists():
         _demonstrations(section)  # read them first, so that a refused row leaves no empty run folder
@@ -75,7 +60,7 @@ def warm_up(config: Config) -> tuple[Config, float]:
         if folder.exported_step == section.train.num_steps:
             print(f"{folder.uri} has completed its {section.train.num_steps} steps on demonstrations", flush=True)
         else:
-            run_until_done(_run(config, section, folder))
+            run_until_done(_run(section, folder))
         cost = sum(read_costs(folder.path).values())
     return after_warmup(config), cost
 
@@ -97,7 +82,7 @@ def sft_config(config: Config) -> Config:
         budget=config.budget,
         warmup=config.warmup,
         learner=learner,
-        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
+        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0, "final_dtype": "float32"}),
         cluster=config.cluster,
         recovery=config.recovery,
         tracking=config.tracking,
@@ -105,7 +90,6 @@ def sft_config(config: Config) -> Config:
 
 
 def sft_name(config: Config) -> str:
-    """Return the name of the supervised run. Raises ConfigError if it is too long."""
     name = f"{config.run.name}-sft"
     if len(name) > 63:
         raise ConfigError(f"run.name {config.run.name!r} is too long for a run with a warm-up: at most 59 characters")
@@ -122,10 +106,8 @@ def after_warmup(config: Config) -> Config:
 
 
 def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
-    """Return the rows of step `step`, counted from 1. It is a pure function, so that a resumed run takes the next rows.
-
-    Each epoch takes every row once, in its own order; a step may span two epochs.
-    """
+    """Return the rows of step `step`, counted from 1. Pure, so that a resumed run takes the next rows. Each epoch takes
+    every row once, in its own order; a step may span two epochs."""
     first = (step - 1) * rows_per_step
     places = range(first, first + rows_per_step)
     return [index_in_epochs(place, number=num_rows, seed=seed, what="demonstrations") for place in places]
@@ -133,18 +115,12 @@ def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Demonstrations to train on, and metrics of the model before the first step."""
-
     learned: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
-    evaluated: dict[str, float]
-    """`eval/*` of the model before the first step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Learning:
-    """State of the supervised steps."""
-
     config: Config
     folder: RunFolder
     tracker: RunTracker
@@ -182,30 +158,18 @@ class _Learning:
 
 
 def _demonstrations(section: Config) -> tuple[Demonstrations, Sequence[Trajectory]]:
-    """Return the demonstrations to train on, and the held-out rows. Raises InputError if one can't be used."""
     local, files = with_local_model(section), section.warmup.eval_files
     found = read_demonstrations(local, section.warmup.files)
     return found, read_demonstrations(local, files).rows if files else ()
 
 
-async def _run(config: Config, section: Config, folder: RunFolder) -> None:
+async def _run(section: Config, folder: RunFolder) -> None:
     found, held_out = await asyncio.to_thread(_demonstrations, section)
     with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.note(_what_is_learned(section, found))
-        evaluated = await _evaluated(config, folder, tracker) if folder.checkpoints.latest() is None else {}
-        rows = _Rows(learned=found.rows, held_out=held_out, evaluated=evaluated)
+        rows = _Rows(learned=found.rows, held_out=held_out)
         await _learn_through_losses(section, folder, tracker, rows)
     write_reward_plot(folder.path)
-
-
-async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> dict[str, float]:
-    """Return `eval/*` of the model before the warm-up if the config asks for it; empty otherwise."""
-    if not config.eval.before_training:
-        return {}
-    tracker.phase("eval")
-    with folder.recording_evaluation(0) as record:
-        metrics = await evaluate_model(config, report=tracker.note, record=record)
-    return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def _what_is_learned(config: Config, found: Demonstrations) -> str:
@@ -243,13 +207,14 @@ async def _no_sandboxes() -> dict[str, float]:
 
 
 async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:
+    note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, _, _ = await restore(learners, folder, note=tracker.note)
     saver = CheckpointSaver(learners, folder, asynchronous=config.checkpoint.asynchronous)
     state = _Learning(
         config=config, folder=folder, tracker=tracker, learners=learners, saver=saver, rows=rows, version=version
     )
     async with saving(saver), saving_when_stopped(saver, folder, state, partial(_Learning.begin_checkpoint, state)):
-        if version == 0 and (before := rows.evaluated | await state.validation()):
+        if version == 0 and (before := await state.validation()):
             tracker.log(0, before)
         for step in range(version + 1, config.train.num_steps + 1):
             with about(step=step):

@@ -28,19 +28,16 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.config.engine_args import check_installed_engine_args
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
 from rayapp.engine.vllm_arguments import (
-    NO_ADAPTERS,
     adapter_request,
     check_gpu,
-    folder_requests,
     is_adapter,
     is_on_gpu,
     set_process_environment,
@@ -93,16 +90,14 @@ class VllmEngine:
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
         """LoRA adapter of the policy, as vLLM's LoRARequest; None until an adapter is loaded."""
-        self._named_adapters: dict[str, Any] = {}
-        """LoRARequests of the adapters that a request may name, by name."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._forms = FormReader(engine)
         self._updating: Carried | None = None
         """Transport of the update in progress, from `begin_update` to `go_on`. It stays set if the update fails midway.
         """
-        self._num_held = 0
-        """Number of tensors of the last update that were verified to equal the learner's tensors."""
+        self._num_loaded = 0
+        """Number of tensors of the last update."""
         self._is_holding = False
         """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
@@ -110,53 +105,34 @@ class VllmEngine:
         engine."""
 
     @classmethod
-    async def start(cls, config: Config, adapters: Mapping[str, str] = NO_ADAPTERS, **engine_args: Any) -> VllmEngine:
+    async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
         """Load the model and be ready to generate.
 
         Args:
-            adapters: adapters that requests may name: name -> folder in peft's form.
             engine_args: vLLM's engine arguments that override those from the configuration.
         Raises:
-            EngineError: vLLM could not start, or can't load an adapter; the message has the reason.
+            EngineError: vLLM could not start; the message has the reason.
             ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
         """
         check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
-        config = await asyncio.to_thread(with_local_model, config)
+        config = await asyncio.to_thread(with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config)))
         set_process_environment(config)
-        with large_imports(*UNUSED_BY_VLLM):
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            from rayapp.engine.processes import small_processes
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         output = EngineOutput()
         try:
             gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
-            args = AsyncEngineArgs(**vllm_args(config, adapters) | engine_args)
-            with small_processes():
-                engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
+            args = AsyncEngineArgs(**vllm_args(config) | engine_args)
+            engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # vLLM raises whatever its dependencies raise
             why = f"{type(error).__name__}: {error}{output.cause()}"
             raise EngineError(f"vLLM did not start with {config.model.path}: {why}{way_out(why)}") from error
-        started = cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
-        await started._load_adapters(adapters)
-        return started
-
-    async def _load_adapters(self, adapters: Mapping[str, str]) -> None:
-        for name, request in folder_requests(adapters).items() if adapters else ():
-            try:
-                await self._engine.add_lora(request)
-                await self._engine.collective_rpc("check_adapter", args=(request.lora_int_id,))
-            except Exception as error:  # vLLM may raise anything
-                raise EngineError(
-                    f"adapter {name} ({request.lora_path}) can't be loaded into the engine: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
-            self._named_adapters[name] = request
+        return cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:
         """Return the metrics of `EngineLoad.scalars` and `Gate.scalars`."""
@@ -269,8 +245,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
             params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
-            adapter = self._adapter if not (name := request.sampling.adapter) else self._named_adapters[name]
-            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=adapter)
+            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue
         except Exception as error:  # vLLM may raise anything
@@ -318,8 +293,8 @@ class VllmEngine:
         """
         if isinstance(update, SharedWeights):
             args = (update.path, list(update.entries), dict(update.checksums))
-            held = await self._transfer("receive", self._engine.collective_rpc("load_shared_weights", args=args))
-            self._num_held = int(min(held))
+            loaded = await self._transfer("receive", self._engine.collective_rpc("load_shared_weights", args=args))
+            self._num_loaded = int(min(loaded))
             self._adapter = adapter_request() if is_adapter(update.entries) else None
             return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -327,23 +302,23 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that the engine holds, and set the policy version to `version`. Requests use the weights
+        """Check the weights that arrived, and set the policy version to `version`. Requests use the weights
         only after `go_on`.
 
         Args:
             checksums: name -> checksum of some tensors that the group sent. Weights in shared memory come with their
                 own checksums, which the workers check as they load.
         Returns:
-            Number of tensors that were verified to equal the learner's tensors.
+            Number of loaded tensors.
         Raises:
-            WeightSyncError: the model does not hold the weights that were sent; the engine must not generate.
+            WeightSyncError: the weights that arrived are not those that were sent; the engine must not generate.
         """
         if self._updating == "group":
             await self._transfer("finish", self._engine.finish_weight_update())
-            held = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
-            self._num_held = int(min(held))
+            loaded = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
+            self._num_loaded = int(min(loaded))
         self.policy_version = version
-        return self._num_held
+        return self._num_loaded
 
     async def go_on(self) -> None:
         """End the update that `begin_update` began, and resume the requests.

@@ -1,34 +1,16 @@
-"""PNG plots of a run: `rewards.png`, and one for each panel of the report.
-
-Drawn with matplotlib, without a display.
-"""
+"""The plot of a run: `rewards.png`, drawn with matplotlib, without a display."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.files import aside
 from rayapp.runs.tracking.metrics import read_metrics
-from rayapp.runs.view.curves import Curves, Panel
 
 SMOOTHED_STEPS = 5
-COLOURS = ("#1f5fbf", "#c2500a", "#1b7a46", "#8a3ab0", "#b0186e", "#7a6200", "#0a7683", "#66513d")
-# Typed as Any, because matplotlib's stubs require a literal type for each key.
-_STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#8a8a82",
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#e2e2dc",
-    "legend.frameon": False,
-}
 
 
 def write_reward_plot(run_path: Path) -> None:
@@ -67,85 +49,26 @@ def _mark_warmup(all_axes: Sequence[Any], *, first: int) -> None:
     all_axes[0].text(first / 2, 0.97, "warm-up", transform=all_axes[0].get_xaxis_transform(), ha="center", va="top")
 
 
-def draw_panels(panels: Iterable[tuple[Panel, Curves]], folder: Path) -> dict[str, Path]:
-    """Write `<title>.png` for each panel.
-
-    Returns:
-        The files by title, in the panels' order.
-    """
-    return {panel.title: _draw_panel(panel, curves, folder) for panel, curves in panels}
-
-
 @contextmanager
-def _picture(path: Path, layout: dict[str, Any], style: Any = None) -> Iterator[Any]:
+def _picture(path: Path, layout: dict[str, Any]) -> Iterator[Any]:
     """Yield axes to draw on; they are saved to `path` at the end of the block.
 
     Args:
         layout: arguments of `pyplot.subplots`.
-        style: matplotlib settings for this picture; None for the defaults.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(**layout)
-        try:
-            yield axes
-            figure.tight_layout()
-            with aside(path) as temporary:
-                figure.savefig(temporary, dpi=120)
-        finally:
-            pyplot.close(figure)
-
-
-def _draw_panel(panel: Panel, curves: Curves, folder: Path) -> Path:
-    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', panel.title.lower()).strip('-')}.png"
-    with _picture(path, {"figsize": (6.4, 3.2)}, _STYLE) as axes:
-        for number, (key, curve) in enumerate(curves.items()):
-            is_point = len(curve["steps"]) == 1
-            marker, label = ("o", f"{key}: {curve['values'][0]:.3g}") if is_point else (None, key)
-            colour = COLOURS[number % len(COLOURS)]
-            axes.plot(curve["steps"], curve["values"], color=colour, linewidth=1.6, marker=marker, label=label)
-        _dress(axes, panel)
-    return path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A metric of several runs: the mean at each step, and a band around it."""
-
-    label: str
-    steps: list[float]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
-
-
-def draw_lines(panel: Panel, key: str, lines: Iterable[Line], path: Path) -> None:
-    """Draw the lines of one metric, in the panel's unit and range, to `path`."""
-    with _picture(path, {"figsize": (6.4, 3.2)}, _STYLE) as axes:
-        for number, line in enumerate(lines):
-            colour, is_point = COLOURS[number % len(COLOURS)], len(line.steps) == 1
-            axes.plot(
-                line.steps, line.mean, color=colour, linewidth=1.6, marker="o" if is_point else None, label=line.label
-            )
-            axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-        _dress(axes, replace(panel, title=f"{panel.title}: {key}"))
-
-
-def _dress(axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=10)
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    if panel.unit:
-        axes.set_ylabel(panel.unit)
-    if panel.floor is not None and panel.ceiling is not None:
-        margin = (panel.ceiling - panel.floor) * 0.03
-        axes.set_ylim(panel.floor - margin, panel.ceiling + margin)
-    # The legend would omit keys that begin with an underscore; ours never do.
-    axes.legend(fontsize=7, ncols=2, loc="best")
+    figure, axes = pyplot.subplots(**layout)
+    try:
+        yield axes
+        figure.tight_layout()
+        with aside(path) as temporary:
+            figure.savefig(temporary, dpi=120)
+    finally:
+        pyplot.close(figure)
 
 
 def _draw_rewards(axes: Any, records: Sequence[dict[str, Any]]) -> None:
@@ -161,7 +84,7 @@ def _draw_rewards(axes: Any, records: Sequence[dict[str, Any]]) -> None:
         axes.plot(own_steps, _smoothed(own), color=f"C{number}", linewidth=1.2, label=task)
     axes.set_ylabel("reward (−1: error, 1: all tests pass)")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="best", fontsize=8)
 
 
 _SHARES = {
@@ -178,7 +101,7 @@ def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
     steps, values = _series(records, _HELD_OUT)
     if steps:
         axes.plot(steps, values, "D", color="C4", markeredgecolor="black", label="the same, evaluated", zorder=3)
-        axes.legend(loc="upper left", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
     axes.set_ylim(-0.02, 1.02)
 
 
@@ -201,7 +124,7 @@ def _draw_lines(
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
 
 
 def _tasks(records: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Computes the verdict on an answer, for training, evaluation, `score`, `try`, `rescore` and `task audit`.
+"""Computes the verdict on an answer, for training, evaluation, `score`, `try` and `task audit`.
 
     score() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from rayapp.cli.view import bind
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.server import make_app
-from rayapp.runs.view.source import open_source
-
-REFRESH_EVERY_S = 0.05
+from rayapp.extras.view.command import bind
+from rayapp.extras.view.run import ViewedRun
+from rayapp.extras.view.server import make_app
+from rayapp.runs.source import open_source
 
 
 def chromium_path() -> str | None:
@@ -48,8 +46,6 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[str]]]:
 
         async def start(*folders: Path, tokenizer: Path | None = None) -> str:
             runs = [ViewedRun(open_source(str(folder)), tokenizer) for folder in folders]
-            for run in runs:
-                await asyncio.to_thread(run.refresh)  # as the command does
             return await stack.enter_async_context(_serving(runs))
 
         yield start
@@ -60,8 +56,7 @@ async def _serving(runs: list[ViewedRun]) -> AsyncIterator[str]:
     import uvicorn
 
     listening = bind("127.0.0.1", 0)
-    app = make_app(runs, refresh_every_s=REFRESH_EVERY_S)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(make_app(runs), log_level="error", timeout_graceful_shutdown=1))
     task = asyncio.create_task(server._serve([listening]))
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import yaml
 
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
-from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.trajectories import write_trajectories
 from support.runs import HOSTILE_TEXTS, hostile_group
 
@@ -214,20 +212,6 @@ async def test_a_trajectory_shows_its_turns_and_colours_sampled_tokens(opened: O
     assert opened.errors == []
 
 
-async def test_the_same_prompt_at_two_steps_is_compared(opened: Opened) -> None:
-    await opened.go("group?step=3&group=4")
-    await opened.page.locator("details.over-steps summary").click()
-    await opened.page.locator("[data-diff]").click()
-    await opened.page.locator(".diff table").wait_for()
-
-    assert "step=1&group=0" in opened.page.url
-    await opened.page.get_by_label("completion on the left").select_option("1")
-    await opened.page.locator("tr[data-op=change]").wait_for()
-    assert await opened.text(".diff td.gone mark") == ["sorted"]
-    assert await opened.text(".diff td.new mark") == ["return"]
-    assert opened.errors == []
-
-
 async def test_a_run_that_goes_on_updates_the_page_by_itself(opened: Opened, run: Path) -> None:
     await opened.go("groups")
     await opened.page.locator("[data-state=running]", has_text="step 3 of 8").wait_for()
@@ -262,24 +246,6 @@ async def test_runs_are_compared_with_their_curves_and_what_differs(browser: Any
     assert opened.errors == []
 
 
-async def test_a_profiled_step_shows_where_it_went(opened: Opened, run: Path) -> None:
-    gemm = {"ph": "X", "cat": "kernel", "name": "gemm<64>", "pid": 0, "tid": 7, "ts": 0, "dur": 8e5}
-    host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 0, "tid": 1, "ts": 0, "dur": 1e6}
-    trace = gzip.compress(json.dumps({"traceEvents": [{"ph": "M"}, host, gemm]}).encode())
-    timings = {"timing_s/train": 3.0, "timing_s/rollout": 1.0, "timing_s/learner/optimizer": 0.5}
-    write_profile(run, 3, [Profile(process="learner-0", trace=trace, covers="1 of 1 micro-batches")], timings)
-    await opened.go("curves")
-
-    section = "section[aria-label='Profile of step 3']"
-    assert await opened.text(f"{section} h2") == ["Where the time of step 3 went: 4.0 s"]
-    rows = ["train 3.0 s 75%", "optimizer 500 ms 13%", "rollout 1.0 s 25%", "gemm<64> 1 800 ms 100%"]
-    assert await opened.text(f"{section} tbody tr") == rows
-    assert await opened.text(f"{section} p") == [
-        "learner-0: gpu busy for 800 ms of 1.0 s recorded, 1 of 1 micro-batches"
-    ]
-    assert opened.errors == []
-
-
 async def test_hostile_texts_are_shown_and_never_run(browser: Any, serve: Any, tmp_path: Path) -> None:
     (tmp_path / "trajectories").mkdir()
     write_trajectories(tmp_path / "trajectories" / "step=000001.parquet", 1, [hostile_group(0), hostile_group(1)])
@@ -289,7 +255,6 @@ async def test_hostile_texts_are_shown_and_never_run(browser: Any, serve: Any, t
         "groups",
         "group?step=1&group=0",
         "trajectory?step=1&group=0&index=0",
-        "diff?step=1&group=0&index=0&other_step=1&other_group=0&other_index=1",
         "groups?task=<img src=x onerror=document.title='owned'>",
     ):
         await opened.go(address)
@@ -310,9 +275,8 @@ async def test_hostile_texts_are_shown_and_never_run(browser: Any, serve: Any, t
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
     "address",
-    ["curves", "groups", "group?step=3&group=4", "trajectory?step=3&group=4&index=0",
-     "diff?step=1&group=0&index=0&other_step=3&other_group=4&other_index=1"],
-)  # fmt: skip
+    ["curves", "groups", "group?step=3&group=4", "trajectory?step=3&group=4&index=0"],
+)
 async def test_text_stands_out_from_its_ground(browser: Any, serve: Any, run: Path, scheme: str, address: str) -> None:
     page = await browser.new_page(color_scheme=scheme)
     opened = Opened(page, await serve(run))

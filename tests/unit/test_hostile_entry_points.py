@@ -29,7 +29,6 @@ import psutil
 import pytest
 from starlette.routing import Mount, Route
 
-from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import RewardFailedError, SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
@@ -38,18 +37,16 @@ from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
 from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
 from rayapp.extras.repositories.task import as_answer, changed_files, read_answer
 from rayapp.extras.service.fusion import fusion_routes
+from rayapp.extras.view.run import ViewedRun
+from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.listening import bound
-from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.server import make_app
-from rayapp.runs.view.source import open_source
 from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
@@ -58,6 +55,7 @@ from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ArgumentChecker, read_arguments
+from support import make
 from support.hermes import HermesParser
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
@@ -147,15 +145,6 @@ MESSAGES = (
     ),
 )
 INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
-PROMPTS = (
-    *JSON_BOMBS,
-    body(prompt="word " * 800_000),
-    body(prompt=[1] * 400_000),
-    body(prompt=[[1]] * 60_000),
-    body(prompt=[1 << 62, -1]),
-    body(prompt=["x" * 100_000] * 30, n=1 << 40),
-    body(prompt="\ud800" * 30_000, logprobs=1 << 40),
-)
 FIELDS = tuple(
     saying("hi", prompt="hi", **fields)
     for fields in (
@@ -196,24 +185,12 @@ QUERIES = (
 )
 BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     "gateway": {
-        "/{session}/v1/chat/completions": MESSAGES,
-        "/{session}/v1/completions": PROMPTS,
+        "/{session}/v1/chat/completions": (*MESSAGES, *FIELDS),
         "/{session}/v1/responses": INPUTS,
         "/{session}/v1/messages": MESSAGES,
         "/{session}/v1/messages/count_tokens": MESSAGES[6:9],
         "/{session}/v1/models": QUERIES,
         "/{session}/v1/models/{model}": QUERIES,
-    },
-    "serve": {
-        "/v1/chat/completions": (*MESSAGES, *FIELDS),
-        "/v1/completions": (*PROMPTS[6:], *FIELDS),
-        "/v1/responses": INPUTS[6:],
-        "/v1/messages": MESSAGES[6:],
-        "/v1/messages/count_tokens": MESSAGES[6:9],
-        "/v1/models": QUERIES,
-        "/v1/models/{model}": QUERIES,
-        "/metrics": QUERIES,
-        "/health": QUERIES,
     },
     "sandbox service": {
         "/mcp": JSON_BOMBS,
@@ -273,12 +250,7 @@ def formats(tokenizer: Any) -> Formats:
 
 
 def engine(tokenizer: Any) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: "yes",
-        end_id=tokenizer.eos_token_id,
-    )
+    return make.engine(tokenizer, lambda name, ids: "yes")
 
 
 def aiohttp_routes(app: Any) -> set[str]:
@@ -310,25 +282,6 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), ["k"])
-    opened = open_to_all(
-        formats(tokenizer),
-        AnyServer([engine(tokenizer)]),
-        model="m",
-        sampling=SamplingParams(max_tokens=32_768),
-        keys=["k"],
-        sockets=bound("127.0.0.1", 0),
-    )
-    async with opened as url:
-
-        async def asked(path: str, given: bytes | str) -> None:
-            await ask(url, {"x-api-key": "k"}, path.format(model="m" * 3000), given)
-
-        yield Asked(aiohttp_routes(open_application(door, "m")), asked)
-
-
-@asynccontextmanager
 async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
     async with serving(config, keys={"test": "k"}, more_routes=fusion_routes()) as address:
@@ -353,9 +306,7 @@ def _degenerate(group: Group) -> Group:
 async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     (folder / "trajectories").mkdir()
     write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [_degenerate(hostile_group(0))])
-    viewed = ViewedRun(open_source(str(folder)))
-    viewed.refresh()
-    app = make_app([viewed])
+    app = make_app([ViewedRun(open_source(str(folder)))])
     inner: Any = app._app  # type: ignore[attr-defined]
     routes = {each.path_format if isinstance(each, Route) else each.path for each in inner.routes}
     assert all(isinstance(each, Route | Mount) for each in inner.routes)
@@ -370,7 +321,6 @@ async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 SERVERS: dict[str, Callable[[Any, Path], AbstractAsyncContextManager[Asked]]] = {
     "gateway": gateway,
-    "serve": serve,
     "sandbox service": sandbox_service,
     "view": view,
 }
@@ -515,7 +465,6 @@ ROOMS = (
     "rayapp/extras",
     "rayapp/tools",
     "rayapp/sandbox",
-    "rayapp/runs/view",
     "actors",
 )
 """Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
@@ -533,7 +482,7 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
-    "rayapp/runs/view/server.py": "view",
+    "rayapp/extras/view/server.py": "view",
     **{
         f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
         for name in ("manifest", "pull", "sources")

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from actors.routing import Router
@@ -17,20 +16,20 @@ from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError
 from rayapp.core.timing import Phases
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, GroupSummary, Prompt
+from rayapp.core.types import Group, GroupSummary
 from rayapp.driver.evaluation import evaluation_folder, validate
 from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled
+from rayapp.extras.view.run import ViewedRun
 from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.runs.folder import RunFolder
+from rayapp.runs.source import open_source
 from rayapp.runs.tracking.metrics import read_metrics
 from rayapp.runs.trajectories import read_groups
-from rayapp.runs.view.run import ViewedRun
-from rayapp.runs.view.source import open_source
-from support.learners import sampled
+from support import make
 
 NUM_PROMPTS = 3
 SOURCES = [
@@ -61,12 +60,8 @@ class Worker:
             raise EngineDeadError("vllm-server-0: its process is gone")
         self.now_s += STOP_AFTER_S * 2 / 3
         await asyncio.sleep(STOP_AFTER_S / 5)  # the watchdog looks every tenth
-        tokens = np.arange(4, dtype=np.int32)
-        group = Group(
-            group_id=request.group_id,
-            prompt=Prompt(task="t", text="", token_ids=tokens[:2]),
-            trajectories=(sampled(tokens, 2, reward=1.0, policy_version=step),),
-        )
+        played = make.trajectory(range(4), 2, reward=1.0, policy_version=step)
+        group = make.group(played, group_id=request.group_id)
         return summarize_group(group, time_total_s=0.0), group
 
     async def settled(self) -> None:
@@ -171,7 +166,6 @@ async def test_an_evaluation_alone_is_a_folder_that_the_page_shows(tmp_path: Pat
         record([group])
         keep({"reward/mean": 0.5})
     run = ViewedRun(open_source(str(tmp_path / "eval")))
-    run.refresh()
 
     assert read_metrics(tmp_path / "eval" / "metrics.jsonl")[0]["eval/reward/mean"] == 0.5
     assert run.groups({})["rows"][0]["group_id"] == -1

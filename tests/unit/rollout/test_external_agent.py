@@ -34,17 +34,16 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall, Tail
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, prompted
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
+from support import make
+from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.stubs.server import StubServer
 
@@ -94,14 +93,7 @@ class Bench:
     script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]
 
     def engine(self) -> ScriptedEngine:
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            self.script,
-            end_id=self.tokenizer.eos_token_id,
-        )
-        engine.record = True
-        return engine
+        return make.engine(self.tokenizer, self.script)
 
     @asynccontextmanager
     async def agent(
@@ -114,11 +106,7 @@ class Bench:
         **external: Any,
     ) -> AsyncIterator[ExternalAgent]:
         given = {"entry": "tests:unused"} if entry is not None else {}
-        section = {
-            "name": "external_agent",
-            "max_assistant_turns": max_turns,
-            "external": {**given, **external},
-        }
+        section = {"name": "external_agent", "max_assistant_turns": max_turns, "external": {**given, **external}}
         config = Config.model_validate({"agent": section, "rollout": {"max_completion_tokens": 4000}})
         formats = Formats(
             self.tokenizer,
@@ -134,21 +122,10 @@ class Bench:
             await agent.close()
 
     async def play(
-        self, problem: Problem, agent: ExternalAgent, sandboxes: Any, *, group_size: int = 1, engine: Any = None
+        self, problem: Problem, agent: ExternalAgent, sandboxes: Any, *, engine: Any = None, **options: Any
     ) -> Played:
-        return Played(
-            *await run_group(
-                GroupRequest(group_id=3, policy_version=0),
-                await prompted(problem, agent),
-                agent,
-                sandboxes=sandboxes,
-                engine=engine or self.engine(),
-                sampling=SamplingParams(max_tokens=2000),
-                group_size=group_size,
-                seed=0,
-                deadline_s=60.0,
-            )
-        )
+        asked, engine = await prompted(problem, agent), engine or self.engine()
+        return Played(*await make.played(asked, agent, engine, sandboxes=sandboxes, **options))
 
     async def row(self, agent: ExternalAgent, **options: Any) -> Played:
         async with open_pool(SandboxConfig(), "t", local=FakeProvider()) as (sandboxes, _):
@@ -501,9 +478,9 @@ def test_arguments_are_filled_in_once() -> None:
         (
             {
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
-                "sandbox": {"providers": [{"type": "fake"}]},
+                "sandbox": {"providers": [{"type": "mcp", "url": "http://h/mcp"}]},
             },
-            "the agent can't reach the policy from sandboxes of fake. Use only local, e2b and daytona",
+            "the agent can't reach the policy from sandboxes of mcp. Use only local, e2b and daytona",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},

@@ -17,21 +17,20 @@ from hypothesis import strategies as st
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
+from rayapp.extras.view.groups import GroupFilter, Groups, Page, find_groups
+from rayapp.extras.view.trajectory import read_group, read_trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.group import with_terms
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
+from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.details import read_group, read_trajectory
-from rayapp.runs.view.groups import GroupFilter, Page, find_groups
-from rayapp.runs.view.index import GroupIndex
-from rayapp.runs.view.source import open_source
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.verdict import Weights
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 from support.timing import nothing_holds_the_loop
 
@@ -129,12 +128,7 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=AgentLimits(max_response_tokens=200_000))
     messages = ({"role": "user", "content": "2 + 2?"},)
     said = iter([*turns, "done"])
-    engine = ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda request_id, prompt_ids: next(said),
-        end_id=tokenizer.eos_token_id,
-    )
+    engine = make.engine(tokenizer, lambda request_id, prompt_ids: next(said))
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(messages)))
     return await loop.run(
         prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id=RequestId("group", 0)
@@ -143,13 +137,10 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
 
 def shown(folder: Path, tokenizer: Any) -> str:
     """Return everything that the page requests, as it is sent."""
-    index = GroupIndex(open_source(str(folder)))
-    while index.refresh():
-        pass
     source = open_source(str(folder))
     return json.dumps(
         [
-            find_groups(index, GroupFilter(), Page()),
+            find_groups(Groups(source), GroupFilter(), Page()),
             read_group(source, 1, 0),
             read_trajectory(source, 1, 0, 0, tokenizer),
         ]
