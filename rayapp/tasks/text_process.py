@@ -6,10 +6,9 @@
 A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds, or forever. Meanwhile they
 hold the interpreter's lock, and a thread can't be killed. Therefore each rollout worker has one small text process (13
 MB, only the standard library and markdown-it, no secrets in its environment) that runs one call after the other. The
-kernel kills the
-process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU time, because a
-verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's *code* must run
-in a sandbox.
+kernel kills the process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU
+time, because a verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's
+*code* must run in a sandbox.
 """
 
 from __future__ import annotations
