@@ -131,8 +131,8 @@ class AgentSection(FrozenModel):
     """Chat template to use if the model's own template doesn't support tools: a .jinja file, or the shipped
     chatml_hermes."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - pydantic copies it
-    """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training, evaluation and
-    `rayapp serve`."""
+    """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training and
+    evaluation."""
     max_assistant_turns: int = Field(5, ge=1)
     """Maximum number of turns of the policy in one trajectory. Tool calls in the last turn are not run, unless one of
     them submits the answer."""
@@ -190,6 +190,9 @@ class RewardSection(FrozenModel):
     """Weight of the term tool: the sum of the rewards that tools give for single calls."""
     tool_verdict_weight: float = 0.0
     """Weight of the term tool_verdict: the sum of the tools' verdicts on the whole trajectory (their `reward`)."""
+    reads_thoughts: bool = False
+    """Let verl's rules (GSM8K, MATH, DAPO, search) read the whole completion, as verl does. false: they read only the
+    answer after `</think>`, as all other rules, tests and judges do."""
     custom: str = ""
     """Your own reward function in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()
