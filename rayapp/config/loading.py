@@ -26,7 +26,6 @@ from rayapp.core.validation import explain
 
 ALIASES: Mapping[str, str] = {
     "adam_beta1": "learner.optimizer.betas",
-    "adam_epsilon": "learner.optimizer.eps",
     "batch_size": "train.groups_per_step",
     "beta": "algorithm.kl_loss_coef",
     "bf16": "learner.compute_dtype",
@@ -96,6 +95,7 @@ RENAMED: Mapping[str, str] = {
     "data.eval_files": "eval.tasks",
     "data.max_eval_rows": "eval.max_problems",
     "data.train_files": "tasks",
+    "warmup.optimizer": "warmup.lr",
 }
 """Key of an earlier version -> its name now, in the configuration and in each of its sources."""
 

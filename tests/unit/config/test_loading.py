@@ -109,7 +109,7 @@ def test_resolved_yaml_holds_every_key() -> None:
         ("rollout.group_sise=3", "rollout.group_size"),
         ("rolout.group_size=3", "rollout"),
         ("group_size=3", "rollout.group_size"),
-        ("rollout.lr=1", "learner.optimizer.lr or warmup.optimizer.lr"),
+        ("rollout.lr=1", "learner.optimizer.lr or warmup.lr"),
         ("trian.num_steps=3", "train"),
         ("learner.optimiser.lr=1", "learner.optimizer"),
         ("server.tensor_paralel_size=1", "server.tensor_parallel_size"),
