@@ -131,7 +131,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise ConfigError(f"{where}: " + "; ".join(f"{key} is now called {name}" for key, name in old.items()))
         config = Config.model_validate(values)
     except OmegaConfBaseException as error:
-        escape = " A literal ${ is written \\${." if "${" in str(error) or "Interpolation" in str(error) else ""
+        escape = ". Write a literal ${ as \\${" if "nterpolation" in str(error) else ""
         raise ConfigError(f"{where}: {first_line(error)}{escape}") from error
     except ValidationError as error:
         raise ConfigError(f"{where}:{_indented(explain(error, Config, ALIASES))}") from error

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.api.arguments import GivenRun
+from rayapp.config.config import Config
 from rayapp.config.foreign_keys import KeyRow, Values, landing_of, load_settings, settings_of
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
+from rayapp.core.protocols import Tokenizer
 from rayapp.extras.trl.fields import DEFAULTS, FIELDS, NUM_GPUS, NUM_ROWS, TERMS
+from rayapp.storage.models.tokenizer import load_tokenizer
 
 DATA_SOURCE = "trl"
 _FOLDER = "trl_data"
@@ -272,10 +275,8 @@ def _environment(
 
 
 @cache
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
+def _tokenizer(model: str) -> Tokenizer:
+    return load_tokenizer(Config.model_validate({"model": {"path": model}}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rayapp.api.arguments import GivenRun
 from rayapp.config.config import Config
@@ -199,9 +198,11 @@ async def test_two_functions_are_two_terms_whatever_their_names(tmp_path: Path, 
 async def test_functions_that_name_completion_ids_get_them(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a").save_pretrained(tmp_path / "m")
+    (tmp_path / "m").mkdir()
+    words.save(str(tmp_path / "m" / "tokenizer.json"))
+    (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
 
-    def last(completions: list[str], completion_ids: list[list[int]], log_metric: Any = None) -> list[float]:
+    def last(completion_ids: list[list[int]], log_metric: Any = None, **_: Any) -> list[float]:
         return [float(ids[-1]) for ids in completion_ids]
 
     run = translated(tmp_path, {}, model=str(tmp_path / "m"), reward_funcs=[last], train_dataset=[{"prompt": "p"}] * 8)
