@@ -19,8 +19,8 @@ MAX_LOG_PROB_DIFFERENCE = 0.05
 
 
 def train_split(context: CheckContext) -> CheckResult:
-    """Train with servers and learners on separate GPUs; weights are sent over NCCL, or over gloo on a CPU."""
-    return _train(context, "split", "nccl" if context.on_gpu else "gloo")
+    """Train with servers and learners on separate GPUs; over NCCL, or through Ray on a CPU."""
+    return _train(context, "split", "nccl" if context.on_gpu else "object_store")
 
 
 def train_split_store(context: CheckContext) -> CheckResult:
@@ -55,7 +55,7 @@ def train_async(context: CheckContext) -> CheckResult:
         "train": {"max_staleness": 1},
         "algorithm": {"rollout_correction": {"level": "token"}},
     }
-    return _train(context, "split", "nccl" if context.on_gpu else "gloo", sampling)
+    return _train(context, "split", "nccl" if context.on_gpu else "object_store", sampling)
 
 
 def _train(
