@@ -75,7 +75,7 @@ async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
 
     start_engine = partial(
         VllmEngine.start,
-        worker_extension_cls="support.gloo.GlooExtension",
+        worker_extension_cls="support.gloo_for_nccl.GlooExtension",
         weight_transfer_config=WeightTransferConfig(backend="nccl"),
     )
     started = VllmServer(config(tiny_model), 0, must_sync=True, start_engine=start_engine)
@@ -115,7 +115,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def learner(moved_model: Path) -> Any:
-    import support.gloo  # noqa: F401 - registers; it imports vLLM, which not each process that collects tests should
+    import support.gloo_for_nccl  # noqa: F401 - it imports vLLM, which not each process that collects tests should
 
     made = Learner(config(moved_model), 0, 1, "", 0)
     yield made

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from support import gloo
+from support import gloo, gloo_for_nccl
 import actors.learner
 from safetensors.torch import load_file
 from actors.learner import Learner

@@ -1,7 +1,7 @@
 """vLLM's NCCL backend with gloo in place of NCCL: handshake, ranks and lifecycle are vLLM's, and no GPU is needed.
 
-`register` puts it in NCCL's place, in a learner's process by a call, in an engine's workers by `GlooExtension` as their
-`worker_extension_cls`. There is one group of learner 0 and all workers, made once and kept between syncs.
+`support.gloo_for_nccl` puts it in NCCL's place. There is one group of learner 0 and all workers, made once and kept
+between syncs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
@@ -23,7 +22,6 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from rayapp.core.machine import use_interface_towards
 from rayapp.core.own_thread import in_thread
-from rayapp.engine.vllm_worker import WeightUpdateExtension
 
 SENDER = 0
 POLL_S = 0.02
@@ -197,16 +195,3 @@ def _raise_if_failed(workers: Future[None]) -> None:
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return int(torch.Size(shape).numel()) * dtype.itemsize
-
-
-def register() -> None:
-    """Put this backend in NCCL's place in this process."""
-    WeightTransferEngineFactory._registry["nccl"] = lambda: GlooWeightTransferEngine
-    WeightTransferTrainerFactory._registry["nccl"] = lambda: GlooTrainerWeightTransferEngine
-
-
-class GlooExtension(WeightUpdateExtension):
-    """The product's extension of vLLM's workers, whose module registers the backend when a worker imports it."""
-
-
-register()
