@@ -1,6 +1,4 @@
-"""`rayapp train` runs training, or the learner alone on recorded trajectories; `rayapp eval` evaluates a model or
-checkpoint; `rayapp sft` trains on demonstrations.
-"""
+"""`rayapp train` trains, `rayapp eval` evaluates a model or checkpoint, `rayapp sft` trains on demonstrations."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import ConfigFile, Overrides
+from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides
 from rayapp.cli.config import runnable
 
 app = typer.Typer()
@@ -20,7 +18,7 @@ app = typer.Typer()
     "  rayapp train configs/coding_cpu.yaml\n\n"
     "  rayapp train configs/coding_cpu.yaml run.name=seed1 run.seed=1 train.num_steps=50\n\n"
     "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a running Ray cluster)\n\n"
-    "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)\n\n"
+    "  rayapp train configs/coding_8gpu.yaml --smoke     (two steps, with their speed and memory; docs/scale.md)\n\n"
     "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16\n\n"
     "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it is read, not run)\n\n"
     "  rayapp train --verl algorithm.adv_estimator=grpo data.train_files=train.parquet ...     (a launch script's)"
@@ -28,12 +26,9 @@ app = typer.Typer()
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Train on the recorded trajectories of this run folder: no server, no sandbox"
-        ),
-    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Train two steps, and print their speed and memory beside the plan")
+    ] = False,
     verl: Annotated[
         bool,
         typer.Option("--verl", help="CONFIG (optional) and the overrides are verl's: see rayapp config import-verl"),
@@ -44,11 +39,10 @@ def train(
 
     given = overrides or []
     loaded = runnable(config, given) if verl else load_config(config, given)
-    if replay is not None:
-        from rayapp.driver.replay import run_replay
+    if smoke:
+        from rayapp.cli.smoke import smoke as run_smoke
 
-        run_replay(loaded, replay)
-        return
+        raise typer.Exit(0 if run_smoke(loaded) else EXIT_FAILED)
     from rayapp.api.running import train as run
 
     run(loaded)

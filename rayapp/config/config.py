@@ -14,7 +14,8 @@ from pydantic import model_validator
 from rayapp.config.agent import AgentSection
 from rayapp.config.agreement import check_agreement
 from rayapp.config.keys import Keys
-from rayapp.config.other_models import ModelServerSection, server_named
+from rayapp.config.other_models import ModelServerSection
+from rayapp.core.http import server_named
 
 
 class Config(Keys):

@@ -411,7 +411,7 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 async def open_learners(
     config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
 ) -> AsyncIterator[LearnerGroup]:
-    """Start only the learners of a run, for supervised steps or a replay; they end with the block.
+    """Start only the learners of a run, for supervised steps; they end with the block.
 
     Args:
         report: gets a line for each actor that is ready.

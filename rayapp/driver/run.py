@@ -24,12 +24,13 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
+from rayapp.core.names import load_extra
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
-from rayapp.rollout.curriculum import Curriculum
+from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.mirror.layout import PROFILES
@@ -162,7 +163,9 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
         return None
     checkpoint = folder.checkpoints.latest()
     num_prompts = await cluster.rollout_workers[0].num_train_prompts()
-    return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
+    kept = checkpoint.path if checkpoint is not None else None
+    curriculum: Curriculum = load_extra("curriculum.curriculum:Curriculum").open(cluster.config, num_prompts, kept)
+    return curriculum
 
 
 async def restore(

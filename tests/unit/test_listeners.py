@@ -20,6 +20,7 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import KEY_VARIABLE, KeyGuard, listen
 from rayapp.core.types import RequestId, SamplingParams
+from rayapp.extras.service.fusion import fusion_routes
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import bound
@@ -29,7 +30,6 @@ from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.view.server import make_app
 from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
-from rayapp.tasks.fusion import fusion_routes
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 

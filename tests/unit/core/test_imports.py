@@ -57,7 +57,7 @@ from rayapp.cli.main import run
 
 print(run(["score", "sort_numbers", {str(answer)!r}]))
 print({{"torch", "ray", "httpx", "rich", "omegaconf"}} & {{*sys.modules}})
-print([name for name in sys.modules if name.startswith(("rayapp.tasks.repository.", "rayapp.tasks.code.b"))])
+print([name for name in sys.modules if name.startswith(("rayapp.extras.repositories.", "rayapp.tasks.code.b"))])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.splitlines()[1:] == ["0", "set()", "[]"], done.stderr

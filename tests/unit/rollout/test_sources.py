@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import Prompt, Trajectory
+from rayapp.extras.curriculum.curriculum import Curriculum
 from rayapp.rollout.check import check_inputs
-from rayapp.rollout.curriculum import Curriculum
 from rayapp.rollout.group import reward_of
 from rayapp.rollout.order import (
     ANY_VERSION,

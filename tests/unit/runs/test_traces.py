@@ -280,7 +280,6 @@ def test_only_the_drivers_one_writer_opens_the_tracking_database() -> None:
     # The two commands that are drivers.
     assert {name for name, text in sources.items() if "trackers import" in text and "make_trackers" in text} == {
         "rayapp/driver/loop.py",
-        "rayapp/driver/replay.py",
         "rayapp/driver/sft.py",
     }
 

@@ -20,8 +20,11 @@ from aiohttp.test_utils import TestServer
 
 from rayapp.config.agent import EndpointSection
 from rayapp.config.other_models import JudgeSection
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, RewardFailedError
 from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.extras.judges import questions
+from rayapp.extras.judges.judge import Judge
+from rayapp.extras.judges.questions import Asked
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
@@ -31,10 +34,6 @@ from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
-from rayapp.tasks.custom_rewards import RewardFailedError
-from rayapp.tasks.judges import questions
-from rayapp.tasks.judges.judge import Judge
-from rayapp.tasks.judges.questions import Asked
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 
