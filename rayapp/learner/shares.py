@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
@@ -68,16 +68,8 @@ def groups_per_minibatch(num_groups: int, num_minibatches: int) -> int:
 
 
 def pulls_at_zero_advantage(config: Config) -> bool:
-    """Return True if a trajectory with zero advantages may have a gradient, from a loss other than the policy loss."""
-    algorithm = config.algorithm
-    return (
-        algorithm.kl_loss_coef > 0
-        or bool(config.distillation.teacher)
-        or algorithm.entropy_coef > 0
-        or algorithm.is_batch_coupled
-        or algorithm.policy_loss == "dro"
-        or algorithm.policy_loss not in POLICY_LOSSES  # a plug-in's loss may have any terms
-    )
+    """Return True if a trajectory with zero advantages may have a gradient."""
+    return config.algorithm.pulls_at_zero_advantage or bool(config.distillation.teacher)
 
 
 def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row]:

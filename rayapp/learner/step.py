@@ -28,6 +28,7 @@ from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs, kl_penalty_of, response_mask, token_kl
 from rayapp.learner.algo.distillation import VerdictReader, teacher_advantages
 from rayapp.learner.algo.losses import (
+    Coupled,
     LossRows,
     LossScale,
     aggregated,
@@ -391,12 +392,8 @@ class _Step:
         self.grad_norms.append(norm)
         self.num_skipped += not is_finite
 
-    def _coupled_gradients(
-        self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
-    ) -> dict[int, FloatArray] | None:
-        """Return gradients with respect to log-probs, by row, for losses that depend on the whole mini-batch; None for
-        other losses.
-        """
+    def _coupled_gradients(self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any) -> Coupled | None:
+        """Return loss and gradients of a loss that depends on the whole mini-batch; None for other losses."""
         if not self.algorithm.is_batch_coupled:
             return None
         learner = self.learner
@@ -430,7 +427,7 @@ class _Step:
         return head
 
     def _forward_backward(
-        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
+        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: Coupled | None
     ) -> None:
         learner = self.learner
         on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
@@ -443,8 +440,7 @@ class _Step:
             result = policy_loss(rows, self.algorithm, actor_config, scale)
             loss, metrics = result.loss, result.metrics
         else:
-            slopes = stack_rows([coupled[item.row] for item in batch.items], batch.mask.shape[1])
-            loss, metrics = (rows.log_probs * slopes.to(rows.mask.device)).sum(), {}
+            loss, metrics = coupled.surrogate(rows.log_probs, [item.row for item in batch.items]), {}
         loss = self._regularised(loss, rows, scale)
         loss.backward()  # type: ignore[no-untyped-call]
         share = float(loss.detach()) / scale.dp_size

@@ -318,7 +318,7 @@ def written_groups(folder: Path, seed: int) -> Path:
 
     from rayapp.core.types import Group, Prompt
     from rayapp.runs.trajectories import write_trajectories
-    from support.learners import sampled
+    from support import make
 
     rng = np.random.default_rng(seed)
     groups = []
@@ -327,7 +327,7 @@ def written_groups(folder: Path, seed: int) -> Path:
         members = []
         for _ in range(4):
             tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))])
-            members.append(sampled(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
+            members.append(make.trajectory(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
         rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
         groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
     path = folder / "step=000001.parquet"

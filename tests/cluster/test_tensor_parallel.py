@@ -22,7 +22,7 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, checksum_of, part_of
-from support.learners import sampled
+from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -73,7 +73,7 @@ async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]
 
 def as_group(prompt: list[int], completion: np.ndarray) -> Group:
     """One trajectory, as the learner takes it."""
-    trajectory = sampled(np.concatenate([prompt, completion]), len(prompt), policy_version=1)
+    trajectory = make.trajectory(np.concatenate([prompt, completion]), len(prompt), policy_version=1)
     rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
     return Group(group_id=0, prompt=rendered, trajectories=(trajectory,))
 

@@ -29,8 +29,12 @@ from rayapp.learner.state.export import sent_weights
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
+<<<<<<< HEAD
 from support import family_trial as trial
 from support.learners import sampled
+=======
+from support import make
+>>>>>>> main
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -81,7 +85,7 @@ def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
     prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
     learner = Learner(config_of(model), 0, 1, "", 0)
     try:
-        group = Group(group_id=0, prompt=prompt, trajectories=(sampled(TOKENS, 4),))
+        group = Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(TOKENS, 4),))
         return list(learner.export_weights(1 << 20)), learner.log_probs_of(group)[0]
     finally:
         learner.close()

@@ -58,6 +58,7 @@ from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ArgumentChecker, read_arguments
+from support import make
 from support.hermes import HermesParser
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
@@ -273,12 +274,7 @@ def formats(tokenizer: Any) -> Formats:
 
 
 def engine(tokenizer: Any) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: "yes",
-        end_id=tokenizer.eos_token_id,
-    )
+    return make.engine(tokenizer, lambda name, ids: "yes")
 
 
 def aiohttp_routes(app: Any) -> set[str]:

@@ -155,7 +155,7 @@ ELSEWHERE = (
     How(begins="ray job", test="tests/cluster/test_jobs.py"),
     How(begins="kubectl", why_not="needs a Kubernetes cluster; tests/unit/cli/test_kuberay.py checks the manifests"),
     How(begins="helm", why_not="needs a Kubernetes cluster; the chart is rendered in tests/unit/cli/test_kuberay.py"),
-    How(begins="docker", why_not="needs Docker; the Dockerfile is linted in tests/unit/test_dockerfile.py"),
+    How(begins="docker", why_not="needs Docker; tests/e2e/test_image.py builds the image with buildah"),
     How(begins="prometheus", test="tests/cluster/test_alerts.py"),
     How(begins="python train.py", test="tests/unit/api/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),

@@ -44,6 +44,7 @@ from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
+from support import make
 from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.stubs.server import StubServer
@@ -94,14 +95,7 @@ class Bench:
     script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]
 
     def engine(self) -> ScriptedEngine:
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            self.script,
-            end_id=self.tokenizer.eos_token_id,
-        )
-        engine.record = True
-        return engine
+        return make.engine(self.tokenizer, self.script)
 
     @asynccontextmanager
     async def agent(

@@ -39,9 +39,9 @@ from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import ToolRewards, Weights, verdict
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 
 
@@ -269,12 +269,7 @@ class Bench:
                 return f"{text}\n#### 1"
             return f"<tool_call>\n{json.dumps({'name': 'say', 'arguments': {'text': text}})}\n</tool_call>"
 
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            said,
-            end_id=self.tokenizer.eos_token_id,
-        )
+        engine = make.engine(self.tokenizer, said)
         group, summary = await run_group(
             GroupRequest(group_id=0, policy_version=0),
             asked.problem,

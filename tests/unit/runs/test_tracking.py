@@ -34,7 +34,7 @@ from rayapp.runs.tracking.console import (
 )
 from rayapp.runs.tracking.metrics import JsonlTracker, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
-from support.summaries import summary_of
+from support import make
 
 ROOT = Path(__file__).parents[3]
 METRICS = {
@@ -61,7 +61,7 @@ def summary(rewards: Sequence[float] | FloatArray = (1, 0), **changes: object) -
         "reward_terms": {"pass_rate": np.array([1, 0], np.float32)},
         "min_policy_version": 3,
     }
-    return summary_of(rewards, **usual | changes)
+    return make.summary(rewards, **usual | changes)
 
 
 def test_rewards_are_those_of_valid_trajectories_of_all_groups_and_of_each_task() -> None:
@@ -77,8 +77,8 @@ def test_rewards_are_those_of_valid_trajectories_of_all_groups_and_of_each_task(
 
 
 def test_each_source_has_its_rewards_its_groups_without_signal_and_its_lengths() -> None:
-    code = summary_of([1.0, 0.0], source="code", reward_terms={"solved": np.array([1, 0], np.float32)})
-    rows = summary_of([0.5, 0.5], source="rows", num_response_tokens=np.array([7, 9], np.int32))
+    code = make.summary([1.0, 0.0], source="code", reward_terms={"solved": np.array([1, 0], np.float32)})
+    rows = make.summary([0.5, 0.5], source="rows", num_response_tokens=np.array([7, 9], np.int32))
 
     metrics = summarize_step([code, rows], version=0)
 
@@ -103,7 +103,7 @@ def test_a_term_that_only_some_trajectories_have_is_averaged_over_those() -> Non
 
 
 def test_verdicts_that_could_be_forged_are_counted_and_no_reward() -> None:
-    some = summary_of([1.0, 0.0], reward_terms={"verdict/forgeable": np.array([1.0, np.nan], np.float32)})
+    some = make.summary([1.0, 0.0], reward_terms={"verdict/forgeable": np.array([1.0, np.nan], np.float32)})
 
     metrics = summarize_step([some, some], version=0)
 

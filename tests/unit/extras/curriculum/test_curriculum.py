@@ -22,7 +22,7 @@ from rayapp.driver.store import TrajectoryStore
 from rayapp.extras.curriculum.curriculum import FILE, Curriculum
 from rayapp.rollout.order import GroupRequest, prompt_index
 from rayapp.runs.folder import RunFolder
-from support.summaries import summary_of
+from support import make
 
 NUM_PROMPTS = 6
 SOLVED_BY = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
@@ -43,9 +43,9 @@ def summary(
 ) -> GroupSummary:
     given = np.array(valid if valid is not None else [True] * len(solved))
     if not has_term:
-        return summary_of(solved, valid=given, group_id=group_id)
+        return make.summary(solved, valid=given, group_id=group_id)
     terms = {"solved": np.array(solved, np.float32)}
-    return summary_of([0.0] * len(solved), valid=given, reward_terms=terms, group_id=group_id)
+    return make.summary([0.0] * len(solved), valid=given, reward_terms=terms, group_id=group_id)
 
 
 def play(history: Curriculum, steps: range, *, groups_per_step: int = 2, backwards: bool = False) -> list[int]:

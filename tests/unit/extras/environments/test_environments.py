@@ -40,8 +40,8 @@ from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import problem_of_environment, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.tasks.loading import load_tasks
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import Tool, ToolCallParser
+from support import make
 from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.stubs import openenv_stub
@@ -150,12 +150,7 @@ class Bench:
     async def play(self, agents: EnvironmentAgents, *, number: int = 0, size: int = 1) -> Group:
         self.tasks = self.tasks or load_tasks([str(self.file)])
         problem = await prompted(problem_of_environment(self.tasks[number]), agents)  # type: ignore[arg-type]
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            self._script,
-            end_id=self.tokenizer.eos_token_id,
-        )
+        engine = make.engine(self.tokenizer, self._script)
         request = GroupRequest(group_id=number, policy_version=0, purpose="eval")
         group, _ = await run_group(
             request,
