@@ -29,12 +29,8 @@ from rayapp.learner.state.export import sent_weights
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
-<<<<<<< HEAD
 from support import family_trial as trial
-from support.learners import sampled
-=======
 from support import make
->>>>>>> main
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [

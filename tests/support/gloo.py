@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
-from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
     NCCLWeightTransferEngine,
@@ -154,7 +153,9 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         engine._bucket_bytes = init_info.packed_buffer_size_bytes
         if not engine.is_sender:
             return engine
-        wanted = worker_init_payload(init_info)
+        size = init_info.packed_buffer_size_bytes
+        wanted = {"master_address": init_info.master_address, "master_port": init_info.master_port, "rank_offset": 1}
+        wanted |= {"world_size": init_info.world_size, "packed_buffer_size_bytes": size}
         with ThreadPoolExecutor(max_workers=1) as joining:
             # Joining blocks each side until the other side joins. So another thread makes the workers join, while this
             # thread joins for learner 0.
