@@ -33,6 +33,8 @@ from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
 
 if TYPE_CHECKING:
+    import torch
+
     from rayapp.learner.state.checkpoint import SaveInProgress
     from rayapp.learner.state.sender import LearnerSource, WeightSender
 
@@ -255,13 +257,24 @@ class Learner:
         """Return the profile of the last step; None if that step was not profiled."""
         return self._learner.profile
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yield weights in bfloat16 by their Hugging Face names. All ranks gather; only rank 0 yields."""
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Yield the weights of a version by their Hugging Face names. All ranks gather; only rank 0 yields."""
         from rayapp.learner.state.export import export_buckets
 
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
         with self._borrowing_gpu():
-            yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
+            yield from export_buckets(self._learner.model, bucket_bytes, self._formats(version), rank=rank, lora=lora)
+
+    def _formats(self, version: int) -> tuple[torch.dtype, ...]:
+        """Return the number formats to which the weights of this version are rounded before servers get them. After the
+        last step servers get the weights of `final/`, so that the last evaluation is of the model that is saved.
+        """
+        from rayapp.learner.policy import DTYPES
+
+        config = self._learner.config
+        is_last = version == config.train.num_steps
+        names = [*([config.checkpoint.final_dtype] if is_last else []), config.server.dtype]
+        return tuple(DTYPES[name] for name in names)
 
     def free_address(self) -> tuple[str, int]:
         """Return this node's address and a port that is free now."""
@@ -287,7 +300,9 @@ class Learner:
             self._client.check()
         self._sender = WeightSender(
             plan,
-            LearnerSource(self._learner.model, self._config.learner.lora, self._learner.ranks.device),
+            LearnerSource(
+                self._learner.model, self._config.learner.lora, self._learner.ranks.device, *self._formats(0)
+            ),
             rank=self._learner.ranks.rank,
             client=self._client,
             address=address,
@@ -303,6 +318,7 @@ class Learner:
         assert self._sender is not None, "open_weight_group comes first"
         assert self._client is not None
         started, source = time.monotonic(), self._sender.source
+        source.formats = self._formats(version)
         self._client.announce(version, source)
         with self._borrowing_gpu():
             self._sender.send()

@@ -32,7 +32,7 @@ from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
 from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.mirror.layout import PROFILES
 from rayapp.runs.profiles import Profile, profile_lines, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
@@ -114,7 +114,8 @@ class Training:
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
     """Open a run at its last complete checkpoint. The learners then hold the checkpoint's weights; the servers don't
     yet."""
-    config = cluster.config
+    config, learners = cluster.config, cluster.learners
+    note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
     curriculum = await open_curriculum(cluster, folder)

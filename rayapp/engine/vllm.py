@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.config.engine_args import check_installed_engine_args
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
@@ -121,7 +121,7 @@ class VllmEngine:
         """
         check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
-        config = await asyncio.to_thread(with_local_model, config)
+        config = await asyncio.to_thread(with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config)))
         set_process_environment(config)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

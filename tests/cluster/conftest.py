@@ -279,14 +279,14 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, four heads, with every weight moved as an optimizer step would."""
+    """The tiny model in float32, four heads, with every weight moved as an optimizer step would."""
     import torch
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("moved")
     for file in tiny_model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -84,7 +84,7 @@ async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs
     learner = Learner(config(moved_model), 0, 1, "", 0)
     prompt, found = [72, 75, 84, 85], set()
     try:
-        buckets = list(learner.export_weights(100_000))
+        buckets = list(learner.export_weights(0, 100_000))
         facts = await server.load_weights(1, references(buckets))
         sampled = await server.generate(
             RequestId("group", 0, 0), prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1

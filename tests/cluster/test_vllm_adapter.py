@@ -69,7 +69,7 @@ def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBuc
         for step in range(num_steps + 1):
             if step:
                 learner.train_step(step, (summary,), ((Share(0),),), group)
-            found.append((list(learner.export_weights(100_000)), learner.log_probs_of(group)[0]))
+            found.append((list(learner.export_weights(0, 100_000)), learner.log_probs_of(group)[0]))
     finally:
         learner.close()
     return found

@@ -82,7 +82,7 @@ def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
     learner = Learner(config_of(model), 0, 1, "", 0)
     try:
         group = Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(TOKENS, 4),))
-        return list(learner.export_weights(1 << 20)), learner.log_probs_of(group)[0]
+        return list(learner.export_weights(0, 1 << 20)), learner.log_probs_of(group)[0]
     finally:
         learner.close()
 
@@ -178,7 +178,7 @@ async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_p
         rollout={"max_prompt_tokens": 96, "max_completion_tokens": 100},
     )
     with trial.learner_of(config) as learner:
-        (bucket,) = pack(list(sent_weights(learner.model, config.learner.lora)), 1 << 30)
+        (bucket,) = pack(list(sent_weights(learner.model, config.learner.lora, [torch.bfloat16])), 1 << 30)
         engine = await VllmEngine.start(config, num_gpu_blocks_override=20)
         try:
             playing = [asyncio.create_task(play(engine, number)) for number in range(12)]

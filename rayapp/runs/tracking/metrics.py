@@ -292,6 +292,36 @@ def _is_silent(metrics: Mapping[str, Any]) -> bool:
     return bool(metrics[_KEY] == 0.0 or are_equal)
 
 
+MISMATCH = "rollout_probs_diff/mean"
+_GROWTH, _LEAST_MISMATCH = 4.0, 1e-3
+
+
+class MismatchWatch:
+    """Warns once if engine and learner agreed less after a sync than in the run's first step, when both had the weights
+    of the start model's files. Then the sync sends other weights than the learner trains, such as rounded ones.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._has_warned = False
+
+    def record(self, metrics: Mapping[str, Any]) -> str:
+        """Return the warning that this step gives; empty for none. Steps on groups of older versions don't count."""
+        now = metrics.get(MISMATCH)
+        if now is None or metrics.get("staleness/token_mean", metrics.get("staleness/max", 0.0)) > 0:
+            return ""
+        if self._first is None:
+            self._first = now
+        if self._has_warned or now <= max(_GROWTH * self._first, _LEAST_MISMATCH):
+            return ""
+        self._has_warned = True
+        return (
+            f"warning: the probabilities of engine and learner differ by {now:.2g} on average ({MISMATCH}), by "
+            f"{self._first:.2g} in the first step: the servers sample from another policy than the learners train. Use "
+            "one format for learner.compute_dtype and server.dtype, or algorithm.rollout_correction.level=token"
+        )
+
+
 def warning_of(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the warning that holds after these steps; empty for none."""
     watch = SignalWatch()

@@ -34,7 +34,7 @@ from rayapp.core.types import Group
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer, remembered_id
 from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole, NotebookConsole, in_notebook
-from rayapp.runs.tracking.metrics import JsonlTracker, SignalWatch
+from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, SignalWatch
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class RunTracker:
         self._num_failed: dict[str, int] = {}
         self.more_metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {}
         """Function that returns further metrics for each step, e.g. the run's costs."""
-        self._signal = SignalWatch()
+        self._signal, self._mismatch = SignalWatch(), MismatchWatch()
 
     def add(self, name: str, tracker: Tracker) -> None:
         """Add a tracker for the rest of the run; it is closed with the others."""
@@ -80,6 +80,8 @@ class RunTracker:
                 tracker.log(step, metrics)
         if self._signal.record(metrics):
             self.note(self._signal.warning())
+        if warning := self._mismatch.record(metrics):
+            self.note(warning)
 
     def trace(self, step: int, groups: Sequence[Group]) -> None:
         """Send the rollouts of one step to every tracker that takes them."""

@@ -681,7 +681,7 @@ def sent(learner: Learner) -> dict[str, torch.Tensor]:
     """What a server gets."""
     return {
         name: tensor.clone()
-        for bucket in learner.export_weights(1 << 20)
+        for bucket in learner.export_weights(0, 1 << 20)
         for name, tensor in unpack(bucket.entries, torch.from_numpy(bucket.data))
     }
 

@@ -32,7 +32,7 @@ from rayapp.runs.tracking.console import (
     sparkline,
     step_line,
 )
-from rayapp.runs.tracking.metrics import JsonlTracker, read_metrics, summarize_step, warning_of
+from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
 from support import make
 
@@ -460,3 +460,21 @@ def test_a_step_whose_rewards_are_all_equal_has_no_signal_although_a_kl_is_compu
 
     assert warning_of([with_kl] * 3)
     assert not warning_of([with_kl | {"distillation/kl": 0.5}] * 3)
+
+
+def test_a_difference_between_engine_and_learner_that_grows_after_a_sync_is_said_once() -> None:
+    watch = MismatchWatch()
+
+    told = [watch.record({"rollout_probs_diff/mean": each, "staleness/max": 0.0}) for each in (1e-7, 1e-6, 0.035, 0.05)]
+
+    assert [bool(text) for text in told] == [False, False, True, False]
+    assert "0.035" in told[2]
+
+
+def test_differences_in_bfloat16_and_on_groups_of_older_versions_are_no_news() -> None:
+    rounded, stale = MismatchWatch(), MismatchWatch()
+
+    assert not any(rounded.record({"rollout_probs_diff/mean": each}) for each in (0.0066, 0.0066, 0.009))
+    assert not any(
+        stale.record({"rollout_probs_diff/mean": each, "staleness/max": lag}) for each, lag in ((1e-7, 0.0), (0.1, 1.0))
+    )
