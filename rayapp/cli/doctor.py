@@ -493,8 +493,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import without_autos
-    from rayapp.learner.memory.plan import plan_gpu, plan_server
+    from rayapp.learner.memory.plan import plan_gpu, plan_server, without_autos
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 

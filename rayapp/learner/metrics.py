@@ -21,19 +21,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rayapp.config.config import Config
 from rayapp.config.other_models import DistillationSection
+from rayapp.core.errors import InputError
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
 from rayapp.learner.batch import MicroBatch, stack_rows
+from rayapp.learner.memory.shape import Gpu, ModelShape, gpu_here, model_shape
+from rayapp.learner.memory.speed import attention_flops, product_flops
 from rayapp.learner.step_plan import StepTable
 from rayapp.runs.profiles import MOST_MICRO_BATCHES, Profile, read_trace
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from rayapp.learner.memory.speed import MfuMeter
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +207,35 @@ def timing_metrics(watch: Stopwatch) -> dict[str, float]:
     """Return `timing_s/learner/*`; all but `total` add up to `total`."""
     seconds, total_s = watch.seconds(STRETCHES)
     return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MfuMeter:
+    """MFU of the learners' forward and backward passes, from their tokens and seconds."""
+
+    shape: ModelShape
+    gpu: Gpu
+    num_gpus: int
+
+    def tflops(self, num_tokens: int, num_predicted: int, num_attended: int, seconds: float) -> float:
+        """Return the useful TFLOP/s of each GPU. A backward counts as two forwards, or one for adapters alone;
+        recomputation does not count."""
+        products = sum(product_flops(self.shape, num_tokens, num_predicted))
+        passes = 2 if self.shape.num_adapter_parameters else 3
+        return passes * (products + attention_flops(self.shape, num_attended)) / seconds / self.num_gpus / 1e12
+
+
+def mfu_meter(config: Config, device: torch.device) -> MfuMeter | None:
+    """Return the meter of this run; None on a CPU, and on a GPU that the table lacks."""
+    if device.type != "cuda":
+        return None
+    try:
+        gpu = gpu_here()
+    except InputError as error:
+        log.warning("the run has no perf/mfu: %s", error)
+        return None
+    assert gpu is not None, "the learner has a GPU"
+    return MfuMeter(shape=model_shape(config), gpu=gpu, num_gpus=config.learner.num_learners)
 
 
 def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: float) -> dict[str, float]:

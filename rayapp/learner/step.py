@@ -50,8 +50,15 @@ from rayapp.learner.batch import (
 )
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
-from rayapp.learner.memory.speed import MfuMeter
-from rayapp.learner.metrics import MicroBatchFacts, RowFacts, StepProfiler, mfu_metrics, step_metrics, timing_metrics
+from rayapp.learner.metrics import (
+    MfuMeter,
+    MicroBatchFacts,
+    RowFacts,
+    StepProfiler,
+    mfu_metrics,
+    step_metrics,
+    timing_metrics,
+)
 from rayapp.learner.policy import (
     DeviceBatch,
     PolicyModel,
