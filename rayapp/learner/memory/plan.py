@@ -464,7 +464,7 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
 
 
 def server_weight_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take below 1%."""
+    """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take 1%."""
     server = config.server
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
     whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
