@@ -288,7 +288,6 @@ class Learner:
         Args:
             address: address at which rank 0 listens.
         Raises:
-            ConfigError: the transport needs a GPU.
             WeightSyncError: a server or learner did not join in time.
         """
         # Import the sender here: it imports vLLM, which learners with other transports don't need.

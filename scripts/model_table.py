@@ -1,7 +1,7 @@
 """Writes the table of docs/models.md from docs/models.json: `python -m scripts.model_table`. A test finds a stale
 table.
 
-`rayapp models check --record docs/models.json` writes docs/models.json.
+`PYTHONPATH=tests python -m support.family_check FAMILY --record docs/models.json` writes docs/models.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def render(record: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table, with the versions of the packages that produced it."""
     versions = "; ".join(sorted({check["with"] for checks in record.values() for check in checks.values()}))
     lines = [
-        "Made by `rayapp models check --record docs/models.json`, then `python -m scripts.model_table`, on CPU with",
+        "Made by `support.family_check --record docs/models.json`, then `python -m scripts.model_table`, on CPU with",
         f"{versions}. The figures are in `docs/models.json`. Engine: vLLM with `final/` and after",
         "two syncs. Parsers are those that `agent.tool_parser: auto` tries first.",
         "",

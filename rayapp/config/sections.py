@@ -237,9 +237,9 @@ class ServerSection(FrozenModel):
     sync_timeout_s: float = Field(120.0, gt=0)
     """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
-    weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
+    weight_transport: Literal["auto", "object_store", "nccl", "ipc"] = "auto"
     """Transport of weights to the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they
-    share the learners'. gloo works like nccl, for machines without GPUs."""
+    share the learners'."""
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
     quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"

@@ -17,12 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.engine.vllm_arguments import check_adapter, is_adapter, load_adapter
-from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
 from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
-
-# Register here, because every worker imports this module before it makes its weight-transfer engine.
-vllm_gloo.register()
 
 
 class WeightUpdateExtension:

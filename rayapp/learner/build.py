@@ -14,8 +14,8 @@ from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.plan import least_recomputed
 from rayapp.learner.memory.shape import model_shape, room_here
-from rayapp.learner.memory.speed import mfu_meter
 from rayapp.learner.memory.token_budget import find_token_budget
+from rayapp.learner.metrics import mfu_meter
 from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model

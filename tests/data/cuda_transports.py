@@ -42,7 +42,7 @@ import rayapp.learner.state.sender as sender
 from actors.learner import Learner
 from rayapp.config.config import Config
 from rayapp.engine.weights.sync import TransferRanks, transfer_plan
-from rayapp.engine.weights.vllm_gloo import GlooGroup
+from support.gloo import GlooGroup
 from support.ports import free_port
 
 LEARNERS, ENGINES, TP = 8, 4, 2

@@ -1,6 +1,6 @@
 """Sends weights from the learners to the servers: chooses transport and ranks, and makes one sync at a time.
 
-    nccl, gloo     a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
+    nccl           a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
     ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
     object_store   buckets through Ray: for machines without GPUs, for adapters, and for a restarted server
 
@@ -316,7 +316,7 @@ class GroupCarrier:
         return [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
 
 
-Transport = Literal["object_store", "gloo", "nccl", "ipc"]
+Transport = Literal["object_store", "nccl", "ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +354,7 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if asked in ("nccl", "ipc") and not on_gpu:
         raise ConfigError(
             f"server.weight_transport is {asked}, which moves weights between GPUs, but this run has no GPUs "
-            f"(cluster.device = {config.cluster.device}). Use object_store or gloo, or leave it auto."
+            f"(cluster.device = {config.cluster.device}). Use object_store, or leave it auto."
         )
     if asked == "ipc" and placement == "split":
         raise ConfigError(

@@ -183,8 +183,19 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
             f"terms that all rewards have: {', '.join(sorted(whole)) or 'there are none'}."
         )
     prompts = torch.zeros(mask.shape[0], 0)
-    terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
+    # verl puts terms into float32, where rounding would give a group of equal terms an advantage, which whitening then
+    # scales up. Without their group's mean, which the estimator subtracts anyway, equal terms are exactly 0.
+    terms = {name: _centred(inputs.reward_terms[name], inputs.group_index) for name in algorithm.gdpo_reward_terms}
     return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}
+
+
+def _centred(values: FloatArray, group_index: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Subtract from each value (B,) the mean of its group. A value alone in its group stays: the estimator's too."""
+    _, group = np.unique(group_index, return_inverse=True)
+    sizes = np.bincount(group)
+    means = np.where(sizes > 1, np.bincount(group, weights=values.astype(np.float64)) / sizes, 0.0)
+    result: NDArray[np.float64] = values - means[group]
+    return result
 
 
 def _algo_config(algorithm: AlgorithmSection) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -225,14 +225,27 @@ Scored = tuple[TrainItem, FloatArray, FloatArray]
 """A trajectory, its log-probs now, and its log-probs at the start of the step."""
 
 
+class Coupled(NamedTuple):
+    """Loss of a whole mini-batch, and its gradients. Both are multiplied by dp_size, because FSDP averages gradients
+    over ranks.
+    """
+
+    loss: float
+    slopes: dict[int, FloatArray]
+    """Gradient with respect to the log-probs of each row, (R,), by row number."""
+
+    def surrogate(self, log_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return a loss of these rows that has their gradients; its values over all micro-batches add up to `loss`."""
+        slopes = stack_rows([self.slopes[row] for row in rows], log_probs.shape[1]).to(log_probs.device)
+        return ((log_probs - log_probs.detach()) * slopes).sum() + self.loss * len(rows) / len(self.slopes)
+
+
 def coupled_gradients(
     scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
-) -> dict[int, FloatArray]:
-    """Return, by row number, the gradient of the loss with respect to the row's log-probs, (R,). It is multiplied by
-    dp_size, because FSDP averages gradients over ranks.
-    """
+) -> Coupled:
+    """Return loss and gradients of all rows of a mini-batch."""
     if not scored:
-        return {}
+        return Coupled(0.0, {})
     scored = sorted(scored, key=lambda entry: entry[0].row)
     items = [item for item, _, _ in scored]
     mask = response_mask(np.array([item.advantages.size for item in items]))
@@ -249,4 +262,5 @@ def coupled_gradients(
         torch.manual_seed(seed)
         loss = policy_loss(rows, algorithm, actor_config, scale).loss
     (slopes,) = torch.autograd.grad(loss, log_probs)
-    return {item.row: slopes[i, : item.advantages.size].numpy() for i, item in enumerate(items)}
+    by_row = {item.row: slopes[i, : item.advantages.size].numpy() for i, item in enumerate(items)}
+    return Coupled(float(loss.detach()), by_row)

@@ -1,8 +1,7 @@
-"""Computes the memory that a configuration takes, by kind, before anything is allocated: `rayapp plan CONFIG --gpu
-h200`.
+"""Computes the memory that a configuration takes, by kind, before anything is allocated.
 
-The formulas use only the model's shape and the config. Tests compare the formulas with the learner's own step on fake
-tensors (`simulation.py`): they are within 10% of the step's peak. All sizes are bytes per GPU.
+The formulas use only the model's shape and the config. Tests compare them with the learner's own step on fake tensors:
+they are within 10% of its peak. All sizes are bytes per GPU.
 """
 
 from __future__ import annotations
@@ -20,37 +19,34 @@ from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_s
 RUNTIME_BYTES = 3 * GIB // 2
 """Assumed bytes of the CUDA context, kernels and NCCL's buffers. On one H100, without NCCL, 0.8 GiB were measured."""
 GRAPH_BYTES = GIB
-"""Assumed bytes of vLLM's CUDA graphs. They come on top of server.gpu_memory_utilization, and stay while the server
-sleeps.
-"""
+"""Assumed bytes of vLLM's CUDA graphs, on top of server.gpu_memory_utilization, also while the server sleeps."""
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
-"""Resident memory of a learner and of a server with libraries imported and no weights yet. Measured with vLLM 0.30 and
-torch 2.13: a learner's process takes 0.5 GiB, and each of a server's three processes 0.7 GiB.
-"""
+"""Resident bytes of a learner and of a server's three processes before weights (vLLM 0.30, torch 2.13)."""
 WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB
-"""Assumed resident memory of a rollout worker with its groups, and of Ray's own processes and the driver together."""
+"""Assumed resident bytes of a rollout worker with its groups, and of Ray and the driver together."""
 PINNED_FACTOR = 1.5
-"""Bytes of pinned host memory for each byte kept there, because torch rounds blocks up to powers of two. Computed: 1.5
-for the tensors of Qwen2.5-3B, 1.4 for the tensors of Qwen3-8B.
-"""
+"""Bytes of pinned host memory for each byte kept there: torch rounds blocks up to powers of two."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
 """Share of a GPU that learners fill if `learner.max_tokens_per_microbatch` or `.activation_checkpointing` is auto."""
+LARGEST_SHARE, AUTO_MARGIN = 0.95, 0.03
+"""Largest share of a GPU that vLLM may get, and the margin below the share that fits, if
+`server.gpu_memory_utilization` is auto."""
 ENOUGH_TOKENS = 8192
-"""Number of tokens with which matrix products are fast. Layers are recomputed until a micro-batch may have this many
-tokens, if `learner.max_tokens_per_microbatch` and `.activation_checkpointing` are both auto."""
+"""Tokens with which matrix products are fast: layers are recomputed until a micro-batch may have as many, if both are
+auto."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bytes on a learner's GPU at one moment of a step, in addition to the bytes that stay between steps."""
+    """Bytes on a learner's GPU at one moment of a step, beside the bytes that stay between steps."""
 
     name: str
     gathered: int = 0
     """Weights that FSDP has gathered in the compute dtype, and its buffers."""
     activations: int = 0
-    """Activations kept for the backward, and the temporary tensors of one or two operators."""
+    """Activations kept for the backward, and temporary tensors of an operator or two."""
     head: int = 0
     """Logits of the chunks that exist at once, and the head's gradient."""
     unreduced: int = 0
@@ -66,19 +62,19 @@ class LearnerPlan:
     """Bytes on each learner's GPU."""
 
     weights: int
-    """Shards of the policy: trained parameters in float32, frozen parameters in the compute dtype."""
+    """Shards of the policy: trained parameters in float32, frozen ones in the compute dtype."""
     frozen: dict[str, int]
-    """Shards of the models that don't learn, by name (`frozen_models`)."""
+    """Shards of the models that don't learn, by name."""
     gradients: int
-    """Shards of the gradients in float32, from the first micro-batch of a step to the step's end."""
+    """Shards in float32, from the first micro-batch of a step to its end."""
     optimizer: int
     """AdamW's two moments."""
     moments: tuple[Moment, ...]
     """Moments of a full micro-batch at which the peak can be."""
     host: int
-    """Bytes that `learner.cpu_offload` keeps in host memory; `total` does not include them."""
+    """Bytes that `learner.cpu_offload` keeps in host memory, not part of `total`."""
     is_parked: bool = False
-    """True if weights and moments are in host memory while servers generate (`learner.offload_when_idle`)."""
+    """True if weights and moments are in host memory while servers generate."""
     runtime: int = RUNTIME_BYTES
 
     @property
@@ -111,17 +107,16 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """Bytes for the KV cache: vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
+    """vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
     runtime: int
-    """Memory of CUDA, and the temporary tensors of the largest prefill and of sampling a full batch."""
+    """CUDA, and temporary tensors of the largest prefill and of sampling a full batch."""
     graphs: int
-    """CUDA graphs, on top of server.gpu_memory_utilization."""
     kv_token_bytes: int
-    """Bytes of one token's keys and values on one GPU."""
+    """Bytes of one token's keys and values."""
     kv_tokens: int
-    """Number of tokens that the KV cache holds, over all GPUs of the server."""
+    """Tokens that the KV cache of all GPUs of the server holds."""
     num_sequences: int
-    """Number of sequences of full length that the KV cache holds."""
+    """Sequences of full length that it holds."""
 
     @property
     def asleep(self) -> int:
@@ -130,15 +125,12 @@ class ServerPlan:
 
 
 def graph_bytes(config: Config) -> int:
-    """Return the bytes of a server's CUDA graphs on each of its GPUs."""
     return 0 if config.server.is_eager(on_gpu=True) else GRAPH_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:
-    """Memory of GPUs during a step: a GPU that server and learner share with `cluster.placement: colocated`, else a GPU
-    of each.
-    """
+    """Memory of GPUs during a step: of one that server and learner share (colocated), or of one of each."""
 
     learner: LearnerPlan
     server: ServerPlan
@@ -147,20 +139,18 @@ class GpuPlan:
     server_share: int
     """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
     transfer: int
-    """Bytes of the largest full tensor and of the buckets, which exist while weights are sent."""
+    """Bytes of the largest full tensor and of the buckets, while weights are sent."""
     export: int
-    """Bytes of the largest full tensor, which exists while weights are exported."""
+    """Bytes of the largest full tensor, while weights are exported."""
 
     @property
     def training(self) -> int:
-        """Bytes at the learner's peak, including the sleeping server if they share the GPU."""
+        """Bytes at the learner's peak."""
         return self.learner.total + (self.server.asleep if self.is_shared else 0)
 
     @property
     def beside_server(self) -> int:
-        """Largest number of bytes beside the server's share of its GPU while the server generates. It includes the
-        learners' export, because learners may send weights to restarted servers at that time.
-        """
+        """Most bytes beside the server's share while it generates. Learners may export for a restarted server then."""
         learner = max(self.learner.idle, self.learner.giving + self.export)
         return self.server.graphs + (learner if self.is_shared else 0)
 
@@ -170,9 +160,7 @@ class GpuPlan:
 
     @property
     def sending(self) -> int:
-        """Bytes on the learner's GPU while weights are sent. A server that shares the GPU has no KV cache at that
-        time.
-        """
+        """Bytes while weights are sent; a server that shares the GPU has no KV cache then."""
         server = self.server.asleep + self.server.weights if self.is_shared else 0
         return self.learner.giving + self.transfer + server
 
@@ -190,7 +178,6 @@ class GpuPlan:
 
 
 def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
-    """Plan the memory of GPUs of this kind."""
     return GpuPlan(
         learner=plan_learner(shape, config),
         server=plan_server(shape, config, gpu.room),
@@ -203,7 +190,6 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    """Plan the memory of one learner."""
     masters = weight_bytes(shape, config, _shard(shape.num_parameters, config)) + MASTER * _shard(
         shape.num_adapter_parameters, config
     )
@@ -223,14 +209,12 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
 
 
 def weight_bytes(shape: ModelShape, config: Config, num_parameters: int) -> int:
-    """Return the bytes of `num_parameters` of the policy's own weights. They are in the compute dtype if only adapters
-    are trained, else in float32.
-    """
+    """Return the bytes of some of the policy's own weights: in the compute dtype if only adapters are trained, else in
+    float32."""
     return (ELEMENT_BYTES[config.learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
 def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
-    """Return the moments of a micro-batch at which the peak can be."""
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
@@ -262,15 +246,13 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
 
 
 def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
-    """Return the shapes of the models that don't learn, by name."""
     shapes = {"reference": shape, "teacher": shape.teacher or shape}
     return {name: shapes[name] for name in frozen_models(config)}
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the teacher's bytes during a micro-batch of the policy: its head, the buffer of its last gathered layer,
-    and its hidden states. Return 0 if the loss doesn't need the teacher's whole distribution.
-    """
+    """Return the bytes of the teacher's head, last gathered layer and hidden states, if the loss needs its
+    distribution."""
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -284,10 +266,7 @@ def _shard(num_parameters: int, config: Config) -> int:
 
 
 def transfer_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes that sending weights takes on a learner's GPU: the largest tensor in bfloat16, and two buckets.
-
-    A bucket is at least as large as the largest tensor, which is mostly the embedding.
-    """
+    """Return the bytes of the largest tensor and two buckets; a bucket holds at least the largest tensor."""
     largest = export_bytes(shape, config)
     if config.learner.lora.sends_adapter:
         return largest
@@ -295,20 +274,18 @@ def transfer_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def export_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of the largest tensor that is sent to servers in bfloat16. If only adapters are sent, return the
-    bytes of all adapters.
-    """
+    """Return the bytes of the largest tensor in bfloat16, or of all adapters."""
     if config.learner.lora.sends_adapter:
         return 2 * shape.num_adapter_parameters
     return 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
 
 
 def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
-    """Replace `learner.activation_checkpointing: auto` and `learner.max_tokens_per_microbatch: auto` by numbers, if any
-    fit.
+    """Replace `auto` of activation_checkpointing and max_tokens_per_microbatch by numbers. By these formulas: a run
+    measures the
+    tokens (`token_budget`).
 
-    The number of tokens is the largest power of two that fits by this module's formulas. In a run the learner measures
-    it (`rayapp.learner.memory.token_budget`).
+    The number of tokens is the largest power of two that fits.
     """
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": least_recomputed(shape, config, gpu_bytes)})
@@ -319,6 +296,17 @@ def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> C
     sizes = [_having(config, 1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
     return next(fitting, _having(config, longest))
+
+
+def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    """Replace `auto` by numbers in the learner's section and in `server.gpu_memory_utilization`."""
+    config = with_learner_numbers(shape, config, gpu.room)
+    if config.server.gpu_memory_utilization != "auto":
+        return config
+    any_share = with_values(config, server={"gpu_memory_utilization": 0.5})  # the memory beside it stays the same
+    free = (gpu.room - plan_gpu(shape, any_share, gpu).beside_server) / gpu.room
+    largest = max(0.05, min(LARGEST_SHARE, int(free * 100) / 100))
+    return with_values(config, server={"gpu_memory_utilization": max(0.05, round(largest - AUTO_MARGIN, 2))})
 
 
 def _having(config: Config, tokens: int) -> Config:
@@ -340,7 +328,7 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
 
 
 def longest_part(config: Config) -> int:
-    """Return how many tokens of the longest trajectory one learner computes."""
+    """Return the tokens of the longest trajectory that one learner computes."""
     return -(-config.max_learner_tokens // config.learner.sequence_parallel)
 
 
@@ -355,11 +343,10 @@ def kept_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def working_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes that the backward of one layer takes in addition to all kept activations: the layer's own
-    activations, if they are computed again, and the gradients of the MLP's products.
+    """Return the bytes that the backward of one layer takes beside all kept activations.
 
-    The first layers are computed again. Their backward comes last, when the activations of all other layers are freed.
-    So only if every layer is computed again, these activations come on top of what is kept.
+    The first layers are computed again, and their backward comes last, when all other activations are freed. So only if
+    every layer is computed again, its activations come on top of what is kept.
     """
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
     recomputes_all = config.learner.num_recomputed(shape.num_layers) == shape.num_layers
@@ -375,9 +362,9 @@ def _layer_bytes(shape: ModelShape, config: Config) -> int:
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
     """Return the bytes that a layer of Llama's kind keeps for one token.
 
-    Norms (two, and the norms of queries and keys if the layer has them): the input in float32, the normed values before
-    the weight, and the output, which the projections read. Attention: queries, keys, values, and its output. The MLP:
-    gate, its activation, up, and their product.
+    Norms (also of queries and keys): the input in float32, normed values, output. Attention: queries, keys, values,
+    output.
+    The MLP: gate, its activation, up, and their product.
     """
     hidden = shape.hidden
     norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
@@ -387,29 +374,24 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """Return the change of the bytes that a layer keeps for a token if only adapters are trained; negative if it keeps
-    less.
-
-    The output of each adapter's first matrix is added. The normed values are not needed: a frozen norm has no gradient.
-    """
+    """Return the change if only adapters are trained: plus their first outputs, minus the values of frozen norms."""
     if not shape.num_adapter_parameters:
         return 0
     return element * (shape.adapter_rank_sum - 2 * shape.hidden - _normed_heads(shape))
 
 
 def _normed_heads(shape: ModelShape) -> int:
-    """Return the number of values in a token's queries and keys if they are normed, else 0."""
     return shape.head_size * (shape.num_heads + shape.num_key_heads) if shape.norms_heads else 0
 
 
 def head_bytes(
     shape: ModelShape, config: Config, num_tokens: int | None = None, *, softmax_rows: int | None = None
 ) -> int:
-    """Return the peak bytes of computing log-probs of `num_tokens` tokens in chunks (`rayapp.learner.log_probs`).
+    """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`).
 
     Args:
-        num_tokens: number of tokens; None: more tokens than the number whose logits are kept.
-        softmax_rows: number of rows that go through the softmax together; None: a whole chunk, as on a GPU.
+        num_tokens: None: more tokens than the number whose logits are kept.
+        softmax_rows: rows that go through the softmax together; None: a whole chunk, as on a GPU.
     """
     own = _own_head_bytes(shape, config, num_tokens, softmax_rows or sys.maxsize)
     return own + _teacher_head_bytes(shape, config, num_tokens)
@@ -451,14 +433,12 @@ def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
 
 
 def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
-    """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and `num_layers`
-    layers."""
+    """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and some layers."""
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    """Plan the memory of one GPU of a server."""
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
     weights = server_weight_bytes(shape, config)
@@ -484,9 +464,7 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
 
 
 def server_weight_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of a server's weights on each of its GPUs. Quantization rounds the layers' matrices to one byte
-    a value, and does not change embedding and head. Its scales take less than 1% of the bytes.
-    """
+    """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take 1%."""
     server = config.server
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
     whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
@@ -494,9 +472,7 @@ def server_weight_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
-    """Plan the servers of models other than the policy, each on its own GPUs. Their CUDA graphs are counted in vLLM's
-    share.
-    """
+    """Plan the servers of models other than the policy, on GPUs of their own. CUDA graphs are in vLLM's share."""
     for section in asked_servers(config):
         own = alone(config, section)
         yield section, plan_server(model_shape(own), own, gpu_bytes)
@@ -504,12 +480,12 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """Bytes of host memory on one node of a run on GPUs, without the memory of code in sandboxes."""
+    """Bytes of host memory on a node of GPUs, without code in sandboxes."""
 
     backups: int
     """Weights of sleeping servers, in pinned memory."""
     learners: int
-    """Tensors that learners keep in host memory (`learner.cpu_offload`, `learner.offload_when_idle`)."""
+    """Tensors that learners keep or park in host memory."""
     staging: int
     """Copies from which a checkpoint is written."""
     processes: int
@@ -520,7 +496,7 @@ class NodePlan:
         return self.backups + self.learners + self.staging + self.processes + self.object_store
 
     def described(self) -> str:
-        """Return the sum and its parts as text, for messages."""
+        """Return sum and parts as text."""
         names = {
             "backups": "sleeping servers' weights",
             "learners": "parked by learners",
@@ -533,9 +509,7 @@ class NodePlan:
 
 
 def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    """Plan the host memory of a node with `node_gpus` GPUs. The node is assumed to have as many processes of each kind
-    as a node can have.
-    """
+    """Plan the host memory of a node, which has as many processes of each kind as fit its GPUs."""
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
@@ -564,7 +538,7 @@ class HostPlan:
     learners: int
     """Bytes of the learners at the peak of a step."""
     activations: int
-    """Part of `learners` that only the largest micro-batch takes; few steps have such a micro-batch."""
+    """Part of `learners` that only the largest micro-batch takes."""
     servers: int
     object_store: int
 
@@ -579,10 +553,9 @@ class HostPlan:
 
 
 def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
-    """Plan the memory of a run on one machine's CPU with `have` bytes available.
-
-    On CPU all layers stay gathered, gradients are summed before they are reduced over ranks, and malloc keeps freed
-    memory.
+    """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
+    they are
+    reduced over ranks, and malloc keeps freed memory.
     """
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": 0})

@@ -2,9 +2,8 @@
 Ray.
 
 The learner actor uses it on every rank, because gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC
-(colocated) are vLLM's own backends and need GPUs: **neither has been run on one yet**. The backend `vllm_gloo` does the
-same on CPU, and the tests run it. The module is written for vLLM 0.30 and 0.31; older versions lack some of the
-classes.
+(colocated) are vLLM's own backends and need GPUs: **neither has been run on one yet**. Tests run the module over gloo
+(`tests/support/gloo.py`). The module is written for vLLM 0.30 and 0.31; older versions lack some of the classes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from rayapp.config.learner import LoraSection
-from rayapp.core.errors import ConfigError, WeightSyncError
+from rayapp.core.errors import WeightSyncError
 from rayapp.core.own_thread import in_thread
 from rayapp.engine.weights.buckets import Sampler, checksum_of, part_of
 from rayapp.engine.weights.sync import TransferRanks
@@ -112,7 +111,7 @@ class _Exchange:
         self._failed: Future[Exception] = Future()
         self._failing = threading.Lock()
         self.group: Any = None
-        """NCCL communicator of vLLM, or `GlooGroup`; None for CUDA IPC."""
+        """NCCL communicator of vLLM; None for CUDA IPC."""
 
     @property
     def failure(self) -> Exception | None:
@@ -157,7 +156,7 @@ class _Exchange:
             return
         try:
             self.group.broadcast(tensor, src=src)
-        except Exception as error:  # NCCL or gloo may raise anything
+        except Exception as error:  # NCCL may raise anything
             self.fail(error)
 
     def close(self) -> None:
@@ -176,7 +175,6 @@ class WeightSender:
         address: rank 0's address, to which the servers' workers connect.
         timeout_s: deadline of each answer of a server.
     Raises:
-        ConfigError: the transport needs a GPU and there is none.
         WeightSyncError: a server or learner did not join.
     """
 
@@ -190,20 +188,12 @@ class WeightSender:
         address: tuple[str, int],
         timeout_s: float,
     ) -> None:
-        if plan.transport in ("nccl", "ipc") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"weights can't be sent by {plan.transport}: this learner has no CUDA device. Use "
-                "server.weight_transport object_store or gloo."
-            )
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from rayapp.engine.weights import vllm_gloo
-
-        vllm_gloo.register()
         self.source = source
         self._exchange = _Exchange(client, timeout_s)
         self._shares_memory = plan.transport == "ipc"
-        info = _init_info(plan, source, rank=rank, address=address, timeout_s=timeout_s)
+        info = _init_info(plan, source, rank=rank, address=address)
         try:
             with _same_stream():
                 self._engine: Any = WeightTransferTrainerFactory.trainer_init(
@@ -259,24 +249,19 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _init_info(
-    plan: TransferRanks, source: LearnerSource, *, rank: int, address: tuple[str, int], timeout_s: float
-) -> Any:
-    from rayapp.engine.weights.vllm_gloo import GlooTrainerInitInfo
-
+def _init_info(plan: TransferRanks, source: LearnerSource, *, rank: int, address: tuple[str, int]) -> Any:
     bucket_bytes = max(plan.bucket_bytes, source.largest_bytes())
     if plan.transport == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
-    common: dict[str, Any] = {
-        "rank": rank,
-        "master_address": address[0],
-        "master_port": address[1],
-        "world_size": plan.world_size,
-    }
-    if plan.transport == "gloo":
-        return GlooTrainerInitInfo(**common, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    return NCCLTrainerInitInfo(**common, packed=True, packed_buffer_size_bytes=bucket_bytes)
+    return NCCLTrainerInitInfo(
+        rank=rank,
+        master_address=address[0],
+        master_port=address[1],
+        world_size=plan.world_size,
+        packed=True,
+        packed_buffer_size_bytes=bucket_bytes,
+    )

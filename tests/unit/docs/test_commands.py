@@ -146,7 +146,6 @@ ELSEWHERE = (
     How(begins="rayapp data prepare codecontests --language", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp config import-verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp model fetch", test="tests/unit/storage/test_models_fetch_and_check.py"),
-    How(begins="rayapp models check", test="tests/unit/cli/test_model.py"),
     How(begins="rayapp plan", test="tests/unit/learner/test_memory_plan.py"),
     How(begins="rayapp doctor", test="tests/unit/cli/test_doctor.py"),
     How(begins="rayapp render-k8s", test="tests/unit/cli/test_kuberay.py"),

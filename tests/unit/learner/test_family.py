@@ -18,12 +18,12 @@ from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.engine.vllm_arguments import vllm_args
 from rayapp.learner.attention import packed_attention, plan_attention
-from rayapp.learner.families import trial
-from rayapp.learner.families.check import VOCABULARY, checks_of, subject_of
 from rayapp.learner.family import check_family, head_rule, largest_difference, read_architecture
 from rayapp.learner.packing import pack
 from rayapp.learner.state.export import export_hf
 from rayapp.storage.models.families import FAMILIES, TINY
+from support import family_trial as trial
+from support.family_check import VOCABULARY, checks_of, subject_of
 
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,

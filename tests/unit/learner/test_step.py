@@ -30,7 +30,7 @@ from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.memory.shape import GPUS, model_shape
-from rayapp.learner.memory.speed import MfuMeter, mfu_meter
+from rayapp.learner.metrics import MfuMeter, mfu_meter
 from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
 from rayapp.runs.profiles import MOST_MICRO_BATCHES, read_profile, trace_events, write_profile
