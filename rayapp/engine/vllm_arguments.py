@@ -1,11 +1,8 @@
-"""Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters in vLLM's
-workers.
+"""Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters.
 
-`VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
-
-With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes
-and takes tensors from shared memory, because vLLM's own loader reads adapters only from folders. The adapters of
-`rayapp serve` are folders, which vLLM loads once at the start.
+With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` takes tensors from shared
+memory,
+because vLLM's own loader reads only folders, which are those of `rayapp serve`.
 """
 
 from __future__ import annotations
@@ -31,15 +28,11 @@ from rayapp.storage.models.check import adapter_rank
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM has buffers; an adapter of another rank uses part of the next larger buffer."""
+"""LoRA ranks for which vLLM has buffers; another rank uses part of the next larger one."""
 
 
 def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; empty without adapters.
-
-    Args:
-        adapters: adapters to load at the start: name -> folder in peft's form.
-    """
+    """Return the arguments for LoRA; `adapters` are loaded at the start: name -> folder in peft's form."""
     ranks = [config.learner.lora.rank] if config.learner.lora.sends_adapter else []
     ranks += [adapter_rank(Path(folder)) for folder in adapters.values()]
     if not ranks:
@@ -52,19 +45,17 @@ def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> d
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:
-    """Return True if these tensors are an adapter's, False if they are a whole model's."""
     return bool(entries) and all(".lora_A." in name or ".lora_B." in name for name, *_ in entries)
 
 
 def adapter_request() -> Any:
-    """Return the LoRARequest that applies the adapter. Its path is never read, as the adapter is in memory."""
+    """Return the policy's LoRARequest, whose path is never read."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
 
 
 def folder_requests(adapters: Mapping[str, str]) -> dict[str, Any]:
-    """Return a LoRARequest for each adapter in a folder, by name."""
     from vllm.lora.request import LoRARequest
 
     return {
@@ -74,13 +65,10 @@ def folder_requests(adapters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
-    """Replace the adapter by the given tensors. Returns the number of tensors.
+    """Replace the adapter by copies of these tensors (peft's names, scaled). Returns their number.
 
-    Args:
-        tensors: tensors by peft's names, with the scale multiplied in. They are copied, because their memory is freed
-            later.
     Raises:
-        ValueError: the engine has no modules for some of the tensors, and would silently ignore them.
+        ValueError: the engine has no modules for some of them, and would silently ignore them.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -107,7 +95,7 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
 
 
 def check_adapter(model_runner: Any, adapter_id: int) -> None:
-    """Raise ValueError if vLLM, which loaded this adapter from a folder, ignores some of its matrices."""
+    """Raise ValueError if vLLM ignores some matrices of an adapter that it loaded from a folder."""
     manager = model_runner.lora_manager._adapter_manager  # noqa: SLF001 - as in `load_adapter`
     # vLLM has packed the matrices by now: they have the names of its own modules.
     loras = manager.get_adapter(adapter_id).loras
@@ -120,9 +108,7 @@ def check_places(
     packed: Mapping[str, Sequence[str]],
     way_out: str = "Leave these modules out of learner.lora.target_modules, or set learner.lora.send: merged.",
 ) -> None:
-    """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
-    adapter.
-    """
+    """Raise ValueError if the engine lacks a module of the adapter, as for another model's."""
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
@@ -133,7 +119,7 @@ def check_places(
 
 
 WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""Environment variable for the size of vLLM's KV cache on a CPU, in whole GiB."""
+"""Variable for the size of vLLM's KV cache on a CPU."""
 
 
 def set_process_environment(config: Config) -> None:
@@ -158,20 +144,14 @@ def set_process_environment(config: Config) -> None:
 
 
 def gpu_bytes() -> int:
-    """Return the bytes of this machine's first GPU; 0 on CPU. The call makes no CUDA context: vLLM can't fork a process
-    that has one.
-    """
+    """Return the bytes of the first GPU; 0 on CPU. Makes no CUDA context: vLLM can't fork a process that has one."""
     from vllm.platforms import current_platform
 
     return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
 def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
-
-    Args:
-        adapters: adapters to load at the start: name -> folder in peft's form.
-    """
+    """Return the arguments of vLLM's `AsyncEngineArgs`."""
     server, on_gpu = config.server, is_on_gpu(config)
     return {
         "model": config.model.path,
@@ -208,13 +188,9 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
 
 
 def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:
-    """Adapt the model's config for vLLM.
-
-    Args:
-        max_position_embeddings: model.max_position_embeddings.
-
-    In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window`, unlike transformers and the
-    learner. This difference changes log-probs by 0.1 if the window is short.
+    """Adapt the model's config for vLLM. In Command R7B (cohere2) vLLM 0.30 attends to one token more than
+    `sliding_window`, which
+    changes log-probs by 0.1 if the window is short.
     """
     if max_position_embeddings is not None:
         architecture.get_text_config().max_position_embeddings = max_position_embeddings
@@ -224,7 +200,6 @@ def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = No
 
 
 def _profiler_args(config: Config) -> dict[str, Any]:
-    """Return the argument for vLLM's profiler, which writes to a new temporary folder; empty if no step is profiled."""
     if not config.train.profile_steps:
         return {}
     from vllm.config import ProfilerConfig
@@ -264,11 +239,7 @@ def _has_gpu() -> bool:
 
 
 def check_gpu(config: Config) -> None:
-    """Check that this process's GPU can compute the configuration; do nothing on a CPU.
-
-    Raises:
-        ConfigError: the GPU can't compute it; the message names the settings.
-    """
+    """Raise ConfigError if this process's GPU can't compute the configuration."""
     import torch
 
     problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config) else ()

@@ -1,11 +1,9 @@
 """Defines the Hugging Face folder of the policy: the layout of its weight files, and its other files.
 
-Transformers makes several of the hub's tensors out of one tensor of the model (fused experts), or one out of several. A
-file holds whole groups of such tensors, so that any process can write any file with only that file's tensors in memory.
+Transformers makes several of the hub's tensors out of one of the model (fused experts), or one out of several. A file
+holds whole groups of such tensors, so that any process can write any file with only its tensors in memory.
 
-`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`.
-`checkpoint_to_adapter` writes the adapters of a checkpoint, for `rayapp serve`. The driver calls both. They need no
-learners and no process group, and don't read the optimizer's state.
+`checkpoint_to_hf` and `checkpoint_to_adapter` write from a checkpoint, without learners or a process group.
 """
 
 from __future__ import annotations
@@ -35,39 +33,33 @@ from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
 FILE_BYTES = 5 * 10**9
-"""Maximum size of a file in bytes; only a single larger group of tensors exceeds it."""
+"""Only a single larger group of tensors exceeds it."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFile:
-    """File of weights."""
-
     name: str
     groups: tuple[tuple[str, ...], ...]
-    """Names of the model's tensors, without adapters, in groups. Each group can be converted to the hub's tensors by
-    itself.
-    """
+    """The model's tensors without adapters, in groups that are converted by themselves."""
     hub: Mapping[str, Tensor]
-    """Tensors of the file on the meta device, by the hub's names."""
+    """Tensors on the meta device, by the hub's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfLayout:
-    """Contents of a folder: its weight files, and the model from which the other files are written."""
+    """Weight files of a folder, and the model from which the other files are written."""
 
     files: tuple[HfFile, ...]
     causal_lm: Any
-    """A transformers model; only its class and configs are read."""
+    """Only its class and configs are read."""
     dtype: torch.dtype
-    """Number format of the parameters; persistent buffers keep their own."""
+    """Of the parameters; persistent buffers keep their own."""
     tokenizer_path: str
     trust_remote_code: bool
 
     def describe(self, folder: Path) -> None:
-        """Write all files but the weights: index, config, generation config, tokenizer, and code that is not in
-        transformers.
-        """
+        """Write index, config, generation config, tokenizer, and code that is not in transformers."""
         from transformers import AutoTokenizer
         from transformers.dynamic_module_utils import custom_object_save
 
@@ -97,7 +89,7 @@ class HfLayout:
 
 
 def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
-    """Return the layout of this model's folder, without gathering or reading weights."""
+    """Return the layout of this model's folder, without reading weights."""
     shapes = {name: _outline(tensor, dtype) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
@@ -128,7 +120,7 @@ def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: in
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    """Copy the files of the image processor, without which vLLM does not start a model with an image tower."""
+    """Copy the image processor's files, without which vLLM does not start a model with an image tower."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -152,11 +144,7 @@ def _outline(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one file of weights.
-
-    Raises:
-        CheckpointError: the file can't be written.
-    """
+    """Write one file of weights; else CheckpointError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -176,14 +164,13 @@ _WEIGHTS = "model."
 
 
 def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write the checkpoint's weights in float32 as a Hugging Face folder, which transformers and vLLM load.
+    """Write the checkpoint's weights in float32 as a Hugging Face folder.
 
     Args:
-        config: config of the run that saved it, for its base model and adapters.
+        config: of the run that saved it, for its base model and adapters.
         learner_folder: `learner/` of the checkpoint.
     Raises:
-        CheckpointError: the checkpoint holds no weights, or the weights of another model.
-        InputError: the base model can't be loaded.
+        CheckpointError: the checkpoint holds no weights, or another model's.
     """
     config = with_number_formats(config, on_gpu=config.cluster.device != "cpu" and torch.cuda.is_available())
     causal_lm = build_causal_lm(config, is_checked=False)
@@ -212,11 +199,8 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def checkpoint_to_adapter(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write the checkpoint's adapters as a folder in peft's form, which peft and vLLM load.
+    """Write the checkpoint's adapters as a folder in peft's form. Arguments as for `checkpoint_to_hf`.
 
-    Args:
-        config: config of the run that saved it, for its base model and adapters.
-        learner_folder: `learner/` of the checkpoint.
     Raises:
         CheckpointError: the checkpoint holds no adapters, or they can't be read.
     """
@@ -246,9 +230,7 @@ def checkpoint_to_adapter(config: Config, learner_folder: Path, out: Path) -> No
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    """Read the trained tensors of the weights in `group` and of their adapters from a checkpoint. Returns float32
-    tensors by parameter name.
-    """
+    """Read the trained tensors of `group` and of their adapters, float32 by parameter name."""
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
@@ -257,7 +239,7 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    """Return a weight's own name, or for an adapter's matrix the name of the weight that it changes."""
+    """Return a weight's own name, or the one that an adapter's matrix changes."""
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 
@@ -265,7 +247,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    """Return the group's tensors as they are written: adapters merged in, parameters in float32."""
+    """Return the group's tensors as written: adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}
