@@ -142,8 +142,8 @@ class TrainSection(FrozenModel):
     """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
     which is also the maximum."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0, and a summary of where
-    the step's time went, in profiles/ of the run folder (docs/view.md#where-a-step-goes). A profiled step is slower."""
+    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0 in
+    profiles/ of the run folder. A profiled step is slower."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
     stays within max_staleness. null: groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0:

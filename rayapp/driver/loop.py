@@ -99,7 +99,7 @@ async def _train_step(
         saved = await save_if_due(run, step, score)
     metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
     run.tracker.log(step, metrics)
-    await write_profiles(run, step, metrics)
+    await write_profiles(run, step)
     return metrics
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -50,17 +49,18 @@ from rayapp.engine.vllm_output import (
     EngineLoad,
     EngineOutput,
     TokenVersions,
+    last_output,
+    plain_error,
     vllm_sampling_params,
     way_out,
     whole_completion,
 )
 from rayapp.engine.weights.buckets import SharedWeights
-from rayapp.runs.profiles import MOST_ITERATIONS, Profile, read_trace
+from rayapp.runs.profiles import MOST_ITERATIONS, Profile, take_engine_trace
 from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-_TRACE_OF_FIRST_RANK = re.compile(r"rank-?0\..*trace\.json\.gz$")
 Carried = Literal["group", "memory"]
 
 
@@ -186,7 +186,7 @@ class VllmEngine:
         queue = await self._cohorts.admit(request, cohort_size)
         admitted = time.monotonic()
         try:
-            output = await _last_output(queue, on_tokens)
+            output = await last_output(queue, on_tokens)
             spans = self._versions.end(queue.request_id, self.policy_version, len(output.token_ids))
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
@@ -431,7 +431,7 @@ class VllmEngine:
             await self._engine.collective_rpc("answer")
         except Exception as error:  # vLLM may raise anything
             raise EngineDeadError(
-                f"the engine's process does not answer: {_said(error)}{self._output.cause()}"
+                f"the engine's process does not answer: {plain_error(error)}{self._output.cause()}"
             ) from error
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -456,18 +456,11 @@ class VllmEngine:
         """Return the trace of the engine's first rank, and delete vLLM's files. EngineError: there is none, or it is
         too large."""
         await self._engine.stop_profile()
-        return await asyncio.to_thread(self._take_profile, process)
-
-    def _take_profile(self, process: str) -> Profile:
         folder = Path(self._engine.vllm_config.profiler_config.torch_profiler_dir)
         try:
-            first = max(path for path in folder.iterdir() if _TRACE_OF_FIRST_RANK.search(path.name))
-            trace = read_trace(first)
+            trace = await asyncio.to_thread(take_engine_trace, folder)
         except (OSError, ValueError) as error:
             raise EngineError(f"vLLM's profiler left no trace of {process}: {error}") from error
-        finally:
-            for path in folder.iterdir():
-                path.unlink(missing_ok=True)
         return Profile(process=process, trace=trace, covers=f"at most {MOST_ITERATIONS} engine iterations")
 
     async def facts(self) -> dict[str, Any]:
@@ -496,22 +489,7 @@ class VllmEngine:
     def _engine_error(self, error: Exception, request_id: RequestId) -> EngineError:
         if self._engine.errored:
             cause = self._output.cause()
-            return EngineDeadError(f"the engine's process died while it served {request_id}: {_said(error)}{cause}")
+            return EngineDeadError(
+                f"the engine's process died while it served {request_id}: {plain_error(error)}{cause}"
+            )
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
-
-
-async def _last_output(queue: Any, on_tokens: OnTokens | None) -> Any:
-    """Return a request's last output; before that, report the new tokens of each."""
-    num_told = 0
-    while not (whole := await queue.get()).finished:
-        token_ids = whole.outputs[0].token_ids
-        if on_tokens is not None and len(token_ids) > num_told:
-            on_tokens(list(token_ids[num_told:]))
-            num_told = len(token_ids)
-    return whole.outputs[0]
-
-
-def _said(error: Exception) -> str:
-    """Return the error in one line, without vLLM's pointer to a traceback."""
-    text = str(error).replace("See stack trace (above) for the root cause.", "").strip()
-    return f"{type(error).__name__}: {text}"

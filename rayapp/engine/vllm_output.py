@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.core.errors import EngineError
+from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, FloatArray, Int32Array, RequestId, SamplingParams, VersionSpan
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
@@ -270,3 +271,20 @@ def _log_probs(flat: Any, num_tokens: int) -> tuple[FloatArray, Int32Array | Non
     if rows.shape[1] == 1:
         return values, None, None
     return rows[:, 0].copy(), np.array(flat.token_ids, np.int32).reshape(rows.shape)[:, 1:], rows[:, 1:]
+
+
+async def last_output(queue: Any, on_tokens: OnTokens | None) -> Any:
+    """Return a request's last output; before that, report the new tokens of each."""
+    num_told = 0
+    while not (whole := await queue.get()).finished:
+        token_ids = whole.outputs[0].token_ids
+        if on_tokens is not None and len(token_ids) > num_told:
+            on_tokens(list(token_ids[num_told:]))
+            num_told = len(token_ids)
+    return whole.outputs[0]
+
+
+def plain_error(error: Exception) -> str:
+    """Return the error in one line, without vLLM's pointer to a traceback."""
+    text = str(error).replace("See stack trace (above) for the root cause.", "").strip()
+    return f"{type(error).__name__}: {text}"

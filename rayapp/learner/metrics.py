@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -286,7 +285,7 @@ class StepProfiler:
         on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self._activities = [ProfilerActivity.CPU, *on_gpu]
         self._profiler = profile(activities=self._activities)
-        self._num_passed, self._num_recorded, self._paused_s = 0, 0, 0.0
+        self._num_passed, self._num_recorded = 0, 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -301,11 +300,9 @@ class StepProfiler:
         yield from first
         if not others:
             return
-        paused = time.perf_counter()
         self._profiler.toggle_collection_dynamic(False, self._activities)
         yield from others
         self._profiler.toggle_collection_dynamic(True, self._activities)
-        self._paused_s += time.perf_counter() - paused
 
     def profile(self, process: str) -> Profile | None:
         """Return the trace; None, with a warning, if it can't be written to a temporary file or is too large."""
@@ -318,4 +315,4 @@ class StepProfiler:
                 log.warning("there is no profile of %s: %s", process, error)
                 return None
         covers = f"{self._num_recorded} of {self._num_passed} micro-batches"
-        return Profile(process=process, trace=trace, covers=covers, paused_s=self._paused_s)
+        return Profile(process=process, trace=trace, covers=covers)
