@@ -417,7 +417,7 @@ def processor_of(*, on_gpu: bool) -> str:
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
     """Return the ranks of learners and engines in the group that transfers weights; None for the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
-    return None if chosen == "object_store" else transfer_plan(config, chosen)
+    return None if chosen == "object_store" else transfer_plan(config.server, chosen)
 
 
 @asynccontextmanager

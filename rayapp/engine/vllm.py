@@ -118,14 +118,16 @@ class VllmEngine:
         """
         check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
-        config = await asyncio.to_thread(with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config)))
+        config = await asyncio.to_thread(
+            with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config.cluster))
+        )
         set_process_environment(config)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         output = EngineOutput()
         try:
-            gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))
+            gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config.cluster)))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
             args = AsyncEngineArgs(**vllm_args(config, adapters) | engine_args)

@@ -17,6 +17,7 @@ from typing import Any
 
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
+from rayapp.config.sections import ClusterSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
@@ -40,7 +41,7 @@ def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> d
     rank = next(size for size in RANKS if size >= max(ranks))
     # On a CPU vLLM 0.30 computes requests without an adapter with the last slot (index -1 in torch_ops/lora_ops.py) if
     # their batch has adapters. So the last slot stays empty: its matrices are zero.
-    num_slots = len(ranks) + (bool(adapters) and not is_on_gpu(config))
+    num_slots = len(ranks) + (bool(adapters) and not is_on_gpu(config.cluster))
     return {"enable_lora": True, "max_loras": num_slots, "max_lora_rank": rank}
 
 
@@ -131,7 +132,7 @@ def set_process_environment(config: Config) -> None:
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
     # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if config.run.deterministic and is_on_gpu(config):
+    if config.run.deterministic and is_on_gpu(config.cluster):
         # On a CPU cohorts suffice: equal batches give equal results.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
@@ -152,7 +153,7 @@ def gpu_bytes() -> int:
 
 def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`."""
-    server, on_gpu = config.server, is_on_gpu(config)
+    server, on_gpu = config.server, is_on_gpu(config.cluster)
     return {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -179,7 +180,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
         "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
-        **_profiler_args(config),
+        **_profiler_args(config.train),
         **_transfer_args(config),
         **adapter_args(config, adapters),
         **server.engine_args,
@@ -199,8 +200,8 @@ def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = No
     return architecture
 
 
-def _profiler_args(config: Config) -> dict[str, Any]:
-    if not config.train.profile_steps:
+def _profiler_args(train: TrainSection) -> dict[str, Any]:
+    if not train.profile_steps:
         return {}
     from vllm.config import ProfilerConfig
 
@@ -216,7 +217,7 @@ def _profiler_args(config: Config) -> dict[str, Any]:
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=is_on_gpu(config))
+    transport = choose_transport(config, on_gpu=is_on_gpu(config.cluster))
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -227,9 +228,9 @@ def _transfer_args(config: Config) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
 
 
-def is_on_gpu(config: Config) -> bool:
+def is_on_gpu(cluster: ClusterSection) -> bool:
     """Return whether an engine of this process computes on a GPU."""
-    return config.cluster.device != "cpu" and _has_gpu()
+    return cluster.device != "cpu" and _has_gpu()
 
 
 def _has_gpu() -> bool:
@@ -242,6 +243,6 @@ def check_gpu(config: Config) -> None:
     """Raise ConfigError if this process's GPU can't compute the configuration."""
     import torch
 
-    problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config) else ()
+    problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config.cluster) else ()
     if problems:
         raise ConfigError("; ".join(problems))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rayapp.config.config import Config
 from rayapp.config.learner import LearnerSection
+from rayapp.config.sections import ClusterSection, RunSection
 from rayapp.core.errors import LearnerError, first_line
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
 from rayapp.learner.sequence import SequenceGroup
@@ -80,8 +81,8 @@ class Ranks:
 
 def start_ranks(config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> Ranks:
     """Join the other learners. Blocks until all have joined."""
-    use_deterministic_kernels(config)
-    device = learner_device(config)
+    use_deterministic_kernels(config.run)
+    device = learner_device(config.cluster)
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
@@ -153,9 +154,9 @@ def end_ranks() -> None:
         dist.destroy_process_group()
 
 
-def learner_device(config: Config) -> torch.device:
+def learner_device(cluster: ClusterSection) -> torch.device:
     """Return the GPU that Ray assigned, else the CPU. LearnerError: torch can't use a configured or assigned GPU."""
-    if config.cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(config)):
+    if cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(cluster)):
         return torch.device("cpu")
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -169,14 +170,14 @@ def learner_device(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _has_been_given_gpu(config: Config) -> bool:
+def _has_been_given_gpu(cluster: ClusterSection) -> bool:
     """Return True if the config requires a GPU or Ray reserved one: then the CPU must not be used silently."""
-    return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
+    return cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 
-def give_back_memory(config: Config, device: torch.device) -> None:
+def give_back_memory(cluster: ClusterSection, device: torch.device) -> None:
     """Free torch's cached memory for a server that shares the GPU."""
-    if device.type == "cuda" and config.cluster.placement == "colocated":
+    if device.type == "cuda" and cluster.placement == "colocated":
         torch.cuda.empty_cache()
 
 
@@ -203,12 +204,12 @@ NCCL_OF_BATCH_INVARIANCE = {
 """What vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT: with other values the first broadcast would hang."""
 
 
-def use_deterministic_kernels(config: Config) -> None:
+def use_deterministic_kernels(run: RunSection) -> None:
     """Make torch choose kernels that repeat their bits, with `run.deterministic`, before CUDA or NCCL start. An
     operator without
     one raises.
     """
-    if not config.run.deterministic:
+    if not run.deterministic:
         return
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | NCCL_OF_BATCH_INVARIANCE
     torch.use_deterministic_algorithms(True)

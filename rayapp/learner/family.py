@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rayapp.config.config import Config
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
 from rayapp.learner.families.mixers import give_borders
@@ -94,20 +95,20 @@ _WINDOW = 5
 """Sliding window of small models, shorter than the prompt, so that it affects both sequences."""
 
 
-def read_architecture(config: Config) -> Any:
+def read_architecture(model: ModelSection) -> Any:
     """Return the config of `model.path` without dropout and jitter, which act in training mode. InputError: it can't be
     read."""
     from transformers import AutoConfig
 
     try:
-        architecture = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        architecture = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
+        raise InputError(f"model.path {model.path!r} can't be loaded: {error}") from error
     for section in _sections(architecture):
         for name in [name for name, value in vars(section).items() if _is_noise(section, name) and value]:
             setattr(section, name, 0.0)
-    if config.model.max_position_embeddings is not None:
-        architecture.get_text_config().max_position_embeddings = config.model.max_position_embeddings
+    if model.max_position_embeddings is not None:
+        architecture.get_text_config().max_position_embeddings = model.max_position_embeddings
     return architecture
 
 
@@ -117,7 +118,7 @@ def check_family(architecture: Any, config: Config) -> None:
     known = FAMILIES.get(text.model_type)
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
-    _check_class(architecture, config)
+    _check_class(architecture, config.model)
     subject, trusted = f"model_type {text.model_type!r}", config.model.trust_remote_code
     packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
     _check_difference(packed, subject, "packed sequences")
@@ -147,10 +148,10 @@ def _check_difference(measure: Callable[[], float], subject: str, computed: str)
         )
 
 
-def _check_class(architecture: Any, config: Config) -> None:
+def _check_class(architecture: Any, model: ModelSection) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     text_type = architecture.get_text_config().model_type
     alone = f" Use a checkpoint of its language model alone (model_type {text_type})."

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
 )
 
 from rayapp.config.config import Config
-from rayapp.config.learner import OptimizerSection
+from rayapp.config.learner import LearnerSection, OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
@@ -210,7 +210,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     section = config.learner
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
-    model = policy_of(causal_lm, config, trainable=trainable)
+    model = policy_of(causal_lm, config.learner, trainable=trainable)
     if section.expert_parallel_size > 1:
         split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
@@ -220,23 +220,23 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     return model
 
 
-def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
+def policy_of(causal_lm: Any, learner: LearnerSection, *, trainable: bool) -> PolicyModel:
     """Add adapters and freeze other parameters, before sharding. Frozen ones get the compute dtype; trained ones stay
     float32."""
     if trainable:
-        recompute(causal_lm, config.learner.num_recomputed(len(causal_lm.get_decoder().layers)))
+        recompute(causal_lm, learner.num_recomputed(len(causal_lm.get_decoder().layers)))
     model = PolicyModel(causal_lm)
     model.eval().requires_grad_(trainable)
     if trainable:
         training_mode(causal_lm)
-    if trainable and config.learner.router_replay:
+    if trainable and learner.router_replay:
         model.replay = RouterReplay(causal_lm)
-    if trainable and config.learner.lora.rank > 0:
+    if trainable and learner.lora.rank > 0:
         with torch.device("meta"):
-            add_adapters(causal_lm, config.learner.lora)
+            add_adapters(causal_lm, learner.lora)
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(DTYPES[config.learner.compute_dtype])
+            parameter.data = parameter.data.to(DTYPES[learner.compute_dtype])
     return model
 
 
@@ -266,7 +266,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
 
     register_attention()
     register_sequence_attention()
-    architecture = read_architecture(config)
+    architecture = read_architecture(config.model)
     if is_checked:
         check_family(architecture, config)
     try:
@@ -280,8 +280,8 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     fit_to_packing(causal_lm, config.max_model_tokens)
-    check_sequence_parallel(causal_lm, config)
-    check_expert_parallel(causal_lm, config)
+    check_sequence_parallel(causal_lm, config.learner)
+    check_expert_parallel(causal_lm, config.learner)
     if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", None):
         log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
     if (sampling := generation_config(config.model.path)) is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import InputError
 from rayapp.learner.attention import AttentionLayout, packed_attention
 from rayapp.learner.batch import MicroBatch
@@ -58,9 +58,9 @@ def register_sequence_attention() -> None:
     ALL_ATTENTION_FUNCTIONS.register(SEQUENCE_ATTENTION, attention_over_ranks)
 
 
-def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
+def check_sequence_parallel(causal_lm: Any, learner: LearnerSection) -> None:
     """Check that `learner.sequence_parallel` divides the heads, and that the model has no mixers; else InputError."""
-    size, text = config.learner.sequence_parallel, causal_lm.config.get_text_config()
+    size, text = learner.sequence_parallel, causal_lm.config.get_text_config()
     if size == 1:
         return
     heads, where = text.num_attention_heads, f"learner.sequence_parallel is {size}, but {text.model_type!r} has"

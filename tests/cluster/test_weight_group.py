@@ -129,7 +129,7 @@ async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tup
     client.source = LearnerSource(learner._learner.model, settings.learner.lora, CPU, torch.float32)
     sender = await asyncio.to_thread(
         WeightSender,
-        transfer_plan(settings, "nccl"),
+        transfer_plan(settings.server, "nccl"),
         client.source,
         rank=0,
         client=client,
@@ -205,7 +205,7 @@ class Deserter:
 
 def sender_to(client: Deserter, learner: Learner, *, timeout_s: float) -> WeightSender:
     source = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.float32)
-    plan = replace(transfer_plan(learner._config, "nccl"), bucket_bytes=BUCKET_BYTES)
+    plan = replace(transfer_plan(learner._config.server, "nccl"), bucket_bytes=BUCKET_BYTES)
     address = ("127.0.0.1", free_port())
     return WeightSender(plan, source, rank=0, client=client, address=address, timeout_s=timeout_s)
 

@@ -122,7 +122,7 @@ def attempt(learner, plan):
 def run(world, rank, next_port):
     actors.learner.ServersClient, config = Servers, config_of(world)
     learner = Learner(config, rank, world, "127.0.0.1", next_port())
-    plan = replace(transfer_plan(config, "nccl"), bucket_bytes=1)  # smaller than any tensor
+    plan = replace(transfer_plan(config.server, "nccl"), bucket_bytes=1)  # smaller than any tensor
     in_file = load_file(Path(model, "model.safetensors"))
     own = {n: t for b in learner.export_weights(0, 1 << 20) for n, t in unpack(b.entries, torch.from_numpy(b.data))}
     results = {"is_loaded": rank > 0 or all(torch.equal(own[name], tensor) for name, tensor in in_file.items())}

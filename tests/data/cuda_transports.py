@@ -272,7 +272,7 @@ def learner(name: str, rank: int, ports: tuple[int, int], workers: Sequence[Conn
     model, lora = made._learner.model, settings.learner.lora
     kind = Backwards if FAULT == "order" and rank == 3 else sender.LearnerSource
     source = kind(model, lora, torch.device("cuda", 0))
-    plan = replace(transfer_plan(settings, "nccl" if TRANSPORT == "nccl" else "ipc"), bucket_bytes=BUCKET_BYTES)
+    plan = replace(transfer_plan(settings.server, "nccl" if TRANSPORT == "nccl" else "ipc"), bucket_bytes=BUCKET_BYTES)
     client = Engines(plan, workers)
     address = ("127.0.0.1", ports[1])
     sending = sender.WeightSender(plan, source, rank=rank, client=client, address=address, timeout_s=DEADLINE_S)

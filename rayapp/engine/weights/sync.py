@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rayapp.config.config import Config
+from rayapp.config.sections import ServerSection
 from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, WeightSyncError
 
 log = logging.getLogger(__name__)
@@ -343,11 +344,11 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     return asked
 
 
-def transfer_plan(config: Config, transport: Transport) -> TransferRanks:
-    tp, num_servers = config.server.tensor_parallel_size, config.server.num_servers
+def transfer_plan(server: ServerSection, transport: Transport) -> TransferRanks:
+    tp, num_servers = server.tensor_parallel_size, server.num_servers
     return TransferRanks(
         transport=transport,
         world_size=1 + num_servers * tp,
         rank_offsets=tuple(1 + server * tp for server in range(num_servers)),
-        bucket_bytes=config.server.weight_bucket_mib << 20,
+        bucket_bytes=server.weight_bucket_mib << 20,
     )

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import InputError
 from rayapp.learner.families.router_replay import num_experts_of
 
 
-def check_expert_parallel(causal_lm: Any, config: Config) -> None:
+def check_expert_parallel(causal_lm: Any, learner: LearnerSection) -> None:
     """Raise InputError if the ranks can't share the experts evenly, or transformers computes them in another way."""
-    size, text = config.learner.expert_parallel_size, causal_lm.config.get_text_config()
+    size, text = learner.expert_parallel_size, causal_lm.config.get_text_config()
     if size == 1:
         return
     where, number = f"learner.expert_parallel_size is {size}, but {text.model_type!r} has", num_experts_of(text)
@@ -34,7 +34,7 @@ def check_expert_parallel(causal_lm: Any, config: Config) -> None:
             "learner.expert_parallel_size: 1."
         )
     if number % size:
-        learners = config.learner.num_learners
+        learners = learner.num_learners
         sizes = [str(size) for size in range(1, number + 1) if number % size == 0 and learners % size == 0]
         raise InputError(
             f"{where} {number} experts, which {size} ranks can't share evenly. Set learner.expert_parallel_size to one "

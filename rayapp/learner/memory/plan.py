@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
 from rayapp.config.config import Config, alone, frozen_models, with_values
-from rayapp.config.learner import CPU_SOFTMAX_ROWS
+from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.config.other_models import ModelServerSection
+from rayapp.config.sections import ServerSection
 from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
@@ -124,8 +125,8 @@ class ServerPlan:
         return RUNTIME_BYTES + self.graphs
 
 
-def graph_bytes(config: Config) -> int:
-    return 0 if config.server.is_eager(on_gpu=True) else GRAPH_BYTES
+def graph_bytes(server: ServerSection) -> int:
+    return 0 if server.is_eager(on_gpu=True) else GRAPH_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,17 +186,19 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
         is_shared=config.cluster.placement == "colocated",
         server_share=int(gpu.room * config.server.gpu_share),
         transfer=transfer_bytes(shape, config),
-        export=export_bytes(shape, config),
+        export=export_bytes(shape, config.learner),
     )
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    masters = weight_bytes(shape, config, _shard(shape.num_parameters, config)) + MASTER * _shard(
-        shape.num_adapter_parameters, config
+    masters = weight_bytes(shape, config.learner, _shard(shape.num_parameters, config.learner)) + MASTER * _shard(
+        shape.num_adapter_parameters, config.learner
     )
-    gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
+    gradients, optimizer = (kind * _shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
-    frozen = {name: element * _shard(own.num_parameters, config) for name, own in frozen_shapes(shape, config).items()}
+    frozen = {
+        name: element * _shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
+    }
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
         weights=on_gpu * masters,
@@ -208,10 +211,10 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     )
 
 
-def weight_bytes(shape: ModelShape, config: Config, num_parameters: int) -> int:
+def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
     """Return the bytes of some of the policy's own weights: in the compute dtype if only adapters are trained, else in
     float32."""
-    return (ELEMENT_BYTES[config.learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
+    return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
 def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
@@ -224,14 +227,14 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         Moment(
             name="the head's forward and backward",
             gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config),
+            activations=kept_bytes(shape, config.learner),
             head=head_bytes(shape, config, config.learner.token_budget),
         ),
         # The backward of the last layer, which comes first, while the layer before it is gathered.
         Moment(
             name="the backward of a layer",
-            gathered=gathered_bytes(shape, config) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config) + working_bytes(shape, config),
+            gathered=gathered_bytes(shape, config.learner) + _teacher_bytes(shape, config),
+            activations=kept_bytes(shape, config.learner) + working_bytes(shape, config.learner),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
             # that is computed.
@@ -240,7 +243,7 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # The activations are freed; the gradients of embeddings and head are reduced together.
         Moment(
             name="reducing the gradients of embeddings and head",
-            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config),
+            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config.learner),
         ),
     )
 
@@ -261,21 +264,21 @@ def _teacher_bytes(shape: ModelShape, config: Config) -> int:
     )
 
 
-def _shard(num_parameters: int, config: Config) -> int:
-    return -(-num_parameters // (config.learner.num_learners // config.learner.replicas))
+def _shard(num_parameters: int, learner: LearnerSection) -> int:
+    return -(-num_parameters // (learner.num_learners // learner.replicas))
 
 
 def transfer_bytes(shape: ModelShape, config: Config) -> int:
     """Return the bytes of the largest tensor and two buckets; a bucket holds at least the largest tensor."""
-    largest = export_bytes(shape, config)
+    largest = export_bytes(shape, config.learner)
     if config.learner.lora.sends_adapter:
         return largest
     return largest + 2 * max(config.server.weight_bucket_mib << 20, largest)
 
 
-def export_bytes(shape: ModelShape, config: Config) -> int:
+def export_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes of the largest tensor in bfloat16, or of all adapters."""
-    if config.learner.lora.sends_adapter:
+    if learner.lora.sends_adapter:
         return 2 * shape.num_adapter_parameters
     return 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
 
@@ -319,7 +322,7 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
         config = _having(config, max(longest_part(config), ENOUGH_TOKENS))
     room = AUTO_SHARE * gpu_bytes
     if config.cluster.placement == "colocated":
-        room -= RUNTIME_BYTES + graph_bytes(config)  # of the sleeping server
+        room -= RUNTIME_BYTES + graph_bytes(config.server)  # of the sleeping server
 
     def fits(number: int) -> bool:
         return plan_learner(shape, with_values(config, learner={"activation_checkpointing": number})).total <= room
@@ -332,30 +335,30 @@ def longest_part(config: Config) -> int:
     return -(-config.max_learner_tokens // config.learner.sequence_parallel)
 
 
-def kept_bytes(shape: ModelShape, config: Config) -> int:
+def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes that a forward of a full micro-batch keeps for the backward, without the output head."""
-    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
     # The last norm: its input in float32, its output, and the rows of the output that the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
-    recomputed = config.learner.num_recomputed(shape.num_layers)
+    recomputed = learner.num_recomputed(shape.num_layers)
     inputs = recomputed * tokens * element * shape.hidden
-    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, config) + last_norm
+    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm
 
 
-def working_bytes(shape: ModelShape, config: Config) -> int:
+def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes that the backward of one layer takes beside all kept activations.
 
     The first layers are computed again, and their backward comes last, when all other activations are freed. So only if
     every layer is computed again, its activations come on top of what is kept.
     """
-    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
-    recomputes_all = config.learner.num_recomputed(shape.num_layers) == shape.num_layers
-    again = _layer_bytes(shape, config) if recomputes_all else 0
+    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
+    recomputes_all = learner.num_recomputed(shape.num_layers) == shape.num_layers
+    again = _layer_bytes(shape, learner) if recomputes_all else 0
     return again + tokens * element * 2 * (shape.intermediate + shape.hidden)
 
 
-def _layer_bytes(shape: ModelShape, config: Config) -> int:
-    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+def _layer_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
     return tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
 
 
@@ -393,12 +396,12 @@ def head_bytes(
         num_tokens: None: more tokens than the number whose logits are kept.
         softmax_rows: rows that go through the softmax together; None: a whole chunk, as on a GPU.
     """
-    own = _own_head_bytes(shape, config, num_tokens, softmax_rows or sys.maxsize)
+    own = _own_head_bytes(shape, config.learner, num_tokens, softmax_rows or sys.maxsize)
     return own + _teacher_head_bytes(shape, config, num_tokens)
 
 
-def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None, softmax_rows: int) -> int:
-    rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
+def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None, softmax_rows: int) -> int:
+    rows, element = learner.log_prob_chunk_tokens, ELEMENT_BYTES[learner.compute_dtype]
     # Number of rows whose logits are kept from forward to backward: as many as fit into the memory of one float32
     # chunk.
     kept_rows = rows * FLOAT32 // element
@@ -427,21 +430,21 @@ def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | Non
     return (3 * FLOAT32 + ELEMENT_BYTES[config.learner.compute_dtype]) * rows * shape.vocabulary
 
 
-def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
+def head_bytes_per_token(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes of a predicted position without its logits: hidden state, its gradient, indices and scores."""
-    return 2 * ELEMENT_BYTES[config.learner.compute_dtype] * shape.hidden + 64
+    return 2 * ELEMENT_BYTES[learner.compute_dtype] * shape.hidden + 64
 
 
-def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
+def gathered_bytes(shape: ModelShape, learner: LearnerSection, num_layers: int = 2) -> int:
     """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and some layers."""
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
-    return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
+    return ELEMENT_BYTES[learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
-    weights = server_weight_bytes(shape, config)
+    weights = server_weight_bytes(shape, config.server)
     # A layer's inputs and products in the largest prefill. For sampling: logits in float32, their softmax, and the log
     # of it.
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
@@ -456,16 +459,15 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
         weights=weights,
         kv_cache=kv_cache,
         runtime=runtime,
-        graphs=graph_bytes(config),
+        graphs=graph_bytes(config.server),
         kv_token_bytes=per_token,
         kv_tokens=tokens,
         num_sequences=tokens // config.max_model_tokens,
     )
 
 
-def server_weight_bytes(shape: ModelShape, config: Config) -> int:
+def server_weight_bytes(shape: ModelShape, server: ServerSection) -> int:
     """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take 1%."""
-    server = config.server
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
     whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
     return whole // server.tensor_parallel_size
@@ -513,10 +515,10 @@ def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> 
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
-    weights = server_weight_bytes(shape, config)
+    weights = server_weight_bytes(shape, config.server)
     sleeps = config.cluster.placement == "colocated"
     parked = plan.resident - plan.runtime if plan.is_parked else plan.host
-    trained, contents = _shard(shape.num_trained, config), config.checkpoint.save_contents
+    trained, contents = _shard(shape.num_trained, config.learner), config.checkpoint.save_contents
     staged = trained * (MASTER * ("model" in contents) + ADAM * ("optimizer" in contents))
     exported = 2 * shape.num_parameters // config.learner.num_learners if "hf_model" in contents else 0
     return NodePlan(
@@ -564,11 +566,11 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     element = ELEMENT_BYTES[section.compute_dtype]
     frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
     adapters = MASTER * shape.num_adapter_parameters
-    shards = weight_bytes(shape, config, shape.num_parameters) + adapters + element * frozen
+    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
-    batch = kept_bytes(shape, config) + working_bytes(shape, config) + head
+    batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
     serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
     return HostPlan(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config, frozen_models, with_values
-from rayapp.config.learner import LoraSection
+from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.core.errors import InputError
 from rayapp.storage.models.check import check_hub_answers
 from rayapp.storage.models.fetch import with_local_model
@@ -182,8 +182,8 @@ def model_shape(config: Config) -> ModelShape:
     layers = [sum(p.numel() for p in layer.parameters()) for layer in modules]
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters())
-    check_expert_parallel(model, config)
-    adapters = _adapters(model, config)
+    check_expert_parallel(model, config.learner)
+    adapters = _adapters(model, config.learner)
     return ModelShape(
         num_parameters=num_parameters,
         num_layer_parameters=max(layers),
@@ -225,11 +225,11 @@ def _experts(model: Any, size: int) -> dict[str, Any]:
     }
 
 
-def _adapters(model: Any, config: Config) -> list[Any]:
+def _adapters(model: Any, learner: LearnerSection) -> list[Any]:
     """Add the learner's adapters on the meta device. Returns both matrices of every adapter."""
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
-    if config.learner.lora.rank == 0:
+    if learner.lora.rank == 0:
         return []
-    add_adapters(model, config.learner.lora)
+    add_adapters(model, learner.lora)
     return [parameter for name, parameter in model.named_parameters() if ADAPTER in name]

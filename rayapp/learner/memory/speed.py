@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayapp.config.config import Config, with_number_formats
+from rayapp.config.learner import LearnerSection
 from rayapp.core.machine import num_cores
 from rayapp.learner.memory.plan import (
     ADAM,
@@ -108,7 +109,7 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
     speeds["optimizer"] = optimizer(shape, config, gpu)
     speeds["weight sync"] = weight_sync(shape, config, gpu)
     if config.cluster.placement == "colocated":
-        speeds["sleep, wake"] = sleep_and_wake(shape, config, server)
+        speeds["sleep, wake"] = sleep_and_wake(shape, config.learner, server)
     return speeds
 
 
@@ -153,10 +154,10 @@ def late(config: Config, generate_s: float) -> Iterator[str]:
             yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: use {2 * generate_s:.0f}"
 
 
-def sleep_and_wake(shape: ModelShape, config: Config, server: ServerPlan) -> Speed:
+def sleep_and_wake(shape: ModelShape, learner: LearnerSection, server: ServerPlan) -> Speed:
     """Estimate moving a server's weights to host memory and back, and parking the learners' tensors."""
-    section = config.learner
-    parked = (weight_bytes(shape, config, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
+    section = learner
+    parked = (weight_bytes(shape, learner, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
     moved = server.weights + (parked if section.offload_when_idle else 0)
     return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=section.num_learners)
 
@@ -248,7 +249,7 @@ def _learner_speed(
         + moved / _memory_bytes_s(gpu)
     ) / num_gpus
     micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
-    gathers_s = micro_batches * _gather_s(shape, config, gpu, is_backward=useful > 1.0)
+    gathers_s = micro_batches * _gather_s(shape, config.learner, gpu, is_backward=useful > 1.0)
     # A row travels to its expert and back. Layers wait for it, so computing does not hide it.
     travelling = 2 * exchanges * element * shape.hidden * shape.rows_elsewhere * load.computed_tokens / num_gpus
     exchange_s = travelling / (LINK_SHARE * _link_gb_s(section.expert_parallel_size, gpu) * 1e9)
@@ -267,9 +268,9 @@ def attention_flops(shape: ModelShape, num_attended: float) -> float:
     return 4 * shape.num_layers * shape.num_heads * shape.head_size * num_attended
 
 
-def _gather_s(shape: ModelShape, config: Config, gpu: Gpu, *, is_backward: bool) -> float:
+def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
     """Return the seconds of one micro-batch's collectives: weights for each pass, and gradients."""
-    section = config.learner
+    section = learner
     if section.num_learners == 1:
         return 0.0
     own = shape.num_parameters - shape.num_elsewhere

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rayapp.config.config import Config
-from rayapp.config.learner import CPU_SOFTMAX_ROWS
+from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
 from rayapp.learner.batch import empty_micro_batch
@@ -189,8 +189,8 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     # Run uncompiled, because the meter counts operators. Compiled operators need less memory.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, memory_meter(ranks.device, [local_part(parameter) for parameter in model.parameters()]) as meter:
-        _marks_of_layers(config, ranks, model, meter, few)  # warm up: libraries allocate their workspaces
-        first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
+        _marks_of_layers(config.learner, ranks, model, meter, few)  # warm up: libraries allocate their workspaces
+        first, second = (_marks_of_layers(config.learner, ranks, model, meter, size) for size in (few, 2 * few))
     if first.size != second.size:
         raise LearnerError(
             "learner.max_tokens_per_microbatch can't be auto: this model's memory need can't be predicted, because it "
@@ -201,32 +201,33 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     # Frozen models score just before the update, and the weights that they gathered still take memory.
     on_cpu = ranks.device.type == "cpu"
     frozen = sum(
-        gathered_bytes(own, config, own.num_layers if on_cpu else 2) for own in frozen_shapes(shape, config).values()
+        gathered_bytes(own, config.learner, own.num_layers if on_cpu else 2)
+        for own in frozen_shapes(shape, config).values()
     )
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None)
     return MemoryNeed(
         fixed=first - few * per_token + head + frozen,
-        per_token=per_token.clip(0) + head_bytes_per_token(shape, config),
+        per_token=per_token.clip(0) + head_bytes_per_token(shape, config.learner),
     )
 
 
 def _marks_of_layers(
-    config: Config, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
+    learner: LearnerSection, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
 ) -> NDArray[np.float64]:
     """Return the bytes at each moment of a step's second micro-batch, without the head."""
     reduce_gradients(model, ranks.device, is_last=False)
-    _run_layers(config, ranks, model, 1)
+    _run_layers(learner, ranks, model, 1)
     reduce_gradients(model, ranks.device, is_last=True)
     meter.restart()
-    _run_layers(config, ranks, model, num_tokens)
+    _run_layers(learner, ranks, model, num_tokens)
     marks = np.array(meter.marks, np.float64)
     model.zero_grad()
     return marks
 
 
-def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
+def _run_layers(learner: LearnerSection, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
     """Run forward and backward without the head: no token is predicted, so gradients are 0."""
-    options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
+    options = HeadOptions(temperature=1.0, chunk_rows=learner.log_prob_chunk_tokens)
     # Use one sequence: attention on CPU would run more operators for several sequences.
     batch = empty_micro_batch(num_tokens * ranks.num_parts, num_heads=0)
     model(to_device(batch, ranks.device, ranks.sequence), options).log_probs.sum().backward()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rayapp.config.config import Config
-from rayapp.config.learner import LoraSection
+from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
@@ -78,12 +78,14 @@ def not_finite(state: Mapping[str, Any]) -> str:
 
 def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
     """Gather each weight in float32 on the rank that will write it. Collective."""
-    layout = hf_layout(config, model.causal_lm, torch.float32)
+    layout = hf_layout(config.model, model.causal_lm, torch.float32)
     files = {
         file.name: tensors
         for number, file in enumerate(layout.files)
         if (
-            tensors := _gathered_file(config, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank)
+            tensors := _gathered_file(
+                config.learner, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank
+            )
         )
         is not None
     }
@@ -99,12 +101,12 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
     if wrong := ranks.first_of(not_finite(dict(named_weights(model)))):
         raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
     dtype = DTYPES[config.checkpoint.final_dtype]
-    layout = hf_layout(config, model.causal_lm, dtype)
+    layout = hf_layout(config.model, model.causal_lm, dtype)
     failure: CheckpointError | None = None
     for start in range(0, len(layout.files), ranks.world_size):
         mine: tuple[HfFile, dict[str, Tensor]] | None = None
         for rank, file in enumerate(layout.files[start : start + ranks.world_size]):
-            tensors = _gathered_file(config, model, file, dtype, is_own=rank == ranks.rank)
+            tensors = _gathered_file(config.learner, model, file, dtype, is_own=rank == ranks.rank)
             mine = (file, tensors) if tensors is not None else mine
         # A rank that can't write must continue gathering, or the other ranks would wait for it.
         if mine is not None and failure is None:
@@ -119,7 +121,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
 
 
 def _gathered_file(
-    config: Config, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
+    learner: LearnerSection, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
 ) -> dict[str, Tensor] | None:
     """Return a file's tensors by the hub's names on the rank that writes it. Collective."""
     parameters = dict(named_weights(model))
@@ -128,9 +130,7 @@ def _gathered_file(
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
         # The other ranks take part in gathering, but copy nothing to the host.
-        gathered = (
-            (name, _whole(parameters, names[name], config.learner.lora, [dtype])) for name in group if name in names
-        )
+        gathered = ((name, _whole(parameters, names[name], learner.lora, [dtype])) for name in group if name in names)
         kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}

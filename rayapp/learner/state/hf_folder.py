@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from rayapp.config.config import Config, with_number_formats
 from rayapp.config.learner import LearnerSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
 from rayapp.learner.family import persistent_buffers
@@ -88,7 +89,7 @@ class HfLayout:
         }
 
 
-def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
+def hf_layout(model: ModelSection, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
     """Return the layout of this model's folder, without reading weights."""
     shapes = {name: _outline(tensor, dtype) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
@@ -114,8 +115,8 @@ def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: in
         files=files,
         causal_lm=causal_lm,
         dtype=dtype,
-        tokenizer_path=config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
+        tokenizer_path=model.path,
+        trust_remote_code=model.trust_remote_code,
     )
 
 
@@ -180,7 +181,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
     files = WeightFiles(config.model.path)
     sources = sources_of(causal_lm, files, tensors_of(causal_lm))
-    layout = hf_layout(config, causal_lm, torch.float32)
+    layout = hf_layout(config.model, causal_lm, torch.float32)
     try:
         _check_names({f"{_WEIGHTS}{name}" for name in trained}, learner_folder)
         for file in layout.files:

@@ -112,7 +112,7 @@ def test_vllms_profiler_stops_by_itself_and_its_trace_is_taken_once() -> None:
     """vLLM's own profiler with our arguments, around plain torch; the engine's workers call it like this."""
     from vllm.profiler.wrapper import TorchProfilerWrapper
 
-    (config,) = _profiler_args(Config.model_validate({"train": {"profile_steps": [2]}})).values()
+    (config,) = _profiler_args(Config.model_validate({"train": {"profile_steps": [2]}}).train).values()
     folder = Path(config.torch_profiler_dir)
     try:
         for name in ("abc12-rank-0", "dp0_pp0_tp0_dcp0_ep0_rank0"):  # of vLLM's workers on a CPU, and on a GPU

@@ -73,14 +73,14 @@ def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
 @given(num_servers=st.integers(1, 8), tp=st.sampled_from([1, 2, 4, 8]))
 @settings(deadline=None)
 def test_every_worker_of_every_server_has_a_rank_of_its_own(num_servers: int, tp: int) -> None:
-    plan = transfer_plan(config(num_servers=num_servers, tensor_parallel_size=tp), "nccl")
+    plan = transfer_plan(config(num_servers=num_servers, tensor_parallel_size=tp).server, "nccl")
 
     ranks = [0, *(offset + rank for offset in plan.rank_offsets for rank in range(tp))]
     assert sorted(ranks) == list(range(plan.world_size))
 
 
 def test_the_client_gives_each_engine_its_ranks_where_vllm_offers_all_the_same() -> None:
-    plan = transfer_plan(config(num_servers=4, tensor_parallel_size=2), "nccl")
+    plan = transfer_plan(config(num_servers=4, tensor_parallel_size=2).server, "nccl")
     servers = [VllmServerHandle(None, f"vllm-server-{i}", 1.0, 1.0) for i in range(4)]
     client = ServersClient(servers, plan, timeout_s=1.0)
 

@@ -80,17 +80,17 @@ def test_a_learner_in_bfloat16_by_hand() -> None:
 
 def test_recomputing_activations_keeps_the_inputs_of_layers_and_one_layer() -> None:
     changed = config(activation_checkpointing=True)
-    assert kept_bytes(SHAPE, changed) == 3 * 1000 * 2 * 8 + 1000 * 64
+    assert kept_bytes(SHAPE, changed.learner) == 3 * 1000 * 2 * 8 + 1000 * 64
     backward = plan_learner(SHAPE, changed).moments[1]
-    assert backward.activations == kept_bytes(SHAPE, changed) + 1000 * TOKEN + 1000 * 2 * 2 * (20 + 8)
+    assert backward.activations == kept_bytes(SHAPE, changed.learner) + 1000 * TOKEN + 1000 * 2 * 2 * (20 + 8)
 
 
 def test_recomputing_the_first_layers_keeps_their_inputs_and_the_other_layers_whole() -> None:
     changed = config(activation_checkpointing=2)
-    assert kept_bytes(SHAPE, changed) == 2 * 1000 * 2 * 8 + 1000 * TOKEN + 1000 * 64
+    assert kept_bytes(SHAPE, changed.learner) == 2 * 1000 * 2 * 8 + 1000 * TOKEN + 1000 * 64
     # The backward of the last layer comes first and needs no layer again.
     backward = plan_learner(SHAPE, changed).moments[1]
-    assert backward.activations == kept_bytes(SHAPE, changed) + 1000 * 2 * 2 * (20 + 8)
+    assert backward.activations == kept_bytes(SHAPE, changed.learner) + 1000 * 2 * 2 * (20 + 8)
     assert plan_learner(SHAPE, config(activation_checkpointing=7)) == plan_learner(
         SHAPE, config(activation_checkpointing=True)
     )
@@ -137,7 +137,7 @@ def test_on_a_cpu_few_rows_of_a_chunk_are_in_the_softmax_together() -> None:
     chunk, small = (head_bytes(SHAPE, changed, softmax_rows=rows) for rows in (None, 64))
     assert chunk - small == 8 * (1000 - 64) * 50
     on_host = plan_host(SHAPE, changed, 1 << 40)
-    assert on_host.activations == kept_bytes(SHAPE, changed) + working_bytes(SHAPE, changed) + small
+    assert on_host.activations == kept_bytes(SHAPE, changed.learner) + working_bytes(SHAPE, changed.learner) + small
 
 
 def test_a_reference_takes_its_own_shards() -> None:
@@ -367,7 +367,10 @@ def test_split_experts_are_neither_gathered_nor_reduced_and_tokens_travel(tmp_pa
     # 48 layers of 128 experts, each of three matrices 2048 x 768. A learner never gathers three quarters of them.
     experts = 48 * 128 * 3 * 2048 * 768
     assert (whole.num_elsewhere, shape.num_elsewhere) == (0, experts * 3 // 4)
-    assert gathered_bytes(whole, with_all) - gathered_bytes(shape, with_part) == 2 * 2 * shape.num_elsewhere // 48
+    assert (
+        gathered_bytes(whole, with_all.learner) - gathered_bytes(shape, with_part.learner)
+        == 2 * 2 * shape.num_elsewhere // 48
+    )
     assert plan_learner(whole, with_all).resident == plan_learner(shape, with_part).resident
     # A token goes to 8 experts in every layer, 6 of them on other learners.
     assert shape.rows_elsewhere == 48 * 6
@@ -441,7 +444,7 @@ def test_the_plan_is_what_a_learner_holds(tiny_model: Path, rank: int) -> None:
         assert gradients == 4 * shape.num_trained
         assert moments == plan.optimizer
         kept_logits = 4 * num_tokens * shape.vocabulary  # fewer rows than a chunk: all of them, 4 bytes an entry
-        assert sum(kept.values()) == pytest.approx(kept_bytes(shape, loaded) + kept_logits, rel=0.15)
+        assert sum(kept.values()) == pytest.approx(kept_bytes(shape, loaded.learner) + kept_logits, rel=0.15)
         assert plan.moments[0].head > kept_logits
     finally:
         learner.close()

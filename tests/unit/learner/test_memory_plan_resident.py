@@ -111,7 +111,7 @@ def test_a_process_takes_what_the_plan_says(model: Path, learner: dict[str, obje
     head, backward, _ = plan.moments
     softmax = 8 * (config.learner.log_prob_chunk_tokens - 64) * shape.vocabulary
     working = max(head.activations + head.head - softmax, backward.activations + backward.head)
-    gathered = gathered_bytes(shape, config, shape.num_layers)
+    gathered = gathered_bytes(shape, config.learner, shape.num_layers)
     planned = plan.resident - plan.runtime + plan.gradients + gathered + working
 
     done = subprocess.run(
