@@ -2,15 +2,12 @@
 
 Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. On CPU, and
 wherever kernels choose their blocking by batch size, the last bits of a log-prob depend on which requests share a
-batch,
-and can flip a token. So the requests of a step start as one cohort: the scheduler stays paused from one weight update
-until the whole cohort is queued, in the order of request ids.
+batch, and can flip a token. So the requests of a step start as one cohort: the scheduler stays paused from one weight
+update until the whole cohort is queued, in the order of request ids.
 
 vLLM's second model runner, on GPUs, draws each request's noise from its own seed. The first, on CPUs, would make a
-torch
-generator per seed, which costs as much as the model's forward, and crashes vLLM 0.30 when a prompt is prefilled in
-parts.
-So there all requests share one generator, seeded with the first seed of the cohort.
+torch generator per seed, which costs as much as the model's forward, and crashes vLLM 0.30 when a prompt is prefilled
+in parts. So there all requests share one generator, seeded with the first seed of the cohort.
 """
 
 from __future__ import annotations
@@ -245,8 +242,8 @@ class VllmEngine:
             raise self._engine_error(error, request.request_id) from error
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """Join the process group for weight transfers. Returns when all members have. WeightSyncError: a worker
-        could not."""
+        """Join the process group for weight transfers. Returns when all members have. WeightSyncError: a worker could
+        not."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._transfer("leave", self._engine.collective_rpc("leave_weight_group"))

@@ -164,8 +164,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
 
 def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:
     """Adapt the model's config for vLLM. In Command R7B (cohere2) vLLM 0.30 attends to one token more than
-    `sliding_window`, which
-    changes log-probs by 0.1 if the window is short.
+    `sliding_window`, which changes log-probs by 0.1 if the window is short.
     """
     if max_position_embeddings is not None:
         architecture.get_text_config().max_position_embeddings = max_position_embeddings

@@ -133,8 +133,7 @@ class EngineLoad:
 
     def scalars(self) -> dict[str, float]:
         """Return running and waiting requests, the share of the KV cache in use, and counts since the start: tokens
-        looked up and
-        found in the prefix cache, and preempted sequences.
+        looked up and found in the prefix cache, and preempted sequences.
         """
         return {
             "running": float(self._running),
@@ -163,8 +162,7 @@ class TokenVersions:
 
     def close_version(self, version: int, num_tokens: Callable[[str], int | None]) -> None:
         """Count tokens since the last call as sampled by `version`, while the engine is frozen. `num_tokens` is None
-        for a request
-        that has ended.
+        for a request that has ended.
         """
         for request_id, spans in self._spans.items():
             count = num_tokens(request_id)

@@ -229,10 +229,8 @@ class _Deadline:
     """Time limit of the current parse, one for the process: the agent loop runs parsers in one thread.
 
     Parsers take quadratic or cubic time for some texts (GLM's 14 s for 6 kB), and hold the GIL in regular expressions.
-    So each
-    search gets a timeout, and a profile function checks the limit at every few function calls: at each call, reading
-    the
-    clock took four times as long as the parser.
+    So each search gets a timeout, and a profile function checks the limit at every few function calls: at each call,
+    reading the clock took four times as long as the parser.
     """
 
     def __init__(self) -> None:

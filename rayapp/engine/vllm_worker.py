@@ -55,8 +55,7 @@ class WeightUpdateExtension:
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
         """Pack and tie the weights that vLLM's reload skips, and compare what arrived with the learner's checksums.
-        Returns the number
-        of loaded tensors. ValueError: a tensor differs, or did not arrive.
+        Returns the number of loaded tensors. ValueError: a tensor differs, or did not arrive.
         """
         model = self.model_runner.get_model()
         mend_after_reload(model, self.model_runner.model_config.hf_text_config)

@@ -196,8 +196,7 @@ class _TreeAttention(torch.autograd.Function):
     rows.
 
     It computes in float32, so that merging loses no precision; torch's flash kernel also takes three times as long for
-    a
-    bfloat16 gradient.
+    a bfloat16 gradient.
     """
 
     @staticmethod
@@ -294,8 +293,7 @@ def _backward_blocks(
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, each (Hkv, G, N, D). `narrow`: products of blocks between two
-    segments in
-    bfloat16, as the model does.
+    segments in bfloat16, as the model does.
     """
     heads, groups, num_tokens, width = query.shape
     zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
@@ -320,8 +318,7 @@ def _narrow_gradient(
     """Return the gradients of an unmasked block, with products in bfloat16 for all query heads of a key head at once.
 
     It is 2.8 times as fast as the flash kernel where many completions see one prompt. As in flash attention, the
-    weights
-    are exp(scores - lse) with the final log-sum-exp.
+    weights are exp(scores - lse) with the final log-sum-exp.
     """
     shape, heads, width = query.shape, query.shape[0], query.shape[-1]
     rows, grad_rows, out_rows = (tensor.reshape(heads, -1, width) for tensor in (query, grad_out, out))  # (Hkv, GQ, D)

@@ -174,8 +174,7 @@ def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
 
 def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Array]]:
     """Return, for each branch, the indices of its tokens, and the positions in it of the response tokens to train. A
-    token that
-    branches share is trained in the first of them; branches without one are left out.
+    token that branches share is trained in the first of them; branches without one are left out.
     """
     left, found = trajectory.response_mask.copy(), list[tuple[Int64Array, Int64Array]]()
     for path in branches(trajectory.num_tokens, trajectory.forks):
@@ -193,8 +192,7 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those that it needs
-    alone."""
+    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those that it needs alone."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:

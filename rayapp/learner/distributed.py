@@ -206,8 +206,7 @@ NCCL_OF_BATCH_INVARIANCE = {
 
 def use_deterministic_kernels(run: RunSection) -> None:
     """Make torch choose kernels that repeat their bits, with `run.deterministic`, before CUDA or NCCL start. An
-    operator without
-    one raises.
+    operator without one raises.
     """
     if not run.deterministic:
         return

@@ -1,9 +1,8 @@
 """Computes log-probs and entropies of tokens from hidden states, for a chunk of positions at a time.
 
 Logits in float32 exist for at most `chunk_rows` positions at once. Forward keeps logits in the model's dtype for as
-many
-positions as fit into the memory of one float32 chunk, and backward recomputes the others. Both compute the softmax in
-float32: bfloat16 values near 1 are 1/256 apart, so the gradient of a confident token, 1 - p, would be lost.
+many positions as fit into the memory of one float32 chunk, and backward recomputes the others. Both compute the softmax
+in float32: bfloat16 values near 1 are 1/256 apart, so the gradient of a confident token, 1 - p, would be lost.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class Targets:
 
 
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
-    """Return the first pair of each of M positions, then their number. Example: 3 positions, [0, 0, 2] -> [0, 2, 2,
-    3]."""
+    """Return the first pair of each of M positions, then their number. Example: 3 positions, [0, 0, 2] -> [0, 2, 2, 3]."""
     return np.searchsorted(pair_rows, np.arange(num_positions + 1)).astype(np.int64)
 
 

@@ -260,8 +260,7 @@ def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: floa
     """Return `perf/*` of the micro-batches of all ranks.
 
     `perf/mfu` counts each computed token once, as `rayapp plan` does; `perf/mfu_unshared` counts each trajectory by
-    itself,
-    with the logits of all its tokens (docs/scale.md).
+    itself, with the logits of all its tokens (docs/scale.md).
     """
     if not micro or seconds <= 0:
         return {}

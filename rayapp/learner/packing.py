@@ -1,8 +1,7 @@
 """Packs trajectories so that a token shared by several trajectories is computed once. Pure numpy.
 
 The trajectories of a group form a radix tree: a branch begins wherever two of them diverge. The tree's segments are
-laid
-out depth first, next to the segments of other groups:
+laid out depth first, next to the segments of other groups:
 
     prompt -+- a b -+- c d          packed   prompt | a b | c d | e | f g
      |       '- e            subtree of `a b`: [a b, e]; of the prompt: everything
@@ -127,8 +126,7 @@ class _PackingBuilder:
 
     def _place_branch(self, branch: _Branch) -> list[_Branch | int]:
         """Place the tokens that all sequences of a branch share. Return the branches that continue them, then the index
-        of the new
-        segment, whose subtree ends where the last of the branches ends.
+        of the new segment, whose subtree ends where the last of the branches ends.
         """
         order, shared, depth = branch.order, branch.shared, branch.depth
         first = self._sequences[order[0]]

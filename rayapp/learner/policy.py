@@ -305,8 +305,7 @@ def shard(
     model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
 ) -> PolicyModel:
     """Shard the model with FSDP2: float32 shards, gathered in compute_dtype, gradients reduced in float32.
-    `cpu_offload` keeps
-    shards, gradients and the optimizer's state in host memory.
+    `cpu_offload` keeps shards, gradients and the optimizer's state in host memory.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
@@ -332,8 +331,7 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
     """Tell FSDP, before a backward, whether to reduce gradients after it.
 
     On CPU they are reduced once, after the last micro-batch of an optimizer step; on GPU after each, to save the memory
-    of
-    the unsharded sum.
+    of the unsharded sum.
     """
     if device.type == "cpu":
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]

@@ -197,8 +197,7 @@ class OwnTokens:
 
     def head_positions(self, batch: MicroBatch) -> NDArray[np.int64]:
         """Return this rank's positions that predict a response token, or position 0, whose result is ignored: FSDP's
-        reduction
-        waits for the head's gradient of every rank.
+        reduction waits for the head's gradient of every rank.
         """
         positions = batch.head_positions[self.heads] - self.tokens.start
         return positions if positions.size else np.zeros(1, np.int64)
@@ -223,8 +222,7 @@ def own_tokens(batch: MicroBatch, group: SequenceGroup) -> OwnTokens:
 
 def gather_rows(own: Tensor, sizes: tuple[int, ...], group: SequenceGroup) -> Tensor:
     """Gather rows (sizes[rank],) of all ranks. All must compute the same loss from them, because each takes the
-    gradient of its
-    own rows from its own loss.
+    gradient of its own rows from its own loss.
     """
     rows: Tensor = _GatherRows.apply(own, sizes, group)  # type: ignore[no-untyped-call]
     return rows

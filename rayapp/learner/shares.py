@@ -1,6 +1,5 @@
 """Assigns a step's trajectories to ranks, so that in every mini-batch all ranks have about equally many tokens: they
-wait
-for each other at every optimizer step. The driver calls it, so it does not import torch.
+wait for each other at every optimizer step. The driver calls it, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ Shares = tuple[tuple[Share, ...], ...]
 
 def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
     """Return each rank's shares, in the order of the step. Few groups are split, and the busiest rank has as few tokens
-    as
-    possible.
+    as possible.
     """
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]

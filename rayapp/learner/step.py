@@ -165,8 +165,7 @@ class PolicyLearner:
 
     def update(self, losses: Sequence[float], step: int) -> tuple[float, bool]:
         """Update the weights, unless the gradient or a loss is not finite on some rank. Collective. Returns the
-        gradient's norm
-        before clipping, and whether the weights were updated.
+        gradient's norm before clipping, and whether the weights were updated.
         """
         section, train = self.config.learner.optimizer, self.config.train
         self.optimizer_steps += 1

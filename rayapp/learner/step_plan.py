@@ -48,8 +48,7 @@ class StepTable:
 
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     """Mark the trajectories to train on: not invalid ones, the greedy baseline of remax, groups with a reward that is
-    not finite,
-    nor a group's only valid trajectory if advantages compare the trajectories of a group.
+    not finite, nor a group's only valid trajectory if advantages compare the trajectories of a group.
     """
     estimator = config.algorithm.adv_estimator
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]

@@ -32,8 +32,7 @@ MAX_VALUES = 1 << 24
 
 class Sampler:
     """Chooses the tensors to check, in a model's order: the first of every kind (a name without its numbers), all
-    norms, and one
-    in eight of the rest.
+    norms, and one in eight of the rest.
     """
 
     def __init__(self) -> None:
@@ -125,8 +124,7 @@ class SharedWeights:
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Copy tensors in host memory into buckets of at most `bucket_bytes`; a larger one gets its own. Each is copied
-    before the
-    next is requested.
+    before the next is requested.
     """
     filling, sampler = None, Sampler()
     for name, tensor in tensors:
@@ -143,8 +141,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
 
 class _Filling:
     """A bucket that is being filled. Each tensor is copied at once: collecting them would need twice the memory. Only
-    the filled
-    part of `capacity` bytes takes up memory.
+    the filled part of `capacity` bytes takes up memory.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,8 +1,7 @@
 """Workarounds for vLLM 0.30, which skips some weights when it loads weights a second time.
 
 With a newer one, remove a call and run tests/cluster/test_vllm_families.py and test_vllm_experts.py: if they pass,
-delete
-the function.
+delete the function.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def mend_reload(model: Any) -> None:
     """Make `load_weights` load all of gpt-oss; other models stay as they are.
 
     vLLM copies stacked experts and sinks directly into its parameters, which have no memory during a reload. So experts
-    are
-    passed one by one to their layer's loader, and sinks are copied after the reload.
+    are passed one by one to their layer's loader, and sinks are copied after the reload.
     """
     if type(model).__name__ != "GptOssForCausalLM" or hasattr(model, "late_sinks"):
         return
@@ -56,8 +54,7 @@ def copy_sinks(model: Any) -> None:
 
 def copy_convolutions(model: Any) -> None:
     """Copy the convolutions of the last reload into the mixers. On a CPU with AVX512-BF16 the layer packs them into new
-    memory, but
-    mixers compute with a view of the old.
+    memory, but mixers compute with a view of the old.
     """
     for mixer in model.modules():
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)

@@ -117,8 +117,7 @@ class WeightSync:
         settled: Callable[[], Awaitable[None]],
     ) -> Sent:
         """Make `version` the policy version that all servers hold. Servers in `failed` refuse to generate, and must be
-        replaced; the
-        new ones get their weights by `catch_up`.
+        replaced; the new ones get their weights by `catch_up`.
 
         Args:
             settled: waits until every server is up.
@@ -148,8 +147,7 @@ class WeightSync:
 
     async def catch_up(self, server: WeightTaker) -> None:
         """Send the weights of the last sync to a server that has just started. If they were lost with the learners'
-        node, it generates
-        nothing until the next sync.
+        node, it generates nothing until the next sync.
 
         Raises:
             LearnersLostError: the learners are gone.
@@ -274,8 +272,7 @@ class GroupCarrier:
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
         """Call `go_on` on all servers, when every learner has finished sending: only then may they take back memory of
-        shared GPUs.
-        Returns the error of each server without the version.
+        shared GPUs. Returns the error of each server without the version.
         """
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
@@ -312,8 +309,8 @@ class TransferRanks:
 
 
 def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
-    """Return the configured transport, or for `auto` the fastest that the placement allows. ConfigError: it can't
-    work here."""
+    """Return the configured transport, or for `auto` the fastest that the placement allows. ConfigError: it can't work
+    here."""
     asked, placement = config.server.weight_transport, config.cluster.placement
     if config.learner.lora.sends_adapter:
         if asked not in ("auto", "object_store"):

@@ -203,8 +203,7 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Put each reward on its row's last token, (B, T), in float64: float32 would round the mean of equal rewards, and
-    give them
-    advantages of about 1e-9 / (0 + 1e-6). Token baselines accept only float32.
+    give them advantages of about 1e-9 / (0 + 1e-6). Token baselines accept only float32.
     """
     import torch
 

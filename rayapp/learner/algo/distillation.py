@@ -37,8 +37,7 @@ def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSectio
     """Return advantages with which a policy gradient lowers the KL to the teacher, without gradient.
 
     Reverse KL: log q - log p; forward KL: q / p - 1, the gradient of the k3 estimator; times the section's weight.
-    `teacher`
-    and `old` are log-probs of the sampled tokens.
+    `teacher` and `old` are log-probs of the sampled tokens.
     """
     log_ratio = (teacher - old).detach()
     limit = section.max_log_ratio
@@ -66,8 +65,7 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
     """Return the teacher's log-probs (C, V) to compare. With `kl_over: top_k` all other tokens are one outcome, whose
-    probability
-    is spread in proportion to the policy's.
+    probability is spread in proportion to the policy's.
     """
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
         return log_q
@@ -122,8 +120,7 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: it does not
-    answer."""
+    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: it does not answer."""
     try:
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:

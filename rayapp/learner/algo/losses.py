@@ -114,8 +114,7 @@ class LossResult:
 
 def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor | None:
     """Return bounded importance weights between learner and engine, (B, T), from their log-probs. None if they are off,
-    and in
-    bypass mode, whose loss takes the engine's log-probs as the old ones.
+    and in bypass mode, whose loss takes the engine's log-probs as the old ones.
     """
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 

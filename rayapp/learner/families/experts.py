@@ -52,8 +52,7 @@ def experts_of(causal_lm: Any) -> list[Any]:
 
 def split_experts(causal_lm: Any, mesh: DeviceMesh) -> None:
     """Give each rank of the one-dimensional mesh its part of all experts, before sharding, and make their forward
-    exchange
-    tokens.
+    exchange tokens.
     """
     for experts in experts_of(causal_lm):
         own = experts.num_experts // mesh.size()

@@ -2,8 +2,7 @@
 
 Their state would leak from one packed sequence into the next. So each mixer gets every sequence in a row of its own,
 padded on the right, where padding does not affect causal layers. A token that several sequences share is computed in
-the
-row of each, and read from the first.
+the row of each, and read from the first.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MAX_PADDING = 2
 
 
 class Borders:
-    """Borders of the sequences in the current forward. They stay for the backward, where checkpointing computes
-    layers again."""
+    """Borders of the sequences in the current forward. They stay for the backward, where checkpointing computes layers
+    again."""
 
     def __init__(self) -> None:
         self._segments: tuple[Segment, ...] = ()
@@ -63,8 +62,7 @@ class Borders:
 
 
 def give_borders(causal_lm: Any) -> bool:
-    """Make every mixer compute sequence by sequence. Call it once, before sharding. Returns whether there are
-    mixers."""
+    """Make every mixer compute sequence by sequence. Call it once, before sharding. Returns whether there are mixers."""
     mixers = mixers_of(causal_lm)
     if not mixers:
         return False
@@ -99,8 +97,7 @@ def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
 
 def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Return batches (B, T) of paths of about equal length, padded with their last token, and the index (N,) of each
-    token's first
-    place in the flattened batches.
+    token's first place in the flattened batches.
     """
     rows, firsts, begin = [], [], 0
     for bunch in _bunches(sorted(paths, key=len)):

@@ -66,8 +66,7 @@ class RouterReplay:
                 )
 
     def take_agreement(self) -> tuple[int, int]:
-        """Return and reset two counts: replayed experts that the routers would also have chosen, and all replayed
-        ones."""
+        """Return and reset two counts: replayed experts that the routers would also have chosen, and all replayed ones."""
         found = [layer.counts for layer in self.routed if layer.counts is not None]
         for layer in self.routed:
             layer.counts = None
@@ -85,8 +84,7 @@ class _Layer:
 
     def join(self, layer: nn.Module) -> bool:
         """Hook the experts out of the layer's arguments, also when checkpointing calls it again, and wrap its router.
-        Returns False
-        without one.
+        Returns False without one.
         """
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         routers = [(m, _ROUTE) for m in layer.modules() if hasattr(m, _ROUTE)]

@@ -285,8 +285,7 @@ def export_bytes(shape: ModelShape, learner: LearnerSection) -> int:
 
 def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
     """Replace `auto` of activation_checkpointing and max_tokens_per_microbatch by numbers. By these formulas: a run
-    measures the
-    tokens (`token_budget`).
+    measures the tokens (`token_budget`).
 
     The number of tokens is the largest power of two that fits.
     """
@@ -366,8 +365,7 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
     """Return the bytes that a layer of Llama's kind keeps for one token.
 
     Norms (also of queries and keys): the input in float32, normed values, output. Attention: queries, keys, values,
-    output.
-    The MLP: gate, its activation, up, and their product.
+    output. The MLP: gate, its activation, up, and their product.
     """
     hidden = shape.hidden
     norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
@@ -556,8 +554,7 @@ class HostPlan:
 
 def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
-    they are
-    reduced over ranks, and malloc keeps freed memory.
+    they are reduced over ranks, and malloc keeps freed memory.
     """
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": 0})

@@ -179,8 +179,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     """Run the layers on some tokens and on twice as many, and compare the memory moment by moment. Collective.
 
     At each operator the bytes grow linearly with the tokens, so the two runs predict any number, even if its worst
-    moment is
-    another operator. The head's bytes come by formula, as if head and layers had their peaks together.
+    moment is another operator. The head's bytes come by formula, as if head and layers had their peaks together.
 
     Raises:
         LearnerError: the runs executed different operators.
@@ -250,8 +249,8 @@ PLAN_TOLERANCE = 1.1
 
 @contextmanager
 def beside_plan(config: Config, device: torch.device, metrics: dict[str, float]) -> Iterator[None]:
-    """At the end of the first step, add its peak of GPU memory and the planned peak to `metrics`, and log both. Not
-    on CPU."""
+    """At the end of the first step, add its peak of GPU memory and the planned peak to `metrics`, and log both. Not on
+    CPU."""
     if device.type != "cuda":
         yield
         return

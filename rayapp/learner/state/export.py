@@ -157,8 +157,7 @@ def device_weights(
     model: PolicyModel, lora: LoraSection, device: torch.device, formats: Formats
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight by the hub's name on the learner's device, with adapters merged in. Collective. Weights in
-    host memory
-    are first moved there, where gathering is faster.
+    host memory are first moved there, where gathering is faster.
     """
     parameters = dict(named_weights(model))
     return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, formats, device))

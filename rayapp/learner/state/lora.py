@@ -1,6 +1,5 @@
 """Adds LoRA adapters (peft) to the model. The learner trains them on frozen weights, and sends them alone or merged
-into
-the weights (`learner.lora.send`). Checkpoints hold the adapters only.
+into the weights (`learner.lora.send`). Checkpoints hold the adapters only.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
     """Return the decoder's linear layers whose last part is in `target_modules`; `all-linear` chooses all.
 
     Left out are the head, which may be tied, and layers whose weights are read without calling them, where an adapter
-    would
-    have no effect: READ_PAST, and layers that mamba's kernels fuse.
+    would have no effect: READ_PAST, and layers that mamba's kernels fuse.
 
     Raises:
         InputError: no layer has one of the names.

@@ -1,8 +1,7 @@
 """Reads the weights at `model.path`; every rank reads only its own rows of each tensor.
 
 A rank reads full tensors only if transformers joins several along the rows into one of the model (`WeightConverter`),
-one
-such tensor at a time. Stacked experts are read one by one, by the ranks that hold them.
+one such tensor at a time. Stacked experts are read one by one, by the ranks that hold them.
 
 Transformers 5 has its own names and shapes for some families, such as one tensor for all experts of a layer.
 `sources_of` reads its conversions for loading, and stores the used ones in the model; `hub_tensors` reverses them, for
@@ -43,8 +42,7 @@ def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor])
     """Return the origins of the model's tensors (`targets`), by the first tensor that is made from each.
 
     It follows `transformers.core_model_loading`, which needs the whole model in one process. Tensors of the files that
-    the
-    model lacks are left out.
+    the model lacks are left out.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -138,8 +136,7 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
     """Fill this rank's part of every parameter except adapters, and all persistent buffers. Of a tied pair in the files
-    the
-    embedding's is used, as in vLLM.
+    the embedding's is used, as in vLLM.
 
     Raises:
         InputError: a parameter is missing in the files, or has another shape.

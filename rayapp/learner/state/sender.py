@@ -68,9 +68,8 @@ def gathered_in_order(
     """Yield tensors, each only after it is gathered; on a GPU the call returns before that.
 
     vLLM iterates in streams of its own, with a broadcast to the servers behind each bucket. There the gathers of rank 0
-    would
-    wait behind that broadcast, but the others' would not: NCCL deadlocks when ranks use two communicators in different
-    orders. So all ranks gather in the default stream, and wait for it.
+    would wait behind that broadcast, but the others' would not: NCCL deadlocks when ranks use two communicators in
+    different orders. So all ranks gather in the default stream, and wait for it.
     """
     if device.type != "cuda":
         yield from tensors
@@ -91,8 +90,7 @@ class _Exchange:
     """Calls and broadcasts of rank 0 to the servers.
 
     After the first failure all methods do nothing, and vLLM's sequence runs to its end: rank 0 takes part in every
-    gather, and
-    all ranks stay usable.
+    gather, and all ranks stay usable.
     """
 
     def __init__(self, client: Any, timeout_s: float) -> None:
@@ -217,8 +215,7 @@ def _same_stream() -> AbstractContextManager[object]:
 @contextmanager
 def _plain_segments() -> Iterator[None]:
     """Allocate memory in segments that another process can open: expandable ones need `pidfd_getfd`, which a user in a
-    container
-    may not call (pytorch issue 165685).
+    container may not call (pytorch issue 165685).
     """
     set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # noqa: SLF001 - torch has no public name for it
     set_allocator("expandable_segments:False")
