@@ -192,7 +192,7 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those that it needs alone."""
+    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those it needs alone."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:

@@ -211,7 +211,7 @@ def _name_inside(name: str, named: Mapping[str, Any]) -> str:
 
 
 def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
-    """Make the model compute packed sequences like single ones of at most `num_tokens`. Call it once, before sharding."""
+    """Make the model compute packed sequences like single ones, of at most `num_tokens`. Call once, before sharding."""
     give_borders(causal_lm)
     pin_positions(causal_lm, num_tokens)
     return causal_lm

@@ -64,7 +64,7 @@ class Targets:
 
 
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
-    """Return the first pair of each of M positions, then their number. Example: 3 positions, [0, 0, 2] -> [0, 2, 2, 3]."""
+    """Return the first pair of each position, then their number. Example: 3 positions, [0, 0, 2] -> [0, 2, 2, 3]."""
     return np.searchsorted(pair_rows, np.arange(num_positions + 1)).astype(np.int64)
 
 

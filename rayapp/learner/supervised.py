@@ -15,9 +15,9 @@ import torch
 
 from rayapp.core.types import FloatArray, Group, Trajectory
 from rayapp.learner.batch import MicroBatch, TrainItem
-from rayapp.learner.metrics import timing_metrics
+from rayapp.learner.metrics import stopwatch, timing_metrics
 from rayapp.learner.policy import reduce_gradients, to_device
-from rayapp.learner.step import PolicyLearner, stopwatch
+from rayapp.learner.step import PolicyLearner
 
 
 def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:

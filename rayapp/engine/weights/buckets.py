@@ -56,7 +56,7 @@ def part_of(name: str, tensor: Tensor) -> Tensor:
 
 
 def checksum_of(part: Tensor) -> int:
-    """Return the CRC-32 of the values as bfloat16, in row-major order on any device; -0 counts as 0."""
+    """Return the CRC-32 of the values as they are sent, in row-major order on any device; -0 counts as 0."""
     import torch
 
     values = part.detach().reshape(-1)[:MAX_VALUES] + 0.0

@@ -120,7 +120,7 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: it does not answer."""
+    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: no answer."""
     try:
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:

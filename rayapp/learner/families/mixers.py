@@ -62,7 +62,7 @@ class Borders:
 
 
 def give_borders(causal_lm: Any) -> bool:
-    """Make every mixer compute sequence by sequence. Call it once, before sharding. Returns whether there are mixers."""
+    """Make every mixer compute sequence by sequence. Call it once, before sharding. Returns whether there are any."""
     mixers = mixers_of(causal_lm)
     if not mixers:
         return False

@@ -66,7 +66,7 @@ class RouterReplay:
                 )
 
     def take_agreement(self) -> tuple[int, int]:
-        """Return and reset two counts: replayed experts that the routers would also have chosen, and all replayed ones."""
+        """Return and reset two counts: replayed experts that the routers would have chosen too, and all of them."""
         found = [layer.counts for layer in self.routed if layer.counts is not None]
         for layer in self.routed:
             layer.counts = None

@@ -203,7 +203,7 @@ def test_a_learner_that_parks_leaves_its_gpu_to_the_cache_but_for_a_catch_up() -
     before, after = (plan_gpu(SHAPE, each, gpu_of(10)) for each in (shared, parked))
     # The moments are gone; weights come back when a server that was started again needs them.
     assert before.beside_server - after.beside_server == 8 * 1000
-    assert list(step_timeline(SHAPE, parked, gpu_of(10), after))[-1].learner_stays == RUNTIME_BYTES + 4 * 1000
+    assert after.learner.giving == RUNTIME_BYTES + 4 * 1000
     # In host memory: weights of the server, weights and moments of the learner, and those once more while saved.
     node = plan_node(SHAPE, parked)
     assert (node.backups, node.learners, node.staging) == (1.5 * 2 * 1000, 1.5 * 12 * 1000, 12 * 1000)
