@@ -228,20 +228,13 @@ EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
-    """End sandboxes: one line each on standard output, failures on standard error.
-
-    Returns:
-        0: no sandbox is left; 1: some may be left; 2: a key or an endpoint is wrong.
-    Raises:
-        InputError: a provider is unknown.
-        SandboxConfigError: there is no provider to ask, or its key or package is missing.
-    """
+    """End sandboxes: one line each on stdout, failures on stderr. Returns 0: none is left; 1: some may be left; 2: a
+    key or an endpoint is wrong."""
     providers = listing_providers(_sections(kinds, config))
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
-    """Return a sandbox section with only the providers whose sandboxes are to be listed."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
         raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(KINDS)}")
@@ -305,15 +298,7 @@ _ENDS_AFTER_S = 120.0
 def choose_provider(
     kind: str, *, config: Path | None, url: str, levels: tuple[str, ...], packages: tuple[str, ...]
 ) -> SandboxProvider:
-    """Make the provider of this name.
-
-    Args:
-        config: a run's config to take the provider's section from.
-        url: endpoint of an MCP server, in place of a config.
-    Raises:
-        SandboxConfigError: there is no such provider, or its key, package or endpoint is missing.
-        InputError: the provider doesn't support a given option.
-    """
+    """Make the provider of this name, from a run's config or, for an MCP server, from its endpoint `url`."""
     if kind not in PROVIDERS:
         raise SandboxConfigError(f"provider {kind!r} is unknown: use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
@@ -350,11 +335,6 @@ def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
 async def run_once(
     provider: SandboxProvider, code: str, *, stdin: str, timeout_s: float, packages: tuple[str, ...]
 ) -> ExecResult:
-    """Run a program in a sandbox of its own, then close the provider.
-
-    Raises:
-        SandboxError: no sandbox could be made, or it failed.
-    """
     ttl_s = timeout_s + _ENDS_AFTER_S
     try:
         spec = SandboxSpec(packages=packages)
@@ -443,7 +423,6 @@ def _list_images(store: Store) -> None:
 
 
 def _progress(name: str) -> Callable[[int], None]:
-    """Return a function that shows downloaded bytes on standard error, if that is a terminal."""
     done, shown = 0, time.monotonic()
 
     def add(num_bytes: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rayapp.cli.doctor import installed
+from rayapp.cli.machine import installed
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.family import pin_positions, small_config
 from rayapp.learner.state.export import export_hf
