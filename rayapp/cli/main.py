@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("config:app", "Look at configurations."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
-    "try": ("trying:app", "Try a reward or a tool without training."),
+    "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
