@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time and cost."),
     "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm"),
     "config": ("config:app", "Look at configurations."),
+    "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a tool without training."),

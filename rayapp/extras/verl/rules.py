@@ -1,122 +1,13 @@
-"""Rules of the import for the table in `keys.py`, and the functions that make most rules.
-A rule takes a key's value and all values, and returns rayapp's settings, or the reason why the key has no effect. For
-an unsupported value it raises: nothing that changes the training is dropped silently.
-
-The rules for whole features (DAPO's groups and lengths, reward managers, traces) are here too;
-`keys_without_counterpart.py` uses them.
-"""
+"""Rules for whole features of verl: DAPO's groups and lengths, reward managers, traces, distillation. `keys.py` uses
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rayapp.config.algorithm import options_of
+from rayapp.config.foreign_keys import Landing, Rule, Values
 from rayapp.core.errors import ConfigError
-
-Values = Mapping[str, Any]
-"""All of verl's keys with their values: the user's, or verl's defaults."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
-    """The outcome of one verl key: rayapp's settings, and a note."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """rayapp's keys with their values; empty if the verl key has no effect."""
-    note: str = ""
-    """Reason why the key has no effect, or the difference in meaning."""
-
-
-Rule = Callable[[str, Any, Values], Landing]
-Convert = Callable[[Any], Any]
-
-
-def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """Return a rule that sets one of rayapp's keys to the value."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(settings={target: convert(value)}, note=note)
-
-    return rule
-
-
-def optional(target: str, convert: Convert = lambda value: value) -> Rule:
-    """Return a rule like that of `to`, except that null keeps rayapp's default."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(note="our default stays") if value is None else Landing(settings={target: convert(value)})
-
-    return rule
-
-
-def no_effect(why: str) -> Rule:
-    """Return a rule for a key that has no effect in rayapp, whatever its value."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(note=why)
-
-    return rule
-
-
-def only(*allowed: Any, why: str) -> Rule:
-    """Return a rule that accepts only these values, which mean what rayapp does anyway.
-
-    Raises (the rule): ConfigError.
-    """
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        if value not in allowed:
-            shown = " or ".join(str(item) for item in allowed)
-            raise ConfigError(f"{key} = {value!r} can't be imported: {why}. It must be {shown}.")
-        return Landing(note=why)
-
-    return rule
-
-
-def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
-    """Return a rule that maps verl's names of choices to rayapp's names.
-
-    Raises (the rule): ConfigError.
-    """
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        if value not in names:
-            known = ", ".join(str(name) for name in names)
-            raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {known}")
-        return Landing(settings={target: names[value]}, note=note)
-
-    return rule
-
-
-def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
-    """Return a rule that accepts these values, which have no effect in rayapp, and refuses all others.
-
-    Raises (the rule): ConfigError.
-    """
-    chosen = choice("", names)
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        chosen(key, value, values)
-        return Landing(note=note)
-
-    return rule
-
-
-def refused(section: str, *, why: str) -> Rule:
-    """Return a rule for a section that can't be imported at all: all of its keys give one message.
-
-    Raises (the rule): ConfigError.
-    """
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        if value is None:
-            return Landing(note=why)
-        raise ConfigError(f"{section}.* can't be imported: {why}.")
-
-    return rule
-
 
 _FILTER = "algorithm.filter_groups"
 _TRACE = "actor_rollout_ref.rollout.trace"
@@ -273,3 +164,88 @@ def same_as(other: str) -> Rule:
         return Landing(note=f"{other} counts")
 
     return rule
+
+
+_LOSS = "distillation.distillation_loss"
+_ESTIMATED = {
+    # k1 is the log-ratio itself, used as an advantage; the other entries are losses with the same gradient.
+    (True, "k1"): "reverse",
+    (True, "kl"): "reverse",
+    (False, "k2"): "reverse",
+    (False, "mse"): "reverse",
+    (False, "k3"): "forward",
+    (False, "low_var_kl"): "forward",
+}
+"""verl's (use_policy_gradient, loss_mode) for a KL over sampled tokens -> direction of the KL with the same
+gradient."""
+
+
+_OF_LOSS = {
+    "policy_loss_mode": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
+    "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
+    "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
+}
+"""Option of the loss in verl's section `distillation` -> the key of the policy's own loss, and this key's default."""
+
+
+def distillation(key: str, value: Any, values: Values) -> Landing:
+    """Map all keys of the section `distillation` together, because their meanings depend on each other."""
+    if not value:
+        return Landing(note="no teacher")
+    settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
+    takes_rewards = bool(values.get(f"{_LOSS}.use_task_rewards", True))
+    if values.get(f"{_LOSS}.use_policy_gradient"):
+        _check_loss(values)
+    settings |= {
+        "distillation.teacher": _teacher(values),
+        "distillation.weight": float(values.get(f"{_LOSS}.distillation_loss_coef", 1.0)) if takes_rewards else 1.0,
+        "distillation.reward_weight": float(takes_rewards),
+    }
+    return Landing(settings=settings, note="the learners hold the teacher; it has no separate servers")
+
+
+def _check_loss(values: Values) -> None:
+    """Check that distillation's policy loss equals the policy's: rayapp adds both advantages and computes one loss."""
+    for name, (key, default) in _OF_LOSS.items():
+        own, policys = values.get(f"{_LOSS}.{name}", default), values.get(key)
+        if own != (default if policys is None else policys):
+            raise ConfigError(
+                f"{_LOSS}.{name} = {own!r} can't be imported: rayapp computes one loss from the advantages of teacher "
+                f"and rewards, with {key} = {policys}. Give both keys the same value."
+            )
+
+
+def _kl(values: Values) -> dict[str, Any]:
+    mode, as_advantage = values.get(f"{_LOSS}.loss_mode", "k3"), bool(values.get(f"{_LOSS}.use_policy_gradient", False))
+    clamp, floor = values.get(f"{_LOSS}.loss_max_clamp"), values.get(f"{_LOSS}.log_prob_min_clamp")
+    if mode != "forward_kl_topk":
+        floor = None  # verl clamps log-probs only with top k
+    if floor is not None or (clamp is not None and not as_advantage):
+        name, found = ("log_prob_min_clamp", floor) if floor is not None else ("loss_max_clamp", clamp)
+        raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: rayapp has no such limit. Set it to null.")
+    if mode == "forward_kl_topk" and not as_advantage:
+        return {"kl": "forward", "kl_over": "top_k", "top_k": int(values.get(f"{_LOSS}.topk", 32))}
+    if (as_advantage, mode) not in _ESTIMATED:
+        known = ", ".join(f"{known} with use_policy_gradient={on}" for on, known in _ESTIMATED)
+        raise ConfigError(
+            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; supported are "
+            f"{known}, and forward_kl_topk with use_policy_gradient=False"
+        )
+    return {"kl": _ESTIMATED[as_advantage, mode], "kl_over": "sampled", "max_log_ratio": clamp}
+
+
+def _teacher(values: Values) -> str:
+    """Return the one teacher model: the user's entry, or else verl's default entry."""
+    models = {
+        key.split(".")[2]: str(path)
+        for key, path in values.items()
+        if key.startswith("distillation.teacher_models.") and key.endswith(".model_path") and path
+    }
+    if len(models) > 1:
+        models.pop("teacher_model", None)
+    if len(models) != 1:
+        found = f"teachers {', '.join(models)} are named" if models else "no teacher_models.*.model_path is set"
+        raise ConfigError(
+            f"distillation.enabled = True can't be imported: {found}, but a run needs exactly one teacher."
+        )
+    return next(iter(models.values()))

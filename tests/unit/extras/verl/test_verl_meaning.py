@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.config.verl.importing import import_verl
+from rayapp.extras.verl.importing import import_verl
 
 COMMANDS: dict[str, list[str]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "verl_commands.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[3] / "data" / "verl_commands.json").read_text(encoding="utf-8")
 )
 COMPARED = (
     "v_cispo_trainer__run_qwen3_8b_fsdp",

@@ -16,12 +16,19 @@ from typing import Any
 import yaml
 
 from rayapp.config.config import Config
-from rayapp.config.loading import load_config
-from rayapp.config.verl.arithmetic import STEPS
-from rayapp.config.verl.keys import DEFAULTS, RENAMED, TABLE
-from rayapp.config.verl.rules import Landing, Rule, Values, no_effect
-from rayapp.config.verl.script import read_script
+from rayapp.config.foreign_keys import (
+    KeyRow,
+    Landing,
+    Rule,
+    Values,
+    landing_of,
+    load_settings,
+    no_effect,
+    settings_of,
+)
 from rayapp.core.errors import ConfigError
+from rayapp.extras.verl.arithmetic import STEPS
+from rayapp.extras.verl.keys import COUNTERPARTS, DEFAULTS, RENAMED, TABLE
 
 _HYDRA = ("hydra", "defaults")
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -37,7 +44,7 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
 
     Args:
         path: the file that `--config-name` names; None: no file.
-        overrides: as on verl's command line: key=value, +key=value or ++key=value.
+        overrides: as on verl's command line: key=value, +key=value, ++key=value or ~key.
     Raises:
         ConfigError: the file can't be read, is not based on ppo_trainer, or an override is malformed.
     """
@@ -45,6 +52,10 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
         path, overrides = _of_script(Path(path), overrides)
     values = dict(_flat(_load(Path(path)))) if path is not None else {}
     for override in overrides:
+        if override.startswith("~"):  # Hydra's way to delete a key, or a whole section
+            deleted = override[1:].partition("=")[0]
+            values = {key: value for key, value in values.items() if not f"{key}.".startswith(f"{deleted}.")}
+            continue
         key, value = _parse_override(override)
         # An override of a whole section replaces the keys that the file has in that section.
         for below in [name for name in values if name.startswith(f"{key}.")]:
@@ -65,6 +76,8 @@ def _is_script(path: Path) -> bool:
 
 def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the config file of a script's command, if any, and the command's overrides followed by `overrides`."""
+    from rayapp.extras.verl.script import read_script  # sandboxes take a second to import
+
     launch = read_script(path, overridden=[override.partition("=")[0].lstrip("+") for override in overrides])
     options: dict[str, str] = {}
     found: list[str] = []
@@ -200,9 +213,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     key = key.lstrip("+")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form key=value, as on verl's command line")
-    if key.startswith("~"):
-        raise ConfigError(f"override {override!r} deletes a key, which can't be imported; remove the key from the file")
+        raise ConfigError(f"override {override!r} is not of the form key=value or ~key, as on verl's command line")
     try:
         return key, yaml_number(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -230,22 +241,6 @@ COUNTS = (
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
 )  # fmt: skip
 """verl's keys from which the values of other keys are computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRow:
-    """One row of the table that the import prints: a key, its value and its outcome."""
-
-    key: str
-    value: Any
-    landing: Landing
-    is_default: bool
-    """True if the user did not set the key, and the value is verl's default."""
-
-    @property
-    def where(self) -> str:
-        """`train.num_steps = 1`; empty if the key has no effect."""
-        return ", ".join(f"{key} = {_shown(value)}" for key, value in self.landing.settings.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,23 +303,6 @@ def _newer_names(values: Values) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in RENAMED} | newer
 
 
-def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
-    """Load a configuration from imported settings and overrides of rayapp's keys.
-    Raises:
-        ConfigError: values contradict each other; the message names the verl keys that they come from.
-    """
-    try:
-        return load_config(None, [*(f"{key}={_shown(value)}" for key, value in settings.items()), *overrides])
-    except ConfigError as error:
-        said = [
-            f"{key} comes from {row.key} = {row.value}"
-            for row in rows
-            for key in row.landing.settings
-            if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))
-        ]
-        raise ConfigError("\n  ".join([str(error), *dict.fromkeys(said)])) from error
-
-
 def _needed(values: Values) -> dict[str, str]:
     """Return the problems of keys from which other keys' values are computed: key -> message."""
     wrong = {
@@ -346,27 +324,11 @@ def _landing(key: str, value: Any, values: Values) -> Landing:
     return landing_of(rule, key, value, values)
 
 
-def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
-    """Apply a rule to a verl key.
-    Raises:
-        ConfigError: the rule refuses the value, or can't use it; the message names the key and the value.
-    """
-    try:
-        return rule(key, value, values)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, OSError) as error:
-        raise ConfigError(f"{key} = {value!r} can't be imported: {error}") from error
-
-
 def _rule(key: str) -> Rule | None:
-    if key in TABLE:
-        return TABLE[key]
     if key.endswith("._target_"):
         return no_effect("names a class of verl's")
-    parts = key.split(".")
-    sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
-    return next((TABLE[section] for section in sections if section in TABLE), None)
+    begins = (name for name in TABLE if name.endswith("*") and f"{key}.".startswith(name[:-1]))
+    return TABLE.get(key) or TABLE.get(max(begins, key=len, default=""))
 
 
 _MOST_SLIPS = 3
@@ -380,6 +342,9 @@ def _unknown(key: str) -> str:
             f"{key}: it selects another file of verl's configuration, which can't be imported; give that file's keys "
             "one by one"
         )
+    for end, counterpart in COUNTERPARTS.items():
+        if f".{key}".endswith(f".{end}"):
+            return f"{key}: verl 0.9 has no such key; give {counterpart}"
     section, _, name = key.rpartition(".")
     names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
@@ -389,23 +354,11 @@ def _unknown(key: str) -> str:
     )
 
 
-def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
-    """Return all settings. If two verl keys set the same rayapp key, a value from the user takes precedence over a
-    default.
-    """
-    ordered = sorted(rows, key=lambda row: not row.is_default)
-    return {key: value for row in ordered for key, value in row.landing.settings.items()}
-
-
 def _our_setting(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"override {OURS + override!r} is not of the form {OURS}key.sub=value")
     return key, yaml.safe_load(text)
-
-
-def _shown(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).strip().removesuffix("\n...").strip()
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

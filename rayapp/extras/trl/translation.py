@@ -16,9 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.api.arguments import GivenRun
-from rayapp.config.verl.arithmetic import as_list, tracked
-from rayapp.config.verl.importing import KeyRow, landing_of, load_settings, settings_of
-from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, optional, to
+from rayapp.config.foreign_keys import (
+    KeyRow,
+    Landing,
+    Rule,
+    Values,
+    as_list,
+    landing_of,
+    load_settings,
+    no_effect,
+    only,
+    optional,
+    settings_of,
+    to,
+    tracked,
+)
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
 

@@ -9,8 +9,9 @@ from typing import Any
 from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
 from rayapp.config.engine_args import HAS_KEY, REFUSED
-from rayapp.config.verl.rules import REWARD_MODELS, Landing, Rule, Values, reward_model_gpus
+from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, tracked
 from rayapp.core.errors import ConfigError
+from rayapp.extras.verl.rules import REWARD_MODELS, reward_model_gpus
 
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -364,16 +365,6 @@ def trackers(key: str, value: Any, values: Values) -> Landing:
     return tracked(*as_list(value), *traces)
 
 
-def tracked(*names: str) -> Landing:
-    """Return the trackers of these names, and metrics.jsonl; the note lists names without a tracker in rayapp."""
-    from rayapp.config.sections import TRACKERS
-
-    kept = [name for name in names if name in TRACKERS]
-    missing = [name for name in names if name not in TRACKERS]
-    note = f"rayapp has no {', '.join(missing)}; the same metrics are in metrics.jsonl" if missing else ""
-    return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
-
-
 def run_name(key: str, value: Any, values: Values) -> Landing:
     """Map the run's name to a valid folder name: at most 63 letters, digits, `.`, `_` or `-`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
@@ -394,11 +385,6 @@ def contents(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
     note = "" if {"model", "optimizer"} <= set(kept) else "a run can't resume from such a checkpoint"
     return Landing(settings={"checkpoint.save_contents": kept}, note=note)
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the value as a list: many of verl's keys take one value or several."""
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def data_files(target: str) -> Rule:

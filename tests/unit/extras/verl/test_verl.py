@@ -16,9 +16,10 @@ import yaml
 
 from rayapp.cli.main import run
 from rayapp.config.loading import load_config
-from rayapp.config.verl.importing import Imported, import_verl
-from rayapp.config.verl.keys import DEFAULTS, TABLE
 from rayapp.core.errors import ConfigError
+from rayapp.extras.verl.command import shortened
+from rayapp.extras.verl.importing import Imported, import_verl
+from rayapp.extras.verl.keys import DEFAULTS, TABLE
 
 YAML = """
 hydra:
@@ -163,7 +164,7 @@ def test_every_key_of_the_seed_is_in_the_table_with_a_place_or_a_reason(seed_yam
 
     keys = {line.partition("=")[0] for line in OVERRIDES.split()}
     assert {key for key in keys if "." in key} <= rows.keys()
-    assert [row.key for row in rows.values() if not row.where and not row.landing.note] == []
+    assert [row.key for row in rows.values() if row.outcome == "ignored" and not row.landing.note] == []
 
 
 def test_the_config_that_is_printed_is_the_config_that_runs(seed_yaml: Path, tmp_path: Path) -> None:
@@ -171,6 +172,41 @@ def test_the_config_that_is_printed_is_the_config_that_runs(seed_yaml: Path, tmp
     (tmp_path / "ours.yaml").write_text(found.to_yaml())
 
     assert load_config(tmp_path / "ours.yaml") == found.config
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("custom_reward_function.overlong_buffer.len=512", "rayapp.algorithm.overlong.buffer_tokens"),
+        ("reward.overlong_buffer_cfg.penalty_factor=1", "rayapp.algorithm.overlong.penalty"),
+        ("actor_rollout_ref.actor.use_token_level_loss=True", "loss_agg_mode=token-mean"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "rollout_is=token"),
+        ("data.max_obs_length=3", "max_tool_response_length"),
+        ("max_turns=3", "multi_turn.max_assistant_turns"),
+    ],
+)
+def test_a_key_of_a_fork_names_its_counterpart(seed_yaml: Path, key: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key.partition("=")[0]) + ".*" + re.escape(named)):
+        imported(seed_yaml, key)
+
+
+def test_keys_are_deleted_as_by_hydra(seed_yaml: Path) -> None:
+    gone = imported(
+        seed_yaml, "actor_rollout_ref.actor.use_token_level_loss=True", "~actor_rollout_ref.actor.use_token_level_loss",
+        "~actor_rollout_ref.rollout.multi_turn", "~trainer.save_freq=1",
+    )  # fmt: skip
+    assert (gone.config.checkpoint.every_steps, gone.config.agent.tool_file) == (0, ""), "verl's defaults"
+
+
+def test_the_table_begins_with_what_changes_the_training_and_keeps_both_ends_of_a_key(seed_yaml: Path) -> None:
+    outcomes = {row.key: row.outcome for row in sorted(imported(seed_yaml).rows, key=lambda row: row.rank)}
+    kinds = [said.split()[0] if said.startswith(("folded", "ignored")) else "set" for said in outcomes.values()]
+
+    assert kinds == sorted(kinds, key=["set", "folded", "ignored"].index)
+    assert outcomes["actor_rollout_ref.actor.use_kl_loss"] == "folded into actor_rollout_ref.actor.kl_loss_coef"
+    turns = "actor_rollout_ref.rollout.multi_turn.max_"
+    assert len({shortened(f"{turns}{end}", 40) for end in ("user_turns", "assistant_turns", "parallel_calls")}) == 3
+    assert shortened("data.seed = 1", 40) == "data.seed = 1"
 
 
 def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) -> None:
@@ -198,7 +234,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
             "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
             "your custom_reward_function calls the model through verl's router",
         ),
-        ("~data.seed", "key=value"),
+        ("data.seed", "key=value or ~key"),
         ("reward_model.reward_manager=mine", "known reward managers are naive, batch, prime, dapo"),
         ("custom_reward_function.reward_kwargs.a=3", "can't get arguments"),
         ("data.apply_chat_template_kwargs.a=[1]", "must be a string, a number"),
@@ -228,7 +264,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
             f"{TEACHER} {REVERSE} distillation.distillation_loss.clip_ratio_high=0.3",
             r"clip_ratio_high = 0\.3 can't be imported",
         ),
-        ("skip.rollout.enable=True", "groups are sampled"),
+        ("skip.rollout.enable=True", "groups are always sampled"),
         (f"{TEACHER} {TOP_K} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
@@ -403,7 +439,7 @@ def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
     rows = import_verl(verls_own_file(), [*required, *named, *steps]).rows
 
     assert len(rows) > 800
-    assert [row.key for row in rows if not row.where and not row.landing.note] == []
+    assert [row.key for row in rows if row.outcome == "ignored" and not row.landing.note] == []
 
 
 HARMLESS = re.compile(
@@ -564,7 +600,7 @@ def test_the_command_prints_a_config_and_fails_on_unknown_keys(
     assert run(["config", "import-verl", str(seed_yaml), *shlex.split(OVERRIDES)]) == 0
     out, err = capsys.readouterr()
     assert "num_minibatches: 2" in out
-    assert "no effect" in err
+    assert "ignored" in err
 
     assert run(["train", "--verl", str(seed_yaml), "nobody.knows=1"]) == 2
     assert "nobody.knows" in capsys.readouterr().err
