@@ -90,6 +90,8 @@ def _prepare(job: Preparation) -> None:
         typer.echo(
             f"{report.split}.parquet: {report.num_written} rows written, {len(report.bad)} rows could not be mapped"
         )
+        if report.repeats:
+            typer.echo(f"{len(report.repeats)} rows repeat the prompt of another row, e.g. {report.repeats[0]}")
     typer.echo(f"written to {job.out}")
 
 

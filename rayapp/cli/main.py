@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
-    "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
+    "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
 }
 """Commands and groups, each with its Typer and the first sentence of its help.
 

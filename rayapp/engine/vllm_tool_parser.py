@@ -30,7 +30,7 @@ import regex
 
 from rayapp.core.errors import ConfigError
 from rayapp.storage.models.families import FAMILIES, text_type
-from rayapp.tools.base import MAX_CALLS, RawCall, SampleCall, ToolCallParser, ToolSchema
+from rayapp.tools.base import MAX_CALLS, RawCall, SampleCall, ToolCallParser, ToolSchema, with_whole_strings
 
 _MESSAGE = re.compile(
     r"(?:\A|<\|start\|>)(?P<head>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
@@ -112,6 +112,7 @@ class VllmToolParser:
         if self._is_gated and self._start and self._start not in text:
             return ()
         _DEADLINE.begin()
+        text = with_whole_strings(text, self._start)
         if self._block is None:
             return self._read(text)
         blocks = islice(self._block.finditer(text), MAX_CALLS + 1)

@@ -24,6 +24,7 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.weights.sync import transfer_plan
 from rayapp.learner.state.sender import LearnerSource, WeightSender
+from support import make
 from support.ports import free_port
 
 pytestmark = [
@@ -55,16 +56,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def config(model: Path) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
-            "learner": {"max_tokens_per_microbatch": 256, "cpu_threads": 1},
-            # Several buckets for the tiny model, too.
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "weight_transport": "gloo", "weight_bucket_mib": 1},
-        }
-    )
+    # Several buckets for the tiny model, too.
+    return make.config(model, server={"weight_transport": "gloo", "weight_bucket_mib": 1})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

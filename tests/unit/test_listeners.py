@@ -25,7 +25,7 @@ TRIED = {
     "rayapp/extras/view/command.py": "tests/unit/extras/view/test_view_server.py",
     "rayapp/rollout/gateway/listening.py": "tests/unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/server.py": "tests/unit/rollout/gateway/test_server.py",
-    "rayapp/sandbox/service/app.py": "tests/contracts/test_mcp_server.py",
+    "rayapp/extras/service/app.py": "tests/contracts/test_mcp_server.py",
 }
 """File -> the test that calls its server without the key."""
 WITHOUT_A_KEY = {
@@ -39,7 +39,7 @@ WITHOUT_A_KEY = {
     "rayapp/sandbox/local/doctor.py": "listens while it tries whether a sandbox can reach it",
     "rayapp/sandbox/local/levels/loopback.py": "inside a sandbox: leads to the gateway, which asks for the key",
     "rayapp/sandbox/local/levels/namespaces.py": "inside a sandbox: leads to the gateway, which asks for the key",
-    "rayapp/sandbox/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
+    "rayapp/extras/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
 }
 
 

@@ -1,4 +1,5 @@
-"""Parses names of images, as written in `SandboxSpec.template` and on the command line. Pure.
+"""Names of images, as written in `SandboxSpec.template` and on the command line, and what a sandbox needs of an image.
+`rayapp.extras.images` pulls images.
 
 image:REGISTRY/NAME[:TAG][@sha256:…]    in a registry; without REGISTRY, in Docker's
 image:oci:FOLDER[:TAG]                  in a folder with OCI's image layout
@@ -9,8 +10,10 @@ image:build:NAME                        built on this node by `rayapp images bui
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 from rayapp.core.errors import ImageError
 
@@ -22,6 +25,62 @@ _REGISTRY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,199}")
 Kind = Literal["registry", "oci", "archive", "build"]
+MOUNT_POINTS = ("dev", "proc", "sys", "tmp")
+"""Folders that every image's tree has, for mounts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """Record of an image that is unpacked in the cache, with everything that a sandbox needs to know about it."""
+
+    name: str
+    """Name under which the image was pulled, with its digest."""
+    digest: str
+    tree: str
+    """Name of the image's folder in `ImageCache.trees`."""
+    num_bytes: int
+    """Size of the tree as it lies on the disk."""
+    env: tuple[tuple[str, str], ...]
+    workdir: str
+    uid: int
+    gid: int
+    home: str
+    python: str
+    """Path of the image's python3; empty if the image has no usable one."""
+
+    @property
+    def user(self) -> tuple[int, int]:
+        return self.uid, self.gid
+
+
+class Hold(Protocol):
+    """A lock on an image: the image can't be evicted until `release` is called or this process ends."""
+
+    image: Image
+
+    def release(self) -> None: ...
+
+
+class ImageCache(Protocol):
+    """The cache of images on this node, as `rayapp.extras.images.pull.ImageSource` implements it."""
+
+    @property
+    def trees(self) -> Path:
+        """Folder of the unpacked images."""
+
+    async def hold(self, template: str) -> Hold:
+        """Return a lock on the image of a template; pull the image first if it is missing.
+
+        Raises:
+            ImageError: the image is missing, damaged, too large, or for another platform.
+            SandboxUnavailableError: the registry can't be reached.
+        """
+
+    def find(self, template: str) -> Image | None:
+        """Return the image of a template if it is in the cache."""
+
+    def prefetch(self, templates: Sequence[str]) -> None:
+        """Pull missing images in the background, in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

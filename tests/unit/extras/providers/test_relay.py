@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
+from rayapp.extras.providers.relay import Converse, Hear, Say, relayed
+from rayapp.extras.providers.relay_program import MOST_CONNECTIONS, line_of
 from rayapp.sandbox.loopback import Accept
-from rayapp.sandbox.providers.relay import Converse, Hear, Say, relayed
-from rayapp.sandbox.providers.relay_program import MOST_CONNECTIONS, line_of
 
 LISTENS = json.dumps({"port": 4711, "folder": "/home/user/agent-x"}).encode()
 

@@ -7,40 +7,42 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError
-from rayapp.sandbox.images import sources
-from rayapp.sandbox.images.pull import Wanted, pull, resolve
-from rayapp.sandbox.images.reference import parse
-from rayapp.sandbox.images.store import Image, Store
-from support.images import entry, layer, real_registry, write_oci
+from rayapp.extras.images.pull import Wanted, pull, resolve
+from rayapp.extras.images.store import Store
+from rayapp.sandbox.images import Image, parse
+from support.images import entry, layer, needs_image_programs, outside_folder, write_oci
 from support.stubs.registry_stub import RegistryStub
 
+pytestmark = needs_image_programs
 BIG = layer(entry("big", os.urandom(300_000)), entry("etc/hostname", "one"))
 SMALL = layer(entry("bin/tool", "x", mode=0o755), entry("etc/.wh.hostname", ""))
 
 PULL = (
-    "import sys; from pathlib import Path; from rayapp.sandbox.images.pull import pull;"
-    "from rayapp.sandbox.images.store import Store; from rayapp.sandbox.images.reference import parse;"
+    "import sys; from pathlib import Path; from rayapp.extras.images.pull import pull;"
+    "from rayapp.extras.images.store import Store; from rayapp.sandbox.images import parse;"
     "pull(Store(Path(sys.argv[1]), max_bytes=1 << 30).prepare(), parse(sys.argv[2]))"
 )
 
 
 @pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with outside_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
-    tmp_path.chmod(0o755)
     return Store(tmp_path / "cache", max_bytes=1 << 30).prepare()
 
 
@@ -50,18 +52,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "oci"
 
 
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "pauses_s", lambda first, longest: iter([0.01] * 9))
-
-
 def taken(store: Store, name: str, wanted: Wanted | None = None) -> Image:
     with pull(store, parse(name), wanted) as hold:
         return hold.image
 
 
 def leftovers(store: Store) -> list[str]:
-    return [str(path) for path in store.folder.glob("*/*") if ".pending" in path.name or path.suffix == ".part"]
+    return [str(path) for path in store.folder.glob("*/*") if ".pending" in path.name]
 
 
 def test_an_image_of_a_registry_is_unpacked_and_described(store: Store, folder: Path) -> None:
@@ -86,19 +83,14 @@ def test_a_digest_is_taken_from_the_cache_without_asking(store: Store, folder: P
         taken(store, f"{host}/name:1")
 
 
-def test_a_tag_that_moves_is_another_image_and_shares_layers(store: Store, folder: Path) -> None:
-    stub = RegistryStub(folder)
-    with stub.running() as host:
+def test_a_tag_that_moves_is_another_image(store: Store, folder: Path) -> None:
+    with RegistryStub(folder).running() as host:
         first = taken(store, f"{host}/name:1")
         write_oci(folder, [BIG, layer(entry("other", ""))])
         second = taken(store, f"{host}/name:1")
 
     assert first.tree != second.tree
-    assert first.layers[0] == second.layers[0]
-    assert (
-        sum(stub.asked[f"sha256:{path.name}"] for path in folder.glob("blobs/sha256/*") if path.stat().st_size > 9999)
-        == 1
-    )
+    assert len(store.images()) == 2
 
 
 def test_two_pulls_share_one_download(store: Store, folder: Path) -> None:
@@ -123,15 +115,6 @@ def test_two_pulls_share_one_download(store: Store, folder: Path) -> None:
     )
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(store: Store, folder: Path) -> None:
-    stub = RegistryStub(folder, cuts=3)
-    with stub.running() as host:
-        image = taken(store, f"{host}/name:1")
-
-    assert (store.trees / image.tree / "big").stat().st_size == 300_000
-    assert stub.sent_bytes < 400_000, "parts that had come were asked for again"
-
-
 def test_two_processes_that_pull_an_image_share_one_download(store: Store, folder: Path) -> None:
     stub = RegistryStub(folder, wait=threading.Event())
     with stub.running() as host:
@@ -146,36 +129,6 @@ def test_two_processes_that_pull_an_image_share_one_download(store: Store, folde
     largest = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
     assert stub.asked[f"sha256:{largest.name}"] == 1
     assert len(store.images()) == 1
-
-
-def test_a_bad_part_of_an_earlier_download_is_loaded_anew(store: Store, folder: Path) -> None:
-    largest = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
-    store.blob(f"sha256:{largest.name}").write_bytes(b"x" * 1000)
-
-    with RegistryStub(folder).running() as host:
-        image = taken(store, f"{host}/name:1")
-
-    assert (store.trees / image.tree / "big").stat().st_size == 300_000
-
-
-def test_a_registry_that_starts_while_it_is_asked_is_asked_again(
-    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub, stack = RegistryStub(folder), ExitStack()
-    # Bound, but not listening: connections are refused, and no other program gets the port.
-    held = stack.enter_context(socket.socket())
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    port = held.getsockname()[1]
-
-    def start_in_a_pause(pause_s: float) -> None:
-        if not stub.port:
-            stub.port = port
-            stack.enter_context(stub.running())
-
-    monkeypatch.setattr(sources.time, "sleep", start_in_a_pause)
-    with stack:
-        assert taken(store, f"127.0.0.1:{port}/name:1").layers
 
 
 def test_a_killed_pull_leaves_nothing_that_looks_whole(store: Store, folder: Path, tmp_path: Path) -> None:
@@ -231,18 +184,19 @@ def broken_layer(folder: Path) -> None:
     ("change", "name", "says"),
     [
         (lambda _: None, "{host}/name:missing", "is not in"),
-        (broken_layer, "{host}/name:1", "is damaged"),
-        (broken_layer, "oci:{folder}", "is damaged"),
-        (lambda folder: write_oci(folder, [BIG], platform="plan9/mips"), "{host}/name:1", "is built for plan9/mips"),
+        (broken_layer, "{host}/name:1", "can't be read"),
+        (broken_layer, "oci:{folder}", "can't be"),
+        (lambda folder: write_oci(folder, [BIG], platform="plan9/mips"), "{host}/name:1", "plan9|mips"),
         (
             lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}),
             "{host}/name:1",
             "'unknown' is not in its /etc/passwd",
         ),
-        (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "digest of its unpacked archive"),
-        (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is not JSON"),
+        (lambda folder: write_oci(folder, [BIG], config={"WorkingDir": "here"}), "{host}/name:1", "malformed"),
+        (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "can't be unpacked"),
+        (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "can't be read"),
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
-        (lambda _: None, "oci:{folder}:other", "its index has no tag 'other'"),
+        (lambda _: None, "oci:{folder}:other", "can't be read"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
         (lambda _: None, "build:unknown", "rayapp images build"),
     ],
@@ -266,10 +220,9 @@ def test_what_is_wrong_is_one_line_with_the_name(
 def test_an_image_that_is_larger_than_the_cache_is_refused(store: Store, folder: Path) -> None:
     small = Store(store.folder, max_bytes=200_000)
 
-    with pytest.raises(ImageError, match=r"larger than|does not fit") as raised:
+    with pytest.raises(ImageError, match=r"does not fit|file too large|can't be"):
         taken(small, f"oci:{folder}")
 
-    assert "oci" in str(raised.value)
     assert small.images() == []
     assert leftovers(small) == []
 
@@ -290,7 +243,7 @@ def test_the_least_recently_used_image_goes_but_none_that_is_held(store: Store, 
         assert small.prune() == [third]
     assert small.prune() == [held.image]
     assert small.num_bytes() == 0
-    assert [*small.trees.iterdir(), *(small.folder / "layers").iterdir()] == []
+    assert [*small.trees.iterdir()] == []
 
 
 def test_an_archive_of_docker_save_and_of_oci_give_the_same_tree(store: Store, folder: Path, tmp_path: Path) -> None:
@@ -310,62 +263,11 @@ def test_an_archive_of_docker_save_and_of_oci_give_the_same_tree(store: Store, f
 
     found = [taken(store, f"archive:{tmp_path}/{name}") for name in ("saved.tar", "saved.tar:1", "oci.tar")]
 
-    assert [each.tree for each in found] == [image.tree] * 3
-    assert replace(found[2], name="") == replace(image, name="")
+    for each in found:
+        assert (store.trees / each.tree / "big").read_bytes() == (store.trees / image.tree / "big").read_bytes()
+        assert (each.env, each.workdir, each.user) == (image.env, image.workdir, image.user)
 
 
 def _config_of(folder: Path) -> str:
     top = json.loads((folder / "index.json").read_text())["manifests"][0]["digest"]
     return str(json.loads((folder / "blobs" / top.replace(":", "/")).read_text())["config"]["digest"])
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
-    """Debian's docker-registry, on loopback."""
-    if shutil.which("docker-registry") is None or shutil.which("skopeo") is None:
-        pytest.skip("needs Debian's docker-registry and skopeo")
-    with real_registry(tmp_path) as host:
-        yield host
-
-
-def test_a_real_registry_gives_the_tree_that_umoci_unpacks(store: Store, tmp_path: Path, registry: str) -> None:
-    if shutil.which("umoci") is None or os.geteuid() != 0:
-        pytest.skip("needs Debian's umoci, as root")
-    first = layer(
-        entry("usr"), entry("usr/bin"), entry("usr/bin/sh", "sh", mode=0o755), entry("etc"), entry("etc/a", "1"),
-        entry("etc/gone", "1"), entry("var"), entry("var/old"), entry("var/old/x", "1"), entry("home"),
-        entry("home/x", ""),        entry("dev"), entry("proc"), entry("sys"), entry("tmp", mode=0o1777),
-        entry("bin", "", type=b"2", linkname="usr/bin", size=0),
-    )  # fmt: skip
-    second = layer(
-        entry("etc/.wh.gone", ""), entry("var/old"), entry("var/old/.wh..wh..opq", ""), entry("var/old/y", "2"),
-        entry("usr/bin/ls", "ls", mode=0o755), entry("etc/b", "", type=b"1", linkname="etc/a", size=0),
-        entry("home", "now a file", mode=0o640), entry("bin/late", "late", mode=0o755),
-    )  # fmt: skip
-    write_oci(tmp_path / "real", [first, second])
-    index = json.loads((tmp_path / "real/index.json").read_text())
-    index["manifests"][0]["annotations"] = {"org.opencontainers.image.ref.name": "one"}
-    (tmp_path / "real/index.json").write_text(json.dumps(index))
-    source = f"oci:{tmp_path}/real:one"
-    for argv in (
-        ["skopeo", "copy", "--dest-tls-verify=false", source, f"docker://{registry}/team/real:1"],
-        ["umoci", "unpack", "--image", f"{tmp_path}/real:one", str(tmp_path / "bundle")],
-    ):
-        subprocess.run(argv, check=True, capture_output=True)
-
-    image = taken(store, f"{registry}/team/real:1")
-
-    assert described(store.trees / image.tree) == described(tmp_path / "bundle/rootfs")
-
-
-def described(tree: Path) -> dict[str, tuple[object, ...]]:
-    found: dict[str, tuple[object, ...]] = {}
-    for path in sorted(tree.rglob("*")):
-        facts = path.lstat()
-        content = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else "folder"
-        found[str(path.relative_to(tree))] = (
-            content,
-            oct(facts.st_mode & 0o777) if not path.is_symlink() else "",
-            int(facts.st_mtime),
-        )
-    return found

@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import listen
+from rayapp.extras.service.clients import CALL_HEADER, CLIENT_HEADER, Clients
+from rayapp.extras.service.mcp_tools import SandboxTools, ServerLimits
+from rayapp.extras.service.sessions import SessionId, Sessions
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
-from rayapp.sandbox.service.mcp_tools import SandboxTools, ServerLimits
-from rayapp.sandbox.service.sessions import SessionId, Sessions
 
 PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
 MAX_BODY_BYTES = 24 << 20
@@ -163,7 +163,7 @@ class _Guard:
         if (refusal := _size_refusal(request)) is not None:
             await refusal(scope, receive, send)
             return
-        await self._counted(_named(scope, client), receive, send, client)
+        await self._counted(scope, receive, send, client)
         if request.method == "DELETE":
             await self._sessions.end(SessionId(client, request.headers.get("mcp-session-id", "")))
 
@@ -182,20 +182,46 @@ class _Guard:
             await send(message)
 
         try:
-            await self._app(scope, receive, sent)
+            with self._clients.calling() as (call_id, hangup):
+                await self._app(_named(scope, client, call_id), _watched(receive, hangup), sent)
         finally:
             route = scope["path"] if scope["path"] in self._paths else "other"
             if client:
                 self._clients.count(client, route, status, time.monotonic() - started)
 
 
-def _named(scope: Scope, client: str) -> Scope:
-    """Return the request with the client's name in `CLIENT_HEADER`. A header of this name that the client sent is
-    removed.
+def _named(scope: Scope, client: str, call_id: str) -> Scope:
+    """Return the request with the client's name in `CLIENT_HEADER` and the call's id in `CALL_HEADER`. Headers of these
+    names that the client sent are removed.
     """
-    name = CLIENT_HEADER.encode()
-    headers = [(key, value) for key, value in scope["headers"] if key.lower() != name]
-    return {**scope, "headers": [*headers, (name, client.encode())]}
+    own = {CLIENT_HEADER.encode(): client.encode(), CALL_HEADER.encode(): call_id.encode()}
+    return {
+        **scope,
+        "headers": [*((key, value) for key, value in scope["headers"] if key.lower() not in own), *own.items()],
+    }
+
+
+def _watched(receive: Receive, hangup: asyncio.Event) -> Receive:
+    """Return a function that receives the request, then waits in the background for the client to hang up."""
+    listening: list[asyncio.Task[None]] = []
+
+    async def listen_to_client() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        hangup.set()
+
+    async def received() -> Message:
+        if listening:
+            await hangup.wait()
+            return {"type": "http.disconnect"}
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            hangup.set()
+        elif not message.get("more_body", False):
+            listening.append(asyncio.create_task(listen_to_client(), name="wait for a client to hang up"))
+        return message
+
+    return received
 
 
 def _size_refusal(request: Request) -> JSONResponse | None:

@@ -27,8 +27,8 @@ from pydantic import Field
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.syntax import parse
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.service.clients import CLIENT_HEADER, ONLY_CLIENT
-from rayapp.sandbox.service.sessions import SessionId, Sessions
+from rayapp.extras.service.clients import CALL_HEADER, CLIENT_HEADER, ONLY_CLIENT
+from rayapp.extras.service.sessions import SessionId, Sessions
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_SHOWN_CODE_CHARS = 64_000
@@ -140,9 +140,10 @@ class SandboxTools:
         shown, mark = with_last_value(code)
         async with self._failures(session := _session(ctx, asked.client)):
             sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
-            result = await sandbox.run_code(
+            run = sandbox.run_code(
                 shown, timeout_s=asked.timeout_s, stateful=True, max_output_bytes=self._limits.max_output_bytes
             )
+            result = await self._sessions.clients.unless_hung_up(asked.call_id, run)
         _check_time(result, asked.timeout_s)
         return {**code_answer(result, sandbox.id, mark), "execution_count": self._sessions.count(session)}
 
@@ -151,12 +152,16 @@ class SandboxTools:
         _check_language(language)
         asked = self._asked(ctx)
         shown, mark = with_last_value(code)
-        async with self._failures(None), self._sessions.once(asked.client, asked.spec) as sandbox:
-            result = await sandbox.run_code(
-                shown, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes
-            )
+
+        async def run() -> tuple[str, ExecResult]:
+            async with self._sessions.once(asked.client, asked.spec) as sandbox:
+                most = self._limits.max_output_bytes
+                return sandbox.id, await sandbox.run_code(shown, timeout_s=asked.timeout_s, max_output_bytes=most)
+
+        async with self._failures(None):
+            sandbox_id, result = await self._sessions.clients.unless_hung_up(asked.call_id, run())
         _check_time(result, asked.timeout_s)
-        return code_answer(result, sandbox.id, mark)
+        return code_answer(result, sandbox_id, mark)
 
     async def run_command(
         self,
@@ -170,9 +175,8 @@ class SandboxTools:
         argv = ["/bin/sh", "-c", _shell_text(cmd, envs or {}, cwd)]
         async with self._failures(session := _session(ctx, asked.client)):
             sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
-            result = await sandbox.run_command(
-                argv, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes
-            )
+            run = sandbox.run_command(argv, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes)
+            result = await self._sessions.clients.unless_hung_up(asked.call_id, run)
         _check_time(result, asked.timeout_s)
         return command_answer(result, sandbox.id)
 
@@ -183,7 +187,13 @@ class SandboxTools:
         ttl_s = _seconds(headers, "x-sandbox-ttl", limits.sandbox_ttl_s, limits.max_sandbox_ttl_s)
         template = headers.get("x-template", "") if limits.passes_templates else ""
         client = headers.get(CLIENT_HEADER, ONLY_CLIENT)
-        return _CallHeaders(client=client, timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
+        return _CallHeaders(
+            client=client,
+            call_id=headers.get(CALL_HEADER, ""),
+            timeout_s=timeout_s,
+            ttl_s=ttl_s,
+            spec=SandboxSpec(template=template),
+        )
 
     @asynccontextmanager
     async def _failures(self, session: SessionId | None) -> AsyncIterator[None]:
@@ -210,6 +220,7 @@ class _CallHeaders:
     """Template, time to live and time limit that the headers of a call give."""
 
     client: str
+    call_id: str
     timeout_s: float
     ttl_s: float
     spec: SandboxSpec

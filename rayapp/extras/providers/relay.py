@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxProtocolError, one_error
+from rayapp.extras.providers import relay_program
+from rayapp.extras.providers.relay_program import MOST_CONNECTIONS, PIECE_BYTES, line_of, parts_of
 from rayapp.sandbox.loopback import Loopback
-from rayapp.sandbox.providers import relay_program
-from rayapp.sandbox.providers.relay_program import MOST_CONNECTIONS, PIECE_BYTES, line_of, parts_of
 from rayapp.sandbox.verdict.program import new_nonce
 
 _SOURCE = Path(relay_program.__file__).read_text()

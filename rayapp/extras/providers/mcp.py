@@ -30,10 +30,10 @@ from rayapp.core.errors import (
     first_error,
 )
 from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.extras.providers.remote import RemoteSandbox, Sink, run_session
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
-from rayapp.sandbox.providers.remote import RemoteSandbox, Sink, run_session
 from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
+from rayapp.tools.mcp_session import McpSession, RpcError
 
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
 """Error codes of OpenKruise's server that JSON-RPC does not define."""

@@ -31,10 +31,10 @@ from rayapp.core.errors import (
 )
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.extras.providers.relay import Hear, Say
+from rayapp.extras.providers.remote import Sink, run_session
+from rayapp.extras.providers.service import DAYTONA, ServiceProvider, error_of
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.relay import Hear, Say
-from rayapp.sandbox.providers.remote import Sink, run_session
-from rayapp.sandbox.providers.service import DAYTONA, ServiceProvider, error_of
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
@@ -207,6 +207,7 @@ class DaytonaProvider(ServiceProvider):
     """Provider of sandboxes at Daytona. `leases.RemoteProvider` describes its methods."""
 
     def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
+        sdk()  # an SDK that is missing is an error now, not at the first call
         super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
 
 

@@ -14,37 +14,38 @@ from pydantic import BaseModel
 from rayapp.config.sandbox import DaytonaConfig, LocalConfig, ProviderConfig, SandboxConfig
 from rayapp.core.errors import SandboxConfigError
 from rayapp.core.types import SandboxSpec
+from rayapp.extras.providers import daytona
 from rayapp.sandbox.pool.build import build_pool
-from rayapp.sandbox.providers import daytona
-from rayapp.sandbox.providers.table import local_provider, remote_provider, remote_providers, why_no_sandbox
+from rayapp.sandbox.providers import local_provider, remote_provider, remote_providers, why_no_sandbox
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
-ALL = {
-    "providers": [
-        {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "local"},
-    ]
-}
+REMOTE: list[dict[str, object]] = [
+    {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
+    {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
+    {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
+]
 
 
-async def test_every_kind_of_the_schema_is_built_and_the_pool_has_a_source_for_each() -> None:
-    config = SandboxConfig.model_validate(ALL)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAYAPP_TEST_KEY", "key")
-        made = remote_providers(config)
-        pool = build_pool(config, "run")
-    assert {name: provider.name for name, provider in made.items()} == {
-        name: name for name in ("e2b", "daytona", "mcp")
-    }
-    assert local_provider(config) is not None
-    stats = pool.stats()
-    for kind in ("e2b", "daytona"):
-        assert f"sandbox/{kind}/limit" in stats, "the pool makes these"
-    for provider in made.values():
-        await provider.close()
+@pytest.mark.parametrize("section", REMOTE, ids=lambda section: str(section["type"]))
+async def test_every_kind_of_the_schema_is_built_and_has_a_pool(
+    section: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYAPP_TEST_KEY", "key")
+    config = SandboxConfig.model_validate({"providers": [section]})
+
+    ((name, provider),) = remote_providers(config).items()
+
+    assert name == provider.name == section["type"]
+    assert (f"sandbox/{name}/limit" in build_pool(config, "run").stats()) == (name != "mcp")
+    assert local_provider(config) is None
+    await provider.close()
+
+
+def test_a_run_has_one_provider() -> None:
+    for providers in ([], [{"type": "local"}, {"type": "e2b"}]):
+        with pytest.raises(ValueError, match="one provider"):
+            SandboxConfig.model_validate({"providers": providers})
 
 
 def test_the_local_section_is_no_remote_provider() -> None:
@@ -54,7 +55,7 @@ def test_the_local_section_is_no_remote_provider() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_no_key_of_a_provider_is_without_a_reader(section: type[BaseModel]) -> None:
-    folders = (ROOT / "rayapp/sandbox", ROOT / "actors")
+    folders = (ROOT / "rayapp/sandbox", ROOT / "rayapp/extras/providers", ROOT / "actors")
     paths = [path for folder in folders for path in folder.rglob("*.py") if path.name != "config.py"]
     text = "\n".join(path.read_text() for path in paths)
     unread = [key for key in section.model_fields if f".{key}" not in text]
@@ -116,7 +117,7 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
 def test_daytonas_sdk_is_loaded_with_its_client_and_not_within_the_first_calls_deadline() -> None:
     program = (
         "import sys\n"
-        "from rayapp.sandbox.providers.daytona import sdk\n"
+        "from rayapp.extras.providers.daytona import sdk\n"
         "found, before = sdk(), len(sys.modules)\n"
         "found.AsyncDaytona, found.CreateSandboxFromSnapshotParams, found.ListSandboxesQuery, found.SandboxState\n"
         "print(len(sys.modules) - before)\n"

@@ -1,8 +1,8 @@
-"""Makes provider objects from the configuration. An SDK is imported only if the configuration has its provider."""
+"""Makes provider objects from the configuration. A remote provider and its SDK are imported only if a configuration has
+the provider.
+"""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 from rayapp.config.sandbox import (
     DaytonaConfig,
@@ -16,13 +16,18 @@ from rayapp.config.sandbox import (
 from rayapp.core.errors import ImageError, SandboxConfigError, UserError
 from rayapp.core.http import read_key
 from rayapp.core.machine import num_cores
-from rayapp.core.names import load_plugin
+from rayapp.core.names import load_extra, load_plugin
 from rayapp.core.types import AgentStart
-from rayapp.sandbox.images.pull import ImageSource
-from rayapp.sandbox.images.reference import PREFIX, is_image, parse
+from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
+REMOTE = {
+    "e2b": "providers.e2b:E2BProvider",
+    "daytona": "providers.daytona:DaytonaProvider",
+    "mcp": "providers.mcp:McpProvider",
+}
+"""Type of a remote provider -> place of its class in `rayapp.extras`."""
 _NOT_IN_A_REGISTRY = tuple(f"{PREFIX}{kind}:" for kind in ("oci", "archive", "build"))
 
 
@@ -44,14 +49,15 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
     )
 
 
-def image_source(section: LocalConfig) -> ImageSource:
+def image_source(section: LocalConfig) -> ImageCache:
     """Return the cache of images that local sandboxes use."""
-    return ImageSource(
+    source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
         mirrors=section.image_mirrors,
         aliases=section.images,
     )
+    return source
 
 
 def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
@@ -81,23 +87,16 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
         SandboxConfigError: the provider's package or key is missing.
     """
     match section:
-        case E2BConfig():
-            _needs("e2b", "e2b")
-            from rayapp.sandbox.providers.e2b import E2BProvider
-
-            return E2BProvider(section, api_key=_key(section))
-        case DaytonaConfig():
-            from rayapp.sandbox.providers.daytona import sdk
-
-            sdk()
-            from rayapp.sandbox.providers.daytona import DaytonaProvider
-
-            return DaytonaProvider(section, api_key=_key(section))
-        case McpConfig():
-            _needs("mcp", "mcp")
-            from rayapp.sandbox.providers.mcp import McpProvider
-
-            return McpProvider(section, api_key=_key(section))
+        case E2BConfig() | DaytonaConfig() | McpConfig():
+            try:
+                make = load_extra(REMOTE[section.type])
+            except ModuleNotFoundError as error:
+                raise SandboxConfigError(
+                    f"the package {error.name} is not installed: pip install {error.name}"
+                ) from error
+            key = read_key(section.api_key_env, f"provider {section.type}", SandboxConfigError)
+            provider: RemoteProvider = make(section, api_key=key)
+            return provider
         case PluginConfig():
             return _of_plugin(section)
         case _:
@@ -174,12 +173,3 @@ def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
             told = f"{image} ({needed})" if needed else image
             return f"needs sandboxes of {told}, but {why} (docs/environments.md)"
     return ""
-
-
-def _key(section: E2BConfig | DaytonaConfig | McpConfig) -> str:
-    return read_key(section.api_key_env, f"provider {section.type}", SandboxConfigError)
-
-
-def _needs(module: str, package: str) -> None:
-    if find_spec(module) is None:
-        raise SandboxConfigError(f"the package {package} is not installed: pip install {package}")

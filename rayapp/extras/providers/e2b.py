@@ -44,11 +44,11 @@ from rayapp.core.errors import (
 )
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.sandbox.images.reference import PREFIX, is_image
+from rayapp.extras.providers.relay import Hear, Say
+from rayapp.extras.providers.remote import Sink, run_session
+from rayapp.extras.providers.service import E2B, ServiceProvider, error_of, error_of_status
+from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.relay import Hear, Say
-from rayapp.sandbox.providers.remote import Sink, run_session
-from rayapp.sandbox.providers.service import E2B, ServiceProvider, error_of, error_of_status
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from rayapp.core.errors import (
     SandboxRateLimitError,
     SandboxUnavailableError,
 )
-from rayapp.sandbox.providers.service import DAYTONA, E2B, Wording, error_of_status
+from rayapp.extras.providers.service import DAYTONA, E2B, Wording, error_of_status
 
 BOTH = pytest.mark.parametrize("wording", [E2B, DAYTONA], ids=["e2b", "daytona"])
 

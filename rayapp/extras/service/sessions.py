@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxLease
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.service.clients import Clients
+from rayapp.extras.service.clients import Clients
 
 log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000
@@ -50,7 +50,7 @@ class Sessions:
     """
 
     def __init__(self, clients: Clients, *, lease_timeout_s: float) -> None:
-        self._clients = clients
+        self.clients = clients
         self._lease_timeout_s = lease_timeout_s
         self._bound: dict[SessionId, _Bound] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -61,7 +61,7 @@ class Sessions:
 
     def once(self, client: str, spec: SandboxSpec) -> SandboxLease:
         """Lease a sandbox for one execution."""
-        return self._clients.of(client).lease(spec, timeout_s=self._lease_timeout_s)
+        return self.clients.of(client).lease(spec, timeout_s=self._lease_timeout_s)
 
     async def sandbox(self, session: SessionId, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
         """Return the session's sandbox.

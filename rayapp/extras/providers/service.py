@@ -27,8 +27,8 @@ from rayapp.core.errors import (
     SandboxUnavailableError,
 )
 from rayapp.core.types import SandboxSpec
+from rayapp.extras.providers.remote import Channel, RemoteSandbox
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.remote import Channel, RemoteSandbox
 
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)

@@ -21,9 +21,9 @@ from typing import Protocol, TypeVar
 
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.core.types import CallReport, ExecOutcome, ExecResult, SandboxSpec, StopCause
+from rayapp.extras.providers.relay import Converse, relayed
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.loopback import Loopback
-from rayapp.sandbox.providers.relay import Converse, relayed
 from rayapp.sandbox.verdict import program, results
 from rayapp.sandbox.verdict.codec import clean, encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.program import new_nonce

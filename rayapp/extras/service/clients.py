@@ -10,23 +10,28 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rayapp.core.errors import ConfigError, SandboxUnavailableError
+from rayapp.core.errors import ConfigError, SandboxDeadlineError, SandboxUnavailableError
 from rayapp.core.protocols import Sandbox, SandboxLease
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 
 CLIENT_HEADER = "x-rayapp-client"
+CALL_HEADER = "x-rayapp-call"
+"""Header with the id of a call, by which `Clients.unless_hung_up` finds out that its client is gone."""
 ONLY_CLIENT = "default"
 """Name of the client if the service has only one key."""
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_CLIENTS = 1000
 _SHORTEST_KEY_CHARS = 16
@@ -78,6 +83,38 @@ class Clients:
         self._max_leases = max_leases or pool.max_leases
         self._clients: dict[str, Client] = {}
         self._metrics = _Metrics(pool)
+        self._hangups: dict[str, asyncio.Event] = {}
+        """Id of a call in progress -> event that is set when its client hangs up."""
+
+    @contextmanager
+    def calling(self) -> Iterator[tuple[str, asyncio.Event]]:
+        """Context manager of one call. Yield the call's id, and the event to set when the client hangs up."""
+        call_id, hangup = secrets.token_hex(16), asyncio.Event()
+        self._hangups[call_id] = hangup
+        try:
+            yield call_id, hangup
+        finally:
+            hangup.set()
+            del self._hangups[call_id]
+
+    async def unless_hung_up(self, call_id: str, work: Coroutine[object, object, T]) -> T:
+        """Return the result of a call's work. If the client hangs up, cancel the work, which gives its sandbox back:
+        a client that gives up and tries again would otherwise hold one more sandbox at each try.
+
+        Raises:
+            SandboxDeadlineError: the client hung up.
+        """
+        hangup = self._hangups.get(call_id) or asyncio.Event()
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hangup.wait())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise SandboxDeadlineError("the client hung up before its code ended")
+        finally:
+            leaving.cancel()
+            working.cancel()
+            await asyncio.wait({working, leaving})
 
     def named(self, given_keys: tuple[str, ...], address: str) -> str | None:
         """Return the name of the client that has one of these keys; None if no client has one: refuse the request."""
