@@ -120,7 +120,7 @@ ELSEWHERE = (
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
     How(begins="rayapp config show mine.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
-    How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
+    How(begins="rayapp score rewards.py", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
     How(begins="rayapp sync", test="tests/unit/runs/test_mirror.py"),
