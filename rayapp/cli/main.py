@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
-    "try": ("trying:app", "Try a reward or a tool without training."),
+    "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),

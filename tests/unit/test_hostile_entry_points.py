@@ -45,8 +45,8 @@ from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.sandbox.verdict.results import failure
@@ -480,7 +480,7 @@ DECODES = {
     "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/reading.py": "gateway",
     "rayapp/rollout/gateway/server.py": "gateway",
-    "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
+    "rayapp/rollout/gateway/turns.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
     "rayapp/extras/view/server.py": "view",
     "rayapp/extras/images/programs.py": OURS,
