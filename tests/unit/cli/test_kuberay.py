@@ -496,7 +496,7 @@ def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) ->
         ("run: {overrides: [tasks=data/mine.parquet]}", "tasks: data/mine.parquet is relative, and the image has no"),
         (
             "run: {overrides: [agent.tool_file=/var/configs/t.yaml]}",
-            "/var/configs/t.yaml is not among the files beside",
+            "/var/configs/t.yaml is not among the files",
         ),
     ],
 )
