@@ -37,10 +37,11 @@ from rayapp.config.config import Config, explain_number_formats, frozen_models, 
 from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import LearnerError, SandboxError, StorageError, UserError
+from rayapp.core.errors import ConfigError, LearnerError, SandboxError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
 from rayapp.core.machine import available_memory, num_cores, processor_name
+from rayapp.core.names import plugins
 from rayapp.core.types import SandboxSpec
 from rayapp.storage.models.fetch import check_remote_model, is_remote_model
 from rayapp.storage.opening import open_storage
@@ -106,8 +107,9 @@ def machine() -> Iterator[Finding]:
     yield Finding("ok", "memory", f"{available_memory() / _GIB:.1f} GiB available")
     yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
     yield Finding("ok", "disk", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
-    yield _sandbox(SandboxConfig(), level_if_none="note")
+    yield from _isolation()
     yield _images()
+    yield from _plugins()
     yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
@@ -238,6 +240,32 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
         return Finding("ok", "sandbox", f"isolation {run_until_done(isolation())}")
     except SandboxError as error:
         return Finding(level_if_none, "sandbox", str(error))
+
+
+def _isolation() -> Iterator[Finding]:
+    """Report the isolation of model-written code on this node, and what code in a sandbox reaches outside of it."""
+    from rayapp.sandbox.local.doctor import examine
+
+    report = run_until_done(examine())
+    for refused, why in report.refused:
+        yield Finding("note", "isolation", f"{refused} is not offered: {why}")
+    for way in report.reached:
+        yield Finding("problem", "isolation", f"code in a sandbox {way} outside of it", cure="use a remote provider")
+    if report.num_tried and not report.reached:
+        yield Finding(
+            "ok", "sandbox", f"isolation {report.level}: code reached none of {report.num_tried} decoys outside"
+        )
+
+
+def _plugins() -> Iterator[Finding]:
+    """Report installed plug-ins. A broken one fails only the runs that use it."""
+    for plugin in plugins():
+        try:
+            plugin.load()
+        except ConfigError as error:
+            yield Finding("note", "plug-in", str(error))
+        else:
+            yield Finding("ok", "plug-in", f"{plugin.name} of {plugin.package} ({plugin.kind})")
 
 
 def _images() -> Finding:

@@ -5,15 +5,14 @@ the imports of another one; `COMMANDS` has the lines that `rayapp --help` prints
 config or input, 3 the budget is spent, 130 interrupted. Errors that a user can correct are printed as one message
 without a traceback.
 
-Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
-empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
+One short command is defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
+empties its staging folder.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import locale
 import logging
 import os
@@ -50,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a reward or a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
-    "sandbox": ("sandbox:app", "Test this node's isolation, and run code in sandboxes."),
+    "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
 }
 """Commands and groups, each with its Typer and the first sentence of its help.
@@ -230,44 +229,6 @@ def sync_command(
     with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
         typer.echo(f"sending the remaining files of {folder} to {ledger.uri}")
     typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")
-
-
-@app.command(name="plugins", epilog="Examples:\n\n  rayapp plugins\n\n  rayapp plugins reverse --check")
-def plugins_command(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Plug-ins to list; none: all")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run the contract test of each plug-in's kind (rayapp.testing.plugins)")
-    ] = False,
-) -> None:
-    """List plug-ins as JSON lines: tasks, agents, rewards, tools, sandbox providers, trackers, losses, estimators.
-
-    Exits with 1 if a plug-in is broken. A broken plug-in fails only the runs that use it.
-    """
-    from rayapp.core.errors import InputError, RayappError
-    from rayapp.core.names import plugins as installed
-
-    is_well, there = True, installed()
-    if unknown := set(names or ()) - {found.name for found in there}:
-        known = ", ".join(sorted({found.name for found in there})) or "none"
-        raise InputError(f"plug-ins that are not installed: {', '.join(sorted(unknown))}. Installed are: {known}")
-    if not there:
-        typer.echo("no plug-ins are installed", err=True)
-    for found in there:
-        if names and found.name not in names:
-            continue
-        line = {"kind": found.kind, "name": found.name, "package": found.package, "place": found.place}
-        try:
-            if check:
-                from rayapp.testing.plugins import check_plugin
-
-                check_plugin(found)
-            else:
-                found.load()
-        except (RayappError, AssertionError) as error:
-            line["problem"], is_well = str(error), False
-        typer.echo(json.dumps(line))
-    if not is_well:
-        raise typer.Exit(EXIT_FAILED)
 
 
 _list_whole_sentences(app)
