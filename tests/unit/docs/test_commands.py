@@ -118,6 +118,7 @@ ELSEWHERE = (
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="vllm serve", test="tests/unit/driver/test_serving.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
+    How(begins="rayapp config show configs/coding_8gpu.yaml", test="tests/unit/cli/test_kuberay.py"),
     How(begins="rayapp config show mine.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
     How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
