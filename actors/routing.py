@@ -22,9 +22,7 @@ from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
-from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
-
-_ALONE = GroupRequest(group_id=0, policy_version=ANY_VERSION)
+from rayapp.rollout.order import GroupRequest, server_in_cohort
 
 
 class Router:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rayapp
-from rayapp.cli.doctor import _plugins
+from rayapp.cli.machine import _plugins
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.doctor import Finding, doctor_command
+from rayapp.cli.doctor import doctor_command
 from rayapp.cli.jobs import _write
+from rayapp.cli.machine import Finding
 from rayapp.cli.main import app, run
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.logs import label_logs, make_logs_visible, visible
