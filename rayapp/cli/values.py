@@ -21,7 +21,7 @@ from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.learner.memory.plan import plan_node
-from rayapp.learner.memory.shape import GIB, model_shape
+from rayapp.learner.memory.shape import GIB, ModelShape, model_shape
 
 Manifest = dict[str, Any]
 CHART = Path(__file__).parents[2] / "configs" / "kuberay" / "chart"
@@ -32,8 +32,11 @@ _ROWS = {".parquet", ".jsonl", ".json"}
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def misfits(config: Config, values: Sequence[Path]) -> Iterator[str]:
+def misfits(config: Config, values: Sequence[Path], *, local: Config | None = None) -> Iterator[str]:
     """Yield what does not fit between a config and the values in these files; later files take precedence.
+
+    Args:
+        local: config whose model this machine has; None if it has the model of `config`.
 
     Raises:
         ConfigError: the chart refuses the values.
@@ -52,7 +55,7 @@ def misfits(config: Config, values: Sequence[Path]) -> Iterator[str]:
     except ConfigError as error:
         yield f"the job would fail at its start: {error}"
         return
-    yield from _too_small(job, in_pod)
+    yield from _too_small(job, in_pod, model_shape(local or config))
     yield from _not_there(job, yaml.load(files["configmap.yaml"], LOADER)["data"], in_pod)
 
 
@@ -100,13 +103,13 @@ def pod_groups(job: Manifest) -> Iterator[tuple[str, Manifest]]:
         yield "workers", group["template"]["spec"]["containers"][0]
 
 
-def _too_small(job: Manifest, config: Config) -> Iterator[str]:
+def _too_small(job: Manifest, config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield the pods with GPUs that have less memory than `rayapp plan` gives for a node."""
     for name, container in pod_groups(job):
         limits = container["resources"]["limits"]
         if not (num_gpus := int(limits.get("nvidia.com/gpu", 0))):
             continue
-        node = plan_node(model_shape(config), config, num_gpus)
+        node = plan_node(shape, config, num_gpus)
         if node.total > bytes_of(limits["memory"]):
             yield (
                 f"{name}.memory is {limits['memory']}, but a pod of {num_gpus} GPUs needs {node.described()}. Set "

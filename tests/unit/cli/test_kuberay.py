@@ -492,12 +492,9 @@ def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) ->
         ("{}", ""),
         ("head: {memory: 64Gi}", "head.memory is 64Gi, but a pod of 8 GPUs needs 150 GiB"),
         ("head: {gpus: 4}", "8 servers x TP 1 on those of 8 learners = 8 GPUs, but cluster.num_gpus is 4"),
-        ("run: {overrides: [tasks=/rows/mine.parquet]}", "tasks: /rows/mine.parquet is on no volume of the pods"),
-        ("run: {overrides: [tasks=data/mine.parquet]}", "tasks: data/mine.parquet is relative, and the image has no"),
-        (
-            "run: {overrides: [agent.tool_file=/var/configs/t.yaml]}",
-            "/var/configs/t.yaml is not among the files",
-        ),
+        ("run: {config: 'tasks: [/rows/mine.parquet]'}", "tasks: /rows/mine.parquet is on no volume of the pods"),
+        ("run: {config: 'tasks: [data/mine.parquet]'}", "tasks: data/mine.parquet is relative, and the image has no"),
+        ("run: {config: 'agent: {name: tool_agent, tool_file: /var/configs/t.yaml}'}", "t.yaml is not among the files"),
     ],
 )
 def test_doctor_says_where_a_config_and_values_do_not_fit(
