@@ -38,8 +38,6 @@ NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the dashboard's M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConnection:
-    """A connection to Ray."""
-
     dashboard_url: str
     """URL of the dashboard; empty if Ray runs without one."""
     is_own: bool
@@ -47,8 +45,7 @@ class RayConnection:
 
     def dashboard_line(self) -> str:
         """Return a line with the dashboard's URL, how to log in, and a warning if a configured Prometheus does not
-        answer. Takes up to 10 s; never raises.
-        """
+        answer. Takes up to 10 s; never raises."""
         if not self.dashboard_url:
             return "Ray has no dashboard"
         line = f"Ray dashboard: http://{self.dashboard_url}{_how_to_enter()}"
@@ -131,7 +128,7 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
 
 
 def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
-    """Connect, and return Ray's context and whether this process started Ray."""
+    """Return Ray's context, and whether this process started Ray."""
     import ray
 
     common = _options(config)
@@ -186,7 +183,6 @@ def _options(config: Config) -> dict[str, Any]:
 
 
 def server_names(config: Config) -> list[str]:
-    """Return the names of a run's servers, in its namespace."""
     return [f"vllm-server-{index}" for index in range(config.server.num_servers)]
 
 
@@ -261,11 +257,7 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
 
 
 def _make_token_folder() -> None:
-    """Make the folder in which Ray 2.60 and later stores the token of a Ray that we start; only its owner can read it.
-
-    Raises:
-        ConfigError: the folder can't be made or written to.
-    """
+    """Make the folder in which Ray stores the token of a Ray that we start; only its owner can read it."""
     is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
     if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
@@ -321,11 +313,8 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's SIGTERM handler. `ray.init` replaces it by a handler that prints stacks and exits with code
-    15.
-
-    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal.
-    """
+    """Keep this process's SIGTERM handler: `ray.init` replaces it by one that prints stacks and exits with code 15.
+    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -340,18 +329,13 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that the address answers, as Ray itself would retry for minutes.
-
-    Raises:
-        OSError: nothing listens there.
-    """
+    """Raise OSError if nothing listens at the address: Ray itself would retry for minutes."""
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _how_to_enter() -> str:
-    """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public API
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""

@@ -26,7 +26,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.reaper import Reaper
-from rayapp.sandbox.providers.table import listing_providers
+from rayapp.sandbox.providers import listing_providers
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0
@@ -35,14 +35,7 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class PoolActor(Restartable):
-    """Actor of the sandbox pool.
-
-    Args:
-        config: config of the run's sandboxes.
-        run_name: label of the sandboxes, also for the dashboard.
-    Raises:
-        SandboxConfigError: a provider's package or key is not there.
-    """
+    """Actor of the sandbox pool."""
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
         label_logs(run_name)
@@ -98,21 +91,17 @@ class PoolActor(Restartable):
             await self._sweep()
 
     async def _sweep(self, stray_after_s: float | None = None) -> None:
-        stocks = [source.stock for source in self._pool.sources if source.stock is not None]
-        ended = sum(await asyncio.gather(*(stock.sweep(stray_after_s=stray_after_s) for stock in stocks)))
+        ended = await self._pool.stock.sweep(stray_after_s=stray_after_s) if self._pool.stock is not None else 0
         if ended:
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
-        """Lease a sandbox to `holder`, see `LeasePool.acquire`."""
         return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """End a lease, see `LeasePool.release`."""
         self._pool.release(lease_id, fate)
 
     async def heartbeat(self, holder: str) -> None:
-        """Prolong the leases of `holder`, see `LeasePool.heartbeat`."""
         self._pool.heartbeat(holder)
 
     async def reclaim(self, holder: str) -> int:
@@ -120,11 +109,9 @@ class PoolActor(Restartable):
         return self._pool.reclaim_of(holder)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        """Prepare sandboxes before they are requested, see `LeasePool.prefetch`."""
         self._pool.prefetch(spec, num_ready)
 
     async def stats(self) -> dict[str, float]:
-        """Return `sandbox/*` metrics."""
         return self._pool.stats()
 
     async def close(self) -> None:
@@ -150,14 +137,7 @@ class PoolActor(Restartable):
 
 
 class SandboxReaper:
-    """Actor of the reaper. Construct it inside a running event loop, as Ray does for async actors.
-
-    Args:
-        config: config of the run's sandboxes.
-        run_name: name of the run, for the log and the dashboard.
-    Raises:
-        SandboxConfigError: a provider's package or key is not there.
-    """
+    """Actor of the reaper. Construct it inside a running event loop, as Ray does for async actors."""
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
         label_logs(run_name)
@@ -170,7 +150,6 @@ class SandboxReaper:
         return f"sandbox-reaper({self._run_name})"
 
     async def beat(self, labels: dict[str, str]) -> None:
-        """Record a heartbeat of the run, whose sandboxes have these labels."""
         self._reaper.beat(labels)
 
     async def dismiss(self) -> None:

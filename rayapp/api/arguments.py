@@ -15,7 +15,7 @@ from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
 
 if TYPE_CHECKING:
-    from rayapp.config.verl.importing import KeyRow
+    from rayapp.config.foreign_keys import KeyRow
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
@@ -41,7 +41,10 @@ class GivenRun:
 
     def __str__(self) -> str:
         """Return `rows` as text, one line for each field."""
-        lines = (f"{row.key} = {row.value!r}: {row.where or row.landing.note}" for row in self.rows)
+        lines = (
+            f"{row.key} = {row.value!r}: {row.outcome}{f' ({note})' if (note := row.landing.note) else ''}"
+            for row in sorted(self.rows, key=lambda row: row.rank)
+        )
         return "\n".join(lines)
 
 
@@ -53,12 +56,7 @@ def make_job(
     reward: RewardLike | None = None,
     agent: str | None = None,
 ) -> GivenRun:
-    """Merge the arguments into a configuration.
-
-    Raises:
-        ConfigError: the configuration is wrong, or two different objects have the same name.
-        InputError: an argument is neither a task nor the name of a task.
-    """
+    """Merge the arguments into a configuration, and name the program's objects in it."""
     objects: dict[str, object] = {}
     if isinstance(config, GivenRun):
         objects, config = dict(config.objects), config.config
@@ -75,11 +73,6 @@ def make_job(
 
 
 def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
-    """Load and check a configuration.
-
-    Raises:
-        ConfigError: the configuration can't be read, or keys or values are wrong.
-    """
     settings = list(as_settings(overrides))
     if config is None and not settings:
         return Config()

@@ -45,12 +45,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time and cost."),
     "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm"),
     "config": ("config:app", "Look at configurations."),
+    "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
-    "try": ("trying:app", "Try a reward or a tool without training."),
+    "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
-    "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
+    "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
 }
 """Commands and groups, each with its Typer and the first sentence of its help.
 
@@ -154,11 +155,8 @@ def main() -> None:
 
 
 def _begin_in_utf8() -> None:
-    """Restart this program in Python's UTF-8 mode if the locale has another encoding.
-
-    The mode applies to every file and pipe, also in libraries, and child processes inherit it. With the locales C and
-    POSIX, Python uses UTF-8 anyway.
-    """
+    """Restart this program in Python's UTF-8 mode if the locale has another encoding. The mode applies to every file
+    and pipe, also in libraries and child processes. With the locales C and POSIX, Python uses UTF-8 anyway."""
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
     if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1 means that this program was already restarted
         return
@@ -167,9 +165,7 @@ def _begin_in_utf8() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors (a file
-    is missing or not readable, the disk is full), which become one line.
-    """
+    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors."""
     try:
         app(args=arguments, prog_name="rayapp")
     except SystemExit as done:
@@ -193,7 +189,6 @@ _OF_THE_USER = (PermissionError, FileNotFoundError, FileExistsError, NotADirecto
 
 
 def _told(error: OSError) -> str:
-    """Return an OSError as one line: `error: PATH: Permission denied. …`."""
     if error.filename is None:
         return f"failed: {type(error).__name__}: {first_line(error)}"
     cures = {

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides
-from rayapp.cli.config import runnable
+from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides, say_at_once
+from rayapp.core.names import load_extra
 
 app = typer.Typer()
 
@@ -20,7 +20,7 @@ app = typer.Typer()
     "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a running Ray cluster)\n\n"
     "  rayapp train configs/coding_8gpu.yaml --smoke     (two steps, with their speed and memory; docs/scale.md)\n\n"
     "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16\n\n"
-    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it is read, not run)\n\n"
+    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it runs in a sandbox)\n\n"
     "  rayapp train --verl algorithm.adv_estimator=grpo data.train_files=train.parquet ...     (a launch script's)"
 )
 def train(
@@ -35,14 +35,16 @@ def train(
     ] = False,
 ) -> None:
     """Train as CONFIG says. If the run has a checkpoint, continue from the last one (run.resume)."""
+    say_at_once("reading the configuration")
     from rayapp.config.loading import load_config
 
     given = overrides or []
-    loaded = runnable(config, given) if verl else load_config(config, given)
+    loaded = load_extra("verl.command:runnable")(config, given) if verl else load_config(config, given)
     if smoke:
         from rayapp.cli.smoke import smoke as run_smoke
 
         raise typer.Exit(0 if run_smoke(loaded) else EXIT_FAILED)
+    say_at_once("importing torch and Ray, then checking model, data and packages")
     from rayapp.api.running import train as run
 
     run(loaded)
@@ -85,6 +87,7 @@ def evaluate(
     """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
     import json
 
+    say_at_once("importing torch and Ray, then checking model and data")
     from rayapp.api.running import with_checkpoint_as_model
     from rayapp.config.loading import load_config
     from rayapp.driver.evaluation import run_evaluation
@@ -111,6 +114,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     If the command is called again, it continues from the last checkpoint. `rayapp train` with the same CONFIG starts
     from that model.
     """
+    say_at_once("importing torch and Ray, then checking model and data")
     from rayapp.api.running import sft as run
 
     run(config, overrides or [])

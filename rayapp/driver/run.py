@@ -34,7 +34,7 @@ from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.mirror.layout import PROFILES
-from rayapp.runs.profiles import Profile, profile_lines, write_profile
+from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
 TASK, EVAL = "task/", "eval/"
@@ -48,11 +48,7 @@ class BestMetric:
         self._is_checked = config.checkpoint.keep_best == 0
 
     def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the best_metric of the step with these metrics; None if it is missing or not finite.
-
-        Raises:
-            ConfigError: no step will ever have this metric.
-        """
+        """Return the best_metric of the step with these metrics; None if it is missing or not finite."""
         value = metrics.get(self._name)
         if not self._is_checked and _tells(self._name, metrics):
             self._is_checked = True
@@ -94,8 +90,6 @@ Store = TrajectoryStore[object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Objects that every step of a run uses."""
-
     cluster: Cluster
     folder: RunFolder
     tracker: RunTracker
@@ -152,7 +146,6 @@ def _open_store(
 
 
 def straggler_window(config: Config) -> int:
-    """Return the number of groups that may be trained before an older group that is still being generated."""
     train = config.train
     steps = train.max_staleness if train.partial_rollouts else 1
     return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
@@ -231,17 +224,17 @@ async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
         run.profiles.append(await server.end_profile())
 
 
-async def write_profiles(run: Training, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the profiles of a step that is in `train.profile_steps`, and print where the step's time went."""
+async def write_profiles(run: Training, step: int) -> None:
+    """Write the traces of a step that is in `train.profile_steps`."""
     if step not in run.cluster.config.train.profile_steps:
         return
     with _noting_failure(run, step):
         if (of_learner := await run.cluster.learners.profile(step)) is not None:
             run.profiles.append(of_learner)
         with run.folder.explain_full_disk(run.folder.path / PROFILES):
-            written = await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles, metrics)
-        for line in profile_lines(written, f"{run.folder.uri}/{PROFILES}"):
-            run.tracker.note(line)
+            await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles)
+        covered = ", ".join(f"{profile.process} ({profile.covers})" for profile in run.profiles)
+        run.tracker.note(f"traces of step {step} for Perfetto: {covered} in {run.folder.uri}/{PROFILES}")
     run.profiles.clear()
 
 

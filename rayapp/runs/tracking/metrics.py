@@ -138,7 +138,7 @@ def _lengths(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Return shares of statuses over all trajectories, including invalid ones."""
+    """Return shares of statuses over all trajectories, and the number with a verdict, over which rewards are means."""
     total = sum(summary.rewards.size for summary in summaries)
     counted = {
         "status": Counter(status for summary in summaries for status in summary.statuses),
@@ -147,7 +147,8 @@ def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     }
     shares = {f"{name}/{key}": n / total for name, counts in counted.items() for key, n in sorted(counts.items())}
     invalid = sum(int((~summary.valid).sum()) for summary in summaries)
-    return shares | {"rollout/invalid": invalid / total}
+    counts = {"trajectories/scored": float(total - invalid), "trajectories/failed": float(invalid)}
+    return shares | counts | {"rollout/invalid": invalid / total}
 
 
 class JsonlTracker:
@@ -247,7 +248,7 @@ _KEY = "learner/share_computed"
 _WHY = (
     "all completions of each prompt earned the same reward. Read some (rayapp view RUN) and score an answer that you "
     "know to "
-    "be right (rayapp try reward): docs/quick-start.md, 'The line of a step'."
+    "be right (rayapp score): docs/quick-start.md, 'The line of a step'."
 )
 
 

@@ -35,6 +35,7 @@ from rayapp.runs.tracking.console import (
 from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
 from support import make
+from support.storage.threads import wait_until
 
 ROOT = Path(__file__).parents[3]
 METRICS = {
@@ -215,6 +216,27 @@ def test_the_labels_of_supervised_steps_are_explained_before_the_first_of_them()
     assert legend == SUPERVISED_LEGEND
     assert "loss 2.000" in first
     assert "loss 2.000" in second
+
+
+def test_a_run_that_is_silent_says_what_it_waits_for_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayapp.runs.tracking.console.FIRST_SILENCE_S", 0.0)
+    stream = io.StringIO()
+    console = LineConsole(4, stream)
+    console.phase("rollout")
+    console.progress("2 groups with 16 completions done, 6 in generation")
+    wait_until(lambda: "in generation" in stream.getvalue())
+    console.close()
+
+    assert re.match(r"step 1: rollout \d s, 2 groups with 16 completions done, 6 in generation\n", stream.getvalue())
+
+
+def test_a_step_on_gpus_and_an_evaluation_show_their_own_numbers() -> None:
+    more = {"throughput/tokens_per_s_per_gpu": 1234.0, "eval/trajectories/scored": 637.0, "eval/reward/mean": 0.5}
+
+    line = step_line(2, 2, METRICS | more | {"eval/trajectories/failed": 3.0}, seconds_left=0.0)
+
+    assert "tokens/s/GPU 1234" in line
+    assert "eval scored  637  eval failed    3" in line
 
 
 def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:
