@@ -27,6 +27,7 @@ from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import CheckpointError, InputError, RunFolderError
 from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
 from rayapp.core.types import Group
+from rayapp.runs.layout import step_name, steps_in
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.storage.base import XXH3, hash_files
 from rayapp.storage.folders import MANIFEST
@@ -65,8 +66,6 @@ class CheckpointFolder:
         path: the folder; made with the first checkpoint.
         section: number of checkpoints to keep, and the contents of each.
         in_use: returns True for a checkpoint that must not be deleted now, whatever its age.
-        fetch_again: fetches a checkpoint of at most the given version from a copy of the run; returns False if none is
-            left.
     """
 
     def __init__(
@@ -75,17 +74,15 @@ class CheckpointFolder:
         section: CheckpointSection,
         *,
         in_use: Callable[[Path], bool] = lambda path: False,
-        fetch_again: Callable[[int], bool] = lambda newest: False,
     ) -> None:
         self.path = path
-        self._fetch_again = fetch_again
         self._section = section
         self._in_use = in_use
         self._verified: set[Path] = set()
 
     def whole(self) -> list[Checkpoint]:
         """Return every complete checkpoint, oldest first."""
-        found = [_read(path) for path in self.path.glob("step=*")]
+        found = [_read(path) for path in steps_in(self.path)]
         return sorted((c for c in found if c is not None), key=lambda c: c.version)
 
     def latest(self) -> Checkpoint | None:
@@ -99,7 +96,7 @@ class CheckpointFolder:
         Raises:
             RunFolderError: there are checkpoints, and none of them is usable.
         """
-        while (newest := self.latest() or self._fetched()) is not None and newest.path not in self._verified:
+        while (newest := self.latest()) is not None and newest.path not in self._verified:
             found = damage(newest.path)
             if found is None:
                 self._verified.add(newest.path)
@@ -113,11 +110,6 @@ class CheckpointFolder:
             )
         return newest
 
-    def _fetched(self) -> Checkpoint | None:
-        """Return a checkpoint that was just fetched because no local one is usable."""
-        here = [int(path.name.removeprefix("step=")) for path in self.path.glob("step=*")]
-        return self.latest() if here and self._fetch_again(min(here)) else None
-
     def refuse(self, path: Path, why: str) -> None:
         """Mark the checkpoint at `path` as unusable: no run resumes from it, and the next save deletes it."""
         self._verified.discard(path)
@@ -128,7 +120,7 @@ class CheckpointFolder:
 
     def _tell_passed_over(self, used: Checkpoint | None) -> bool:
         """Log one line for each unusable checkpoint newer than the used one; returns True if there was any."""
-        torn = [path for path in sorted(self.path.glob("step=*")) if _read(path) is None]
+        torn = [path for path in steps_in(self.path) if _read(path) is None]
         newer = [path for path in torn if used is None or path.name > used.path.name]
         for path in newer:
             instead = f"; {used.path.name} is used instead" if used is not None else ""
@@ -157,7 +149,7 @@ class CheckpointFolder:
     def commit(self, version: int, *, next_group_id: int, score: float | None = None) -> Checkpoint:
         """Make the pending folder the newest checkpoint, and delete checkpoints that are neither among the newest nor
         among the best."""
-        pending, target = self._pending(version), self.path / f"step={version:06d}"
+        pending, target = self._pending(version), self.path / step_name(version)
         with explain_full_disk(pending, self.what_is_safe):
             files = sorted(path for path in pending.rglob("*") if path.is_file())
             if not files:
@@ -187,7 +179,7 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         kept = {c.path for c in to_keep(self.whole(), self._section.keep_last, self._section.keep_best)}
-        for folder in self.path.glob("step=*"):
+        for folder in steps_in(self.path):
             if folder not in kept and not self._in_use(folder):
                 _remove(folder)
 

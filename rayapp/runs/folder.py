@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -29,6 +29,7 @@ from rayapp.config.loading import renamed_keys, to_yaml
 from rayapp.core import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
+    Location,
     aside,
     explain_full_disk,
     explain_unwritable,
@@ -38,10 +39,21 @@ from rayapp.core.files import (
     remove_tree,
     write_text,
 )
+from rayapp.core.names import load_extra
 from rayapp.core.types import FloatArray, Group
 from rayapp.runs.checkpoints import CheckpointFolder
-from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, PROFILES, TRAJECTORIES
-from rayapp.runs.mirror.mirror import RunMirror, mirroring
+from rayapp.runs.layout import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    EXPORTED,
+    FINAL,
+    PARQUET,
+    PROFILES,
+    RECORDED,
+    TRAJECTORIES,
+    step_name,
+    steps_in,
+)
 from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.trajectories import write_trajectories, writing_trajectories
 
@@ -181,10 +193,31 @@ def write_format(folder: Path) -> None:
         write_text(file, text)
 
 
-RECORDED = (TRAJECTORIES, EVALUATIONS)
-"""Folders with a file for each step."""
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node for files uploaded with jobs."""
+
+
+class Mirror(Protocol):
+    """The copy of a run in object storage, which is kept up to date."""
+
+    uri: str
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def truncate_after(self, version: int) -> None: ...
+
+    def is_reading(self, checkpoint: Path) -> bool: ...
+
+
+@contextmanager
+def _mirroring(config: Config, path: Path) -> Iterator[Mirror | None]:
+    """Mirror the folder at `path` while the block runs; None for a run on a local disk."""
+    if not Location.parse(config.run.output_dir).is_remote:
+        yield None
+        return
+    mirroring = load_extra("s3.mirror:mirroring")
+    with mirroring(config.run_uri, path, config.checkpoint, must_be_new=config.run.resume == "never") as mirror:
+        yield mirror
 
 
 class RunFolder:
@@ -196,17 +229,14 @@ class RunFolder:
         mirror: copies the folder to object storage; None for a run on a local disk.
     """
 
-    def __init__(self, path: Path, config: Config, mirror: RunMirror | None = None) -> None:
+    def __init__(self, path: Path, config: Config, mirror: Mirror | None = None) -> None:
         self.path = path
         self.uri = mirror.uri if mirror is not None else str(path)
         """Location of the run, for messages."""
         self._config = config
         self._mirror = mirror
-        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
-        if mirror is not None:
-            self.checkpoints = CheckpointFolder(
-                self.checkpoints.path, config.checkpoint, in_use=mirror.is_reading, fetch_again=mirror.fetch_again
-            )
+        in_use = mirror.is_reading if mirror is not None else lambda path: False
+        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, config.checkpoint, in_use=in_use)
 
     @classmethod
     @contextmanager
@@ -235,7 +265,7 @@ class RunFolder:
                 # Remove unfinished files of a killed process: this process holds the lock, so no other one writes now.
                 for place in (path, path / "checkpoints", *(path / name for name in RECORDED)):
                     remove_pending(place)
-            folder = cls(path, config, opened.enter_context(mirroring(config, path)))
+            folder = cls(path, config, opened.enter_context(_mirroring(config, path)))
             check_format(path)
             folder._check_resume()
             with explain_unwritable(path):
@@ -304,12 +334,10 @@ class RunFolder:
             with aside(metrics) as temporary:
                 temporary.write_bytes(b"".join(kept))
         for folder in RECORDED:
-            for file in (self.path / folder).glob("step=*.parquet"):
-                if int(file.stem.removeprefix("step=")) > version:
-                    file.unlink(missing_ok=True)
-        for profile in (self.path / PROFILES).glob("step=*"):
-            if int(profile.name.removeprefix("step=")) > version:
-                remove_tree(profile)
+            for file in steps_in(self.path / folder, PARQUET, after=version):
+                file.unlink(missing_ok=True)
+        for profile in steps_in(self.path / PROFILES, after=version):
+            remove_tree(profile)
         # Do this after deleting the local files: otherwise the mirror would upload them again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
@@ -319,7 +347,7 @@ class RunFolder:
         self, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
     ) -> None:
         """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""
-        path = self.path / TRAJECTORIES / f"step={step:06d}.parquet"
+        path = self.path / TRAJECTORIES / step_name(step, PARQUET)
 
         def write() -> None:
             with self.explain_full_disk(path):
@@ -335,7 +363,7 @@ class RunFolder:
         if not self._config.tracking.trajectories:
             yield None
             return
-        path = self.path / EVALUATIONS / f"step={step:06d}.parquet"
+        path = self.path / EVALUATIONS / step_name(step, PARQUET)
         with self.explain_full_disk(path):
             path.parent.mkdir(exist_ok=True)
             with writing_trajectories(path, step) as write:

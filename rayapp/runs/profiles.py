@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.files import aside, write_text
-from rayapp.runs.mirror.layout import PROFILES
+from rayapp.runs.layout import PROFILES, step_name
 
 SUMMARY = "summary.json"
 MOST_MICRO_BATCHES, MOST_ITERATIONS = 8, 64
@@ -194,7 +194,7 @@ def write_profile(
     Args:
         metrics: the step's metrics, of which `timing_s/*` are read.
     """
-    folder = run_folder / PROFILES / f"step={step:06d}"
+    folder = run_folder / PROFILES / step_name(step)
     folder.mkdir(parents=True, exist_ok=True)
     for profile in profiles:
         with aside(folder / f"{profile.process}.json.gz") as file:

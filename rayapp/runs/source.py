@@ -6,7 +6,6 @@ run repeats steps, so name, size and time identify a file's content.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ import pyarrow.fs as pafs
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.files import Location
 from rayapp.runs.folder import FORMAT_FILE, check_format_text
+from rayapp.runs.layout import EVALUATIONS, PARQUET, TRAJECTORIES, step_of
 from rayapp.storage.settings import settings_from_environment
 
-_STEP_FILE = re.compile(r"step=(\d+)\.parquet")
 Purpose = Literal["train", "eval"]
-FOLDERS: Mapping[Purpose, str] = {"train": "trajectories", "eval": "evaluations"}
+FOLDERS: Mapping[Purpose, str] = {"train": TRAJECTORIES, "eval": EVALUATIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +53,10 @@ class RunSource:
     def step_files(self) -> list[StepFile]:
         """Return trajectory files, including evaluations, newest step first. Empty if the run records none."""
         files = [
-            StepFile(step=int(match.group(1)), path=info.path, stamp=(info.size, info.mtime_ns or 0), purpose=purpose)
+            StepFile(step=step, path=info.path, stamp=(info.size, info.mtime_ns or 0), purpose=purpose)
             for purpose, folder in FOLDERS.items()
             for info in self._list(f"{self.root}/{folder}")
-            if (match := _STEP_FILE.fullmatch(info.base_name)) is not None
+            if (step := step_of(info.base_name)) is not None and info.base_name.endswith(PARQUET)
         ]
         return sorted(files, key=lambda file: -file.step)
 

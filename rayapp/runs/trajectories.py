@@ -43,6 +43,7 @@ from rayapp.core.types import (
     TurnRecord,
     VersionSpan,
 )
+from rayapp.runs.layout import PARQUET, TRAJECTORIES, step_of, steps_in
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"rayapp.schema_version"
@@ -402,7 +403,7 @@ def solve_rates(run: Path) -> dict[str, float]:
 
 def _step_files(run: Path) -> list[Path]:
     """Return the files of a run's recorded steps, in order. Raises InputError: there are none."""
-    files = sorted((run / "trajectories").glob("step=*.parquet"))
+    files = steps_in(run / TRAJECTORIES, PARQUET)
     if not files:
         raise InputError(
             f"{run / 'trajectories'} has no recorded steps: name the folder of a run with `tracking.trajectories: true`"
@@ -411,7 +412,7 @@ def _step_files(run: Path) -> list[Path]:
 
 
 def _is_wanted(file: Path, selection: Selection) -> bool:
-    step = int(file.stem.removeprefix("step="))
+    step = step_of(file.name) or 0
     return step >= selection.first_step and (selection.last_step is None or step <= selection.last_step)
 
 

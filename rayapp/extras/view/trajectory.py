@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
 from rayapp.extras.view.groups import shown_id
+from rayapp.runs.layout import PARQUET, step_name
 from rayapp.runs.source import FOLDERS, Purpose, RunSource
 
 _EPSILON = 1e-6
@@ -248,7 +249,7 @@ def _read(
     """Read the rows of a group. Parts of the file that can't hold them are not read."""
     purpose: Purpose = "eval" if group_id < 0 else "train"
     filters = [("group_id", "=", shown_id(group_id, purpose)), *filters]
-    path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"
+    path = f"{source.root}/{FOLDERS[purpose]}/{step_name(step, PARQUET)}"
     try:
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.
         table = pq.read_table(path, filesystem=source.files, columns=list(columns), filters=filters, partitioning=None)

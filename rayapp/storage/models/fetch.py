@@ -31,7 +31,7 @@ from rayapp.core.aio import together
 from rayapp.core.errors import InputError, StorageError
 from rayapp.core.files import Location, readable_as_its_folder
 from rayapp.storage.base import Storage
-from rayapp.storage.folders import CLAIM, MANIFEST, get_folder, read_manifest
+from rayapp.storage.folders import MANIFEST, get_folder, read_manifest
 from rayapp.storage.opening import open_storage
 
 DOWNLOAD_TIMEOUT_S = 900.0
@@ -244,7 +244,7 @@ async def _fetch(uri: str, folder: Path) -> None:
         if manifest is not None:
             await get_folder(storage, folder)
         else:
-            keys = [key for key in json.loads(listing) if key not in {MANIFEST, CLAIM}]
+            keys = [key for key in json.loads(listing) if key != MANIFEST]
             await together(lambda key: storage.get_file(key, folder / key), keys, at_once=_AT_ONCE)
         marker.write_text(known)  # written last, because a folder without this marker is fetched again
 

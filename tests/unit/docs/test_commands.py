@@ -125,7 +125,6 @@ ELSEWHERE = (
     How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
-    How(begins="rayapp sync", test="tests/unit/runs/test_mirror.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp status", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp stop", test="tests/cluster/test_jobs.py"),
