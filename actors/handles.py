@@ -292,7 +292,7 @@ class LearnerHandle(Handle):
 
     def export_weights(self, version: int, bucket_bytes: int) -> Any:
         """Stream references to `WeightBucket`s, which the caller owns. Ranks other than 0 yield nothing."""
-        return self.labelled("export_weights", f"step={version}", num_returns="streaming").remote(bucket_bytes)
+        return self.labelled("export_weights", f"step={version}", num_returns="streaming").remote(version, bucket_bytes)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
         """Return the address of this learner's node, and a port that is free there now."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from actors.spawn import free_address
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
 from rayapp.core.logs import about, label_logs
-from rayapp.core.names import large_imports
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.sync import TransferRanks
@@ -34,8 +33,10 @@ from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
 
 if TYPE_CHECKING:
+    import torch
+
     from rayapp.learner.state.checkpoint import SaveInProgress
-    from rayapp.learner.state.sender import WeightSender
+    from rayapp.learner.state.sender import LearnerSource, WeightSender
 
 
 class ServersClient:
@@ -54,13 +55,13 @@ class ServersClient:
         self._plan = plan
         self._timeout_s = timeout_s
         self._version = 0
-        self._checksums: Callable[[], dict[str, int]] = dict
+        self._source: LearnerSource | None = None
+        self.num_loaded = 0
+        """Number of tensors of the last update, the same on every server."""
 
-    def announce(self, version: int, checksums: Callable[[], dict[str, int]]) -> None:
-        """Set the version and checksums that the next `finish_weight_update` sends. `checksums` is called then: the
-        checksums are computed while the weights are sent.
-        """
-        self._version, self._checksums = version, checksums
+    def announce(self, version: int, source: LearnerSource) -> None:
+        """Set the version that the next `finish_weight_update` sends, with the checksums that `source` has by then."""
+        self._version, self._source = version, source
 
     def check(self) -> None:
         """Check that every server is up: vLLM's rendezvous over NCCL waits 300 s for a server that is gone.
@@ -92,17 +93,22 @@ class ServersClient:
         self._all("receive_weights", [server.actor.receive_weights.remote(update_info) for server in self._servers])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        checksums = self._checksums()
+        assert self._source is not None, "announce comes first"
+        checksums, num_sent = self._source.checksums, self._source.num_tensors
         refs = [server.actor.finish_update.remote(self._version, checksums) for server in self._servers]
-        self._all("finish_update", refs)
+        loaded = self._all("finish_update", refs)
+        if set(loaded) != {num_sent}:
+            raise WeightSyncError(f"the servers loaded {loaded} tensors, and {num_sent} were sent")
+        self.num_loaded = num_sent
 
-    def _all(self, what: str, refs: list[Any]) -> None:
-        """Wait for every server, or until one has failed: the others may be waiting for the failed one.
+    def _all(self, what: str, refs: list[Any]) -> list[Any]:
+        """Return every server's answer. Ends when one has failed: the others may be waiting for the failed one.
+
         Raises:
             WeightSyncError: a server is gone, refused the call, or did not answer in time; the message names it.
         """
         name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
-        deadline, late = time.monotonic() + self._timeout_s, refs
+        deadline, late, answers = time.monotonic() + self._timeout_s, refs, []
         while late:
             answered, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
             if not answered:
@@ -112,10 +118,11 @@ class ServersClient:
                 )
             for ref in answered:
                 try:
-                    ray.get(ref, timeout=self._timeout_s)
+                    answers.append(ray.get(ref, timeout=self._timeout_s))
                 except (RayError, RayappError) as error:
                     reason = str(error).strip().splitlines()[-1]
                     raise WeightSyncError(f"{name_of[ref]}.{what}: {reason}") from error
+        return answers
 
 
 log = logging.getLogger(__name__)
@@ -133,12 +140,12 @@ class Learner:
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
-        with large_imports():
-            from torch.distributed import DistError
+        from torch.distributed import DistError
 
-            from rayapp.learner.build import build_learner
-            from rayapp.learner.distributed import end_ranks, start_ranks
-            from rayapp.learner.memory.idle import IdleMemory
+        from rayapp.learner.build import build_learner
+        from rayapp.learner.distributed import end_ranks, start_ranks
+        from rayapp.learner.memory.idle import IdleMemory
+
         label_logs(config.run.name)
         self._config = config = with_local_model(config)
         try:
@@ -250,13 +257,24 @@ class Learner:
         """Return the profile of the last step; None if that step was not profiled."""
         return self._learner.profile
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yield weights in bfloat16 by their Hugging Face names. All ranks gather; only rank 0 yields."""
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Yield the weights of a version by their Hugging Face names. All ranks gather; only rank 0 yields."""
         from rayapp.learner.state.export import export_buckets
 
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
         with self._borrowing_gpu():
-            yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
+            yield from export_buckets(self._learner.model, bucket_bytes, self._formats(version), rank=rank, lora=lora)
+
+    def _formats(self, version: int) -> tuple[torch.dtype, ...]:
+        """Return the number formats to which the weights of this version are rounded before servers get them. After the
+        last step servers get the weights of `final/`, so that the last evaluation is of the model that is saved.
+        """
+        from rayapp.learner.policy import DTYPES
+
+        config = self._learner.config
+        is_last = version == config.train.num_steps
+        names = [*([config.checkpoint.final_dtype] if is_last else []), config.server.dtype]
+        return tuple(DTYPES[name] for name in names)
 
     def free_address(self) -> tuple[str, int]:
         """Return this node's address and a port that is free now."""
@@ -283,7 +301,9 @@ class Learner:
             self._client.check()
         self._sender = WeightSender(
             plan,
-            LearnerSource(self._learner.model, self._config.learner.lora, self._learner.ranks.device),
+            LearnerSource(
+                self._learner.model, self._config.learner.lora, self._learner.ranks.device, *self._formats(0)
+            ),
             rank=self._learner.ranks.rank,
             client=self._client,
             address=address,
@@ -299,11 +319,13 @@ class Learner:
         assert self._sender is not None, "open_weight_group comes first"
         assert self._client is not None
         started, source = time.monotonic(), self._sender.source
-        self._client.announce(version, lambda: source.checksums)
+        source.formats = self._formats(version)
+        self._client.announce(version, source)
         with self._borrowing_gpu():
             self._sender.send()
         seconds = time.monotonic() - started
-        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_checked": float(len(source.checksums))}
+        num_loaded = float(self._client.num_loaded)
+        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_loaded": num_loaded}
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state to host memory and start to write it; call `checkpoint_done` next. Collective."""

@@ -40,6 +40,8 @@ class LearnerGroup:
     config: Config
     plan: TransferRanks | None = None
     """Ranks of the weight group; None if weights go through the object store."""
+    processor: str = ""
+    """Instruction set of the learners' processors; `gpu` on GPUs."""
     _written: set[str] = field(default_factory=set, init=False, repr=False)
     """Names of the ranks that have written their part of the present checkpoint."""
     _version: int | None = field(default=0, init=False, repr=False)

@@ -166,7 +166,7 @@ class VllmServer(Restartable):
             copied = time.monotonic()
             await engine.begin_update("memory")
             await engine.receive_weights(weights)
-            num_held = await self.finish_update(version, weights.checksums)
+            num_loaded = await self.finish_update(version, weights.checksums)
             await self.go_on()
             num_bytes = file.tell()
         with about(step=version):
@@ -175,8 +175,7 @@ class VllmServer(Restartable):
             "bytes": float(num_bytes),
             "copy_s": copied - started,
             "engine_s": time.monotonic() - copied,
-            "num_checked": float(len(weights.checksums)),
-            "num_held": float(num_held),
+            "num_loaded": float(num_loaded),
         }
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
@@ -201,14 +200,14 @@ class VllmServer(Restartable):
         await self._started_engine().receive_weights(update_info)
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that have arrived; call `go_on` next. Returns the number of tensors that were checked.
+        """Check the weights that have arrived; call `go_on` next. Returns the number of loaded tensors.
 
         Raises:
             WeightSyncError: the weights differ from those that the learners sent; this server must be replaced.
         """
-        num_held = await self._started_engine().finish_update(version, checksums)
+        num_loaded = await self._started_engine().finish_update(version, checksums)
         self._is_sealed = True
-        return num_held
+        return num_loaded
 
     async def go_on(self) -> int:
         """Sample with the weights of a finished update. A sleeping server allocates its memory again, and frozen

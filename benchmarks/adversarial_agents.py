@@ -23,11 +23,11 @@ import yaml
 
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Prompt
+from rayapp.extras.repositories.named_tests import NamedTests
+from rayapp.extras.repositories.scripts import WORKDIR, TestScript
+from rayapp.extras.repositories.task import RepositoryTask, as_answer, changed_files
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.tasks.loading import load_task
-from rayapp.tasks.repository.named_tests import NamedTests
-from rayapp.tasks.repository.scripts import WORKDIR, TestScript
-from rayapp.tasks.repository.task import RepositoryTask, as_answer, changed_files
 
 AGENTS: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).resolve().parents[1] / "tests/adversarial/agents.yaml").read_text()

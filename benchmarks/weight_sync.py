@@ -38,7 +38,7 @@ def memcpy_s(num_bytes: int) -> float:
 async def sync_once(learner: Learner, server: VllmServer, version: int) -> dict[str, float]:
     """Run one weight sync. Return the seconds of each phase, and the number of bytes."""
     started, export_s, put_s, refs = time.monotonic(), 0.0, 0.0, []
-    for bucket in learner.export_weights(BUCKET_BYTES):
+    for bucket in learner.export_weights(0, BUCKET_BYTES):
         exported = time.monotonic()
         refs.append(ray.put(bucket))
         export_s, put_s, started = export_s + exported - started, put_s + time.monotonic() - exported, time.monotonic()

@@ -13,19 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rayapp.core import __version__
 
 if TYPE_CHECKING:
-    from rayapp.api.rescoring import Rescored, rescore
     from rayapp.api.run import Run, open_run
-    from rayapp.api.running import (
-        Evaluation,
-        evaluate,
-        evaluate_async,
-        sft,
-        sft_async,
-        train,
-        train_async,
-    )
+    from rayapp.api.running import Evaluation, evaluate, sft, train
     from rayapp.api.sandboxes import Sandbox, SandboxPool
-    from rayapp.api.scoring import score, score_async
+    from rayapp.api.scoring import score
     from rayapp.api.trl import trl_config
     from rayapp.config.config import Config
     from rayapp.config.loading import load_config
@@ -35,18 +26,16 @@ if TYPE_CHECKING:
     from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 
 __all__ = [
-    "CodingTask", "Config", "Evaluation", "RayappError", "Rescored", "Reward", "Run", "Sandbox", "SandboxPool",
+    "CodingTask", "Config", "Evaluation", "RayappError", "Reward", "Run", "Sandbox", "SandboxPool",
     "SandboxSpec", "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate",
-    "evaluate_async", "load_config", "open_run", "rescore", "score", "score_async", "sft", "sft_async",
-    "train", "train_async", "trl_config",
+    "load_config", "open_run", "score", "sft", "train", "trl_config",
 ]  # fmt: skip
 
 _PLACES = {
-    "rayapp.api.rescoring": ("Rescored", "rescore"),
     "rayapp.api.run": ("Run", "open_run"),
-    "rayapp.api.running": ("Evaluation", "evaluate", "evaluate_async", "sft", "sft_async", "train", "train_async"),
+    "rayapp.api.running": ("Evaluation", "evaluate", "sft", "train"),
     "rayapp.api.sandboxes": ("Sandbox", "SandboxPool"),
-    "rayapp.api.scoring": ("score", "score_async"),
+    "rayapp.api.scoring": ("score",),
     "rayapp.api.trl": ("trl_config",),
     "rayapp.config.config": ("Config",),
     "rayapp.config.loading": ("load_config",),

@@ -21,7 +21,6 @@ NEEDED = (
     "rayapp/tasks/library/sort_numbers.yaml",
     "rayapp/extras/view/static/index.html",
     "rayapp/rollout/agent/templates/chatml_hermes.jinja",
-    "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
 """Files other than modules that the wheel must have. Without this check, a missing file would be noticed only in

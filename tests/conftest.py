@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,8 +16,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-
-from rayapp.core.names import large_imports
 
 # Set before transformers or Ray is imported: tests must not wait for an unreachable hub, nor report usage.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -53,7 +50,6 @@ LONGEST_FIRST = (
     "vllm",
     "cluster/test_vllm_families.py",
     "unit/test_memory_simulation.py",
-    "unit/test_gpu_check.py",
     "unit/test_environments.py",
     "e2e/test_resume.py",
     "cluster/test_recovery.py",
@@ -75,7 +71,7 @@ SLOW_UNITS = frozenset(
     f"unit/test_{name}.py"
     for name in (
         "families", "provider", "mirror", "s3", "token_budget", "step", "audit", "bad_input", "traces", "packing",
-        "supervised", "checkpoints", "trackers", "exactness", "kuberay", "memory_simulation", "gpu_check",
+        "supervised", "checkpoints", "trackers", "exactness", "kuberay", "memory_simulation",
         "view_server", "task_agents", "models_fetch_and_check", "doctor", "data_prepare", "models_prefetch", "algo",
         "imports", "external_agent", "server", "sandbox", "tutorial",
     )
@@ -97,7 +93,7 @@ GROUPS = {
     "e2e": {
         "standing_ray": (
             "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "
-            "benchmarks tools trl"
+            "benchmarks tools trl smoke"
         ),
     },
 }
@@ -128,10 +124,11 @@ def pytest_configure() -> None:
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Import what collection needs, spread over processes: 17 seconds of processor time instead of 25."""
     worker = getattr(session.config, "workerinput", {}).get("workerid", "")
-    with large_imports() if worker else nullcontext():
-        for name in IMPORTED_FIRST.get(worker, ()):
-            _import_if_not_compiled(name)
-        result = yield
+    gc.disable()  # it would scan the thousands of imported modules again and again
+    for name in IMPORTED_FIRST.get(worker, ()):
+        _import_if_not_compiled(name)
+    result = yield
+    gc.enable()
     gc.freeze()
     return result
 
@@ -199,9 +196,9 @@ def _has_gpu() -> bool:
 def namespaces() -> None:
     """Skip where no namespaces can be made, as in an ordinary container: code in a sandbox then writes no files and
     starts no programs."""
-    from rayapp.sandbox.local.doctor import run_doctor
+    from rayapp.sandbox.local.doctor import examine
 
-    report = asyncio.run(run_doctor(levels=("ns",), families=()))
+    report = asyncio.run(examine(levels=("ns",)))
     if report.level == "none":
         pytest.skip(f"no namespaces: {report.refused}")
 

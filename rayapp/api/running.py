@@ -1,5 +1,4 @@
-"""`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, they first end
-every process that they started, and then raise.
+"""`train`, `sft` and `evaluate`. On Ctrl-C or an error, they first end every process that they started, and then raise.
 
 In a script the functions run in the calling thread, which receives the signals. If this thread has a running event
 loop, as in a notebook, they run in a separate thread, and the calling thread waits for it.
@@ -22,7 +21,7 @@ from rayapp.api.run import Run
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 from rayapp.core.names import giving
-from rayapp.core.own_thread import awaited, work_apart
+from rayapp.core.own_thread import work_apart
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_torn
 from rayapp.storage.models.check import adapter_rank
 
@@ -66,7 +65,7 @@ def train(
         reward: function that scores answers to data rows, or its name.
         agent: single_turn_agent, tool_agent, or the name of a plug-in.
         on_step: function of a step's number and metrics, which is called after each step, before the next step. It may
-            be a coroutine function. `train_async` calls it in another thread.
+            be a coroutine function.
     Returns:
         The run, for reading.
     Raises:
@@ -83,9 +82,6 @@ def train(
         return Run(job.config.run_uri)
 
     return work_apart(work)
-
-
-train_async = awaited(train)
 
 
 def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
@@ -106,9 +102,6 @@ def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence
         return Run(sft_config(job.config).run_uri)
 
     return work_apart(work)
-
-
-sft_async = awaited(sft)
 
 
 def evaluate(
@@ -150,9 +143,6 @@ def evaluate(
             return Evaluation(metrics=metrics, table=pq.read_table(folder / "evaluations", partitioning=None))
 
     return work_apart(work)
-
-
-evaluate_async = awaited(evaluate)
 
 
 @contextmanager

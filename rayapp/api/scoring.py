@@ -14,13 +14,12 @@ from rayapp.api.arguments import ConfigLike, Overrides, TaskLike, load
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done, side_by_side
 from rayapp.core.errors import ConfigError
-from rayapp.core.own_thread import awaited, work_apart
-from rayapp.core.protocols import AgentTask, Task
+from rayapp.core.own_thread import work_apart
+from rayapp.core.protocols import AgentTask, EnvironmentRow, Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.loading import load_task
 from rayapp.tasks.verdict import task_verdict
 
@@ -59,13 +58,10 @@ def score(
     return work_apart(work)
 
 
-score_async = awaited(score)
-
-
 def as_task(task: TaskLike) -> Task:
     """Return a task: load it if a name or file is given. Raises InputError: the task can't be used."""
     found = load_task(str(task)) if isinstance(task, str | os.PathLike) else task
-    if isinstance(found, EnvironmentTask):
+    if isinstance(found, EnvironmentRow):
         found.refuse()
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,12 @@ def loaded_config(config: Path | None, overrides: list[str] | None) -> Config:
     if config is not None and "=" in config.name and not config.exists():
         return load_config(None, [str(config), *given])
     return load_config(config, given)
+
+
+def say_at_once(text: str) -> None:
+    """Print on a terminal what a command does before it can show anything else: imports take seconds."""
+    if sys.stderr.isatty():
+        typer.echo(f"{text} …", err=True)
 
 
 @contextmanager

@@ -492,7 +492,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between, without_autos
+    from rayapp.learner.memory.nearest import without_autos
     from rayapp.learner.memory.plan import plan_gpu, plan_server
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
@@ -505,9 +505,8 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         return
     config = without_autos(shape, config, gpu)
     if not plan_gpu(shape, config, gpu).fits:
-        nearest = nearest_that_fits(shape, config, gpu)
-        cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
-        yield Finding("problem", "GPU memory", "the config does not fit: `rayapp plan CONFIG` shows why", cure=cure)
+        cure = "rayapp plan CONFIG shows which part is too large"
+        yield Finding("problem", "GPU memory", "the config does not fit", cure=cure)
     for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 

@@ -1,7 +1,6 @@
-"""`rayapp score` scores completions in files; `rayapp rescore` computes another reward over a run's trajectories.
+"""`rayapp score` scores completions in files with the code that training scores with.
 
-Both use the code that training scores with. `score` prints one JSON line per completion, in order. It needs no model
-and no Ray: the sandbox pool is in this process.
+It prints one JSON line per completion, in order. It needs no model and no Ray: the sandbox pool is in this process.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, Overrides
+from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
-from rayapp.core.logs import visible
 
 if TYPE_CHECKING:
-    from rayapp.api.rescoring import Rescored
     from rayapp.core.protocols import Task
     from rayapp.core.types import Reward
 
@@ -122,81 +119,3 @@ def score(
 
     score_all(loaded, [answer.text for answer in answers], load(config).sandbox, seed=seed, tell=tell)
     raise typer.Exit(0 if all(valid) else EXIT_FAILED)
-
-
-SHOWN_CHARS = 60
-"""Maximum characters of a task, an answer or a reason in the table."""
-
-
-@app.command(
-    epilog="Examples:\n\n"
-    "  rayapp rescore outputs/mine --reward judge:quality --steps 1-10\n\n"
-    "  rayapp rescore outputs/mine --reward rewards.py:compute_score --output rescored.parquet\n\n"
-    "  rayapp rescore outputs/mine reward.method=flexible --reward verdict --json"
-)
-def rescore(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or s3://bucket/prefix of one")],
-    overrides: Overrides = None,
-    reward: Annotated[
-        str, typer.Option(help="judge:NAME, file.py:function, or verdict: score with the current tasks and rules")
-    ] = "verdict",
-    steps: Annotated[str, typer.Option(help="Steps to rescore, e.g. 3 or 1-10; default: all")] = "",
-    evaluations: Annotated[
-        bool, typer.Option("--eval", help="Rescore evaluation trajectories instead of training ones")
-    ] = False,
-    config: Annotated[Path | None, typer.Option(help="Take judges and rules from this config, not the run's")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the reward of each trajectory to this parquet file")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
-    show: Annotated[int, typer.Option(min=0, help="Number of largest changes to show")] = 10,
-) -> None:
-    """Compute another reward over a run's trajectories and report what it changes. The run itself is not changed."""
-    from rayapp.api.rescoring import rescore
-
-    found = rescore(
-        run,
-        reward,
-        steps=steps_of(steps),
-        purpose="eval" if evaluations else "train",
-        config=config,
-        overrides=overrides or (),
-    )
-    if output is not None:
-        found.write(output)
-    if as_json:
-        print(json.dumps({"summary": found.summary, "largest": found.largest(show)}))
-    else:
-        _print_tables(found, reward, show)
-    raise typer.Exit(EXIT_FAILED if found.summary["failed"] else 0)
-
-
-def steps_of(text: str) -> range | None:
-    """Parse `3` or `1-10` (both ends included); None for an empty text. Raises InputError for anything else."""
-    first, dash, last = text.partition("-")
-    if not text:
-        return None
-    if not first.isdigit() or (dash and not last.isdigit()):
-        raise InputError(f"--steps {text!r}: write one step, or a first and a last step, e.g. 3 or 1-10")
-    return range(int(first), int(last or first) + 1)
-
-
-def _print_tables(found: Rescored, reward: str, show: int) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
-    summary = Table("", escape(reward))
-    for name, value in found.summary.items():
-        summary.add_row(name, f"{value:.6g}")
-    console.print(summary)
-    if largest := found.largest(show):
-        changes = Table("step", "group", "index", "task", "before", "after", "answer", "why")
-        for row in largest:
-            place = (str(row["step"]), str(row["group_id"]), str(row["index"]))
-            task, answer, why = (
-                escape(visible(" ".join(row[name].split()))[:SHOWN_CHARS]) for name in ("task", "answer", "detail")
-            )
-            changes.add_row(*place, task, f"{row['before']:.4g}", f"{row['after']:.4g}", answer, why)
-        console.print(changes)

@@ -1,6 +1,4 @@
-"""`rayapp train` runs training, or the learner alone on recorded trajectories; `rayapp eval` evaluates a model or
-checkpoint; `rayapp sft` trains on demonstrations.
-"""
+"""`rayapp train` trains, `rayapp eval` evaluates a model or checkpoint, `rayapp sft` trains on demonstrations."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import ConfigFile, Overrides
+from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides, say_at_once
 from rayapp.cli.config import runnable
 
 app = typer.Typer()
@@ -20,7 +18,7 @@ app = typer.Typer()
     "  rayapp train configs/coding_cpu.yaml\n\n"
     "  rayapp train configs/coding_cpu.yaml run.name=seed1 run.seed=1 train.num_steps=50\n\n"
     "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a running Ray cluster)\n\n"
-    "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)\n\n"
+    "  rayapp train configs/coding_8gpu.yaml --smoke     (two steps, with their speed and memory; docs/scale.md)\n\n"
     "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16\n\n"
     "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it is read, not run)\n\n"
     "  rayapp train --verl algorithm.adv_estimator=grpo data.train_files=train.parquet ...     (a launch script's)"
@@ -28,27 +26,25 @@ app = typer.Typer()
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Train on the recorded trajectories of this run folder: no server, no sandbox"
-        ),
-    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Train two steps, and print their speed and memory beside the plan")
+    ] = False,
     verl: Annotated[
         bool,
         typer.Option("--verl", help="CONFIG (optional) and the overrides are verl's: see rayapp config import-verl"),
     ] = False,
 ) -> None:
     """Train as CONFIG says. If the run has a checkpoint, continue from the last one (run.resume)."""
+    say_at_once("reading the configuration")
     from rayapp.config.loading import load_config
 
     given = overrides or []
     loaded = runnable(config, given) if verl else load_config(config, given)
-    if replay is not None:
-        from rayapp.driver.replay import run_replay
+    if smoke:
+        from rayapp.cli.smoke import smoke as run_smoke
 
-        run_replay(loaded, replay)
-        return
+        raise typer.Exit(0 if run_smoke(loaded) else EXIT_FAILED)
+    say_at_once("importing torch and Ray, then checking model, data and packages")
     from rayapp.api.running import train as run
 
     run(loaded)
@@ -91,6 +87,7 @@ def evaluate(
     """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
     import json
 
+    say_at_once("importing torch and Ray, then checking model and data")
     from rayapp.api.running import with_checkpoint_as_model
     from rayapp.config.loading import load_config
     from rayapp.driver.evaluation import run_evaluation
@@ -117,6 +114,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     If the command is called again, it continues from the last checkpoint. `rayapp train` with the same CONFIG starts
     from that model.
     """
+    say_at_once("importing torch and Ray, then checking model and data")
     from rayapp.api.running import sft as run
 
     run(config, overrides or [])

@@ -11,7 +11,8 @@ from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.bundles import asked_servers, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
 from rayapp.config.keys import Keys, all_tasks
-from rayapp.config.other_models import SCHEME, JudgeSection, server_named
+from rayapp.config.other_models import JudgeSection
+from rayapp.core.http import SCHEME, server_named
 
 
 def check_agreement(config: Keys) -> None:
@@ -145,7 +146,7 @@ def _external_agents_fit(config: Keys) -> None:
                 "the whole vocabulary, the policy's only over tokens that fit the requested JSON or tool call. Use "
                 "free or refuse, or remove the teacher."
             )
-        others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
+        others = [section.type for section in config.sandbox.providers if section.type == "mcp"]
         if external.inside and others:
             raise ValueError(
                 f"{where}agent.external.inside is true, but the agent can't reach the policy from sandboxes of "

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 Dtype = Literal["float32", "bfloat16"]
+AutoDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class FrozenModel(BaseModel):

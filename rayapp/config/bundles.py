@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayapp.config.keys import Keys
-from rayapp.config.other_models import ModelServerSection, server_named
+from rayapp.config.other_models import ModelServerSection
+from rayapp.core.http import server_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ def bundles_of(
     config: Keys, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
 ) -> list[Bundle]:
     """Return the bundles of a run: servers first, then learners, then model servers. An evaluation has no learners, a
-    replay no servers.
+    supervised step no servers.
 
     A colocated server is in one bundle with the learners whose GPUs it uses. Without GPUs, no processes share a bundle.
     """

@@ -14,7 +14,9 @@ from pydantic import model_validator
 from rayapp.config.agent import AgentSection
 from rayapp.config.agreement import check_agreement
 from rayapp.config.keys import Keys
-from rayapp.config.other_models import ModelServerSection, server_named
+from rayapp.config.other_models import ModelServerSection
+from rayapp.core.http import server_named
+from rayapp.core.machine import EMULATED_BFLOAT16_SLOWDOWN, has_bfloat16, processor_name
 
 
 class Config(Keys):
@@ -50,6 +52,32 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     """Return the config with other values in some sections. The values are not validated."""
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+def with_number_formats(config: Config, *, on_gpu: bool) -> Config:
+    """Replace `learner.compute_dtype: auto` and `server.dtype: auto`, so that both have the same format. If one is set,
+    the other follows it; else a CPU without bfloat16 instructions gets float32, and everything else bfloat16.
+    """
+    asked = (config.learner.compute_dtype, config.server.dtype)
+    if "auto" not in asked:
+        return config
+    usual = "bfloat16" if on_gpu or has_bfloat16() else "float32"
+    chosen = next((each for each in asked if each != "auto"), usual)
+    return with_values(config, learner={"compute_dtype": chosen}, server={"dtype": chosen})
+
+
+def explain_number_formats(config: Config) -> str:
+    """Say in a line in which formats a run on this machine's processor computes, and why."""
+    chosen = with_number_formats(config, on_gpu=False)
+    learner, server = chosen.learner.compute_dtype, chosen.server.dtype
+    formats = learner if learner == server else f"{learner} in learners and {server} in servers"
+    told = f"computing in {formats} on {processor_name()}"
+    if has_bfloat16() or "bfloat16" not in (learner, server):
+        return told
+    return (
+        f"{told}, which has no bfloat16 instructions: a step takes about {EMULATED_BFLOAT16_SLOWDOWN} times as long "
+        "as with learner.compute_dtype=float32 server.dtype=float32"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rayapp.config.base import Dtype, FrozenModel
+from rayapp.config.base import AutoDtype, FrozenModel
 
 
 class OptimizerSection(FrozenModel):
@@ -85,9 +85,10 @@ class LearnerSection(FrozenModel):
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
     """Maximum number of tokens of one forward pass of a learner. The value changes only the memory of activations, and
     the last digits of results. auto: at the start, measure the number that fits, and use a power of two."""
-    compute_dtype: Dtype = "bfloat16"
+    compute_dtype: AutoDtype = "auto"
     """Number format of forward, backward and frozen parameters (a reference, a teacher, the model under adapters).
-    Trained parameters and optimizer state are float32."""
+    Trained parameters and optimizer state are float32. auto: as server.dtype if that is set; else bfloat16 on GPUs and
+    on CPUs with bfloat16 instructions, and float32 on other CPUs, where bfloat16 takes about 20 times as long."""
     share_prefixes: bool = True
     """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
     activation_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"

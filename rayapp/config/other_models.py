@@ -5,17 +5,15 @@ that give rewards, docs/judges.md), and `model_servers` (servers that the run st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
+from rayapp.core.http import Endpoint, server_named
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
-SCHEME = "run://"
-"""Scheme of a base_url that names a model server of the run: run://NAME."""
 
 
 class ModelServerSection(FrozenModel):
@@ -48,30 +46,6 @@ _OURS = (
     *("host", "port", "uds", "api-key", "middleware", "model", "served-model-name"),
     *("tensor-parallel-size", "gpu-memory-utilization"),
 )
-
-
-def server_named(base_url: str) -> str:
-    """Return NAME of run://NAME; empty for any other URL."""
-    return base_url.removeprefix(SCHEME) if base_url.startswith(SCHEME) else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """Address of a model behind HTTP, with the limits of its clients."""
-
-    who: str
-    """Name for messages, e.g. `judge quality`."""
-    base_url: str
-    api_key_env: str
-    key: str
-    """Key of a model server of the run; empty: api_key_env names the variable that holds the key."""
-    timeout_s: float
-    """Deadline of one request."""
-    max_retries: int
-    max_concurrent: int
-    """Maximum number of requests in flight at once, over the whole run."""
-    requests_per_minute: float = 0.0
-    """Rate limit of the whole run. 0: no limit, except that the server may answer with status 429."""
 
 
 def plain_url(value: str) -> str:

@@ -139,20 +139,6 @@ class McpConfig(_Remote):
     """The server's time limit for one execution, sent as X-Execution-Timeout. Must exceed any task's time limit."""
 
 
-class FakeConfig(_Created):
-    """Fake sandboxes that run no code and return scripted answers, to test tasks and the pool."""
-
-    type: Literal["fake"] = "fake"
-    creations_per_s: float = Field(1000.0, gt=0, le=1000)
-    """Sandboxes to create per second over a longer time."""
-    latency_s: float = Field(0.0, ge=0, le=60)
-    """Seconds that each call takes."""
-    fail_share: float = Field(0.0, ge=0, le=1)
-    """Share of calls that fail, in all the ways that a provider can fail."""
-    seed: int = 0
-    """Seed of the random choice of calls that fail."""
-
-
 class PluginConfig(_Created):
     """Sandboxes of a provider from another package (docs/plugins.md)."""
 
@@ -164,7 +150,7 @@ class PluginConfig(_Created):
 
 
 ProviderConfig = Annotated[
-    LocalConfig | E2BConfig | DaytonaConfig | McpConfig | FakeConfig | PluginConfig, Field(discriminator="type")
+    LocalConfig | E2BConfig | DaytonaConfig | McpConfig | PluginConfig, Field(discriminator="type")
 ]
 
 

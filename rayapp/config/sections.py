@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from rayapp.config.base import Dtype, FrozenModel
+from rayapp.config.base import AutoDtype, Dtype, FrozenModel
 from rayapp.config.engine_args import check_engine_args
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
@@ -206,8 +206,9 @@ class ServerSection(FrozenModel):
     """Number of vLLM servers that sample; each holds the whole model."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs of one node over which a server splits the model."""
-    dtype: Dtype = "bfloat16"
-    """Number format of the servers' weights and computation."""
+    dtype: AutoDtype = "auto"
+    """Number format of the servers' weights and computation; learners send weights in this format. auto: as
+    learner.compute_dtype."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
     """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that `rayapp plan` allows,
     minus 3% of the GPU (docs/scale.md)."""
@@ -305,6 +306,9 @@ class CheckpointSection(FrozenModel):
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
     """Parts of a checkpoint. model, optimizer: a resume needs both. hf_model: also a Hugging Face folder of the
     weights."""
+    final_dtype: Dtype = "bfloat16"
+    """Number format of the weights in final/, which the last evaluation measures too. Checkpoints, and the model that a
+    warm-up hands over to GRPO, are always float32, as the learner holds them."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
@@ -374,7 +378,7 @@ class ClusterSection(FrozenModel):
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
     """Seconds to wait until the cluster has the GPUs that the run needs; 0: refuse immediately. For clusters that
     autoscale, or whose workers join after the head."""
-    object_store_mib: int = Field(1024, ge=100)
+    object_store_mib: int = Field(1536, ge=100)
     """Size in MiB of the object store, if the run starts Ray. The store has to hold two copies of the weights and the
     groups in flight."""
     dashboard: bool = True

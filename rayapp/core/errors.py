@@ -20,7 +20,8 @@
     │   └── StaleVersionError           the server holds another policy version than the caller requires
     ├── WeightSyncError                 a server did not receive all new weights
     ├── ToolUnavailableError            a tool's service can't be reached: the trajectory is left out
-    ├── KindError                       an error that metrics count by its kind, e.g. of a failed reward function
+    ├── KindError                       an error that metrics count by its kind
+    │   └── RewardFailedError           a user's reward function or a judge failed
     ├── LearnerError                    the learners can't train on what they were given
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
     │   ├── ProcessUnavailableError     Ray is starting the actor again
@@ -61,6 +62,14 @@ def one_line(text: object, max_chars: int = 300) -> str:
     return " ".join(str(text).split())[:max_chars]
 
 
+def readable_error(error: BaseException) -> str:
+    """Return an error's message in one line. The error may be of a user's class whose `__str__` fails."""
+    try:
+        return one_line(error)
+    except Exception:  # boundary: the user's __str__ may raise anything
+        return "(its message can't be read)"
+
+
 class RayappError(Exception):
     """Base of the errors that rayapp itself raises."""
 
@@ -78,6 +87,13 @@ class KindError(RayappError):
 
     def __reduce__(self) -> tuple[type[KindError], tuple[str, str]]:
         return type(self), (str(self), self.kind)
+
+
+class RewardFailedError(KindError):
+    """A user's function raised, took too long, or returned an unusable value. This is not a verdict on the policy.
+
+    The kind is reward_error, reward_timeout or reward_nonsense.
+    """
 
 
 class ConfigError(UserError, ValueError):

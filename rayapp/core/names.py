@@ -21,14 +21,13 @@ names, such as the table of sandbox providers, and imports one when a configurat
 
     load_extra("providers.e2b:E2BProvider") -> the class of rayapp/extras/providers/e2b.py
 
-This module also suggests names for mistyped ones, and speeds up the import of large libraries, which takes seconds.
+This module also suggests names for mistyped ones.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -192,14 +191,6 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
 
 
-UNUSED = ("is_sklearn_available", "is_scipy_available")
-"""Functions with which transformers checks whether it can import scikit-learn (with SciPy and pandas, for assisted
-generation) and SciPy (for object detection). rayapp uses neither feature."""
-UNUSED_BY_VLLM = ("scipy.signal", "pandas")
-"""Modules that vLLM imports if they are installed, for features that rayapp doesn't use: audio and tables of AMD's
-kernels."""
-
-
 def module_of(file: str | Path, name: str) -> ModuleType:
     """Run a Python file as a module of this name and return it. The module is added to sys.modules, where pydantic and
     dataclasses look up annotations that are texts.
@@ -210,32 +201,3 @@ def module_of(file: str | Path, name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def large_imports(*absent: str) -> Iterator[None]:
-    """Speed up the block's first import of transformers' models (5 s instead of 8 s) or of vLLM (6 s instead of 10 s).
-
-    The garbage collector is paused, because it would scan the thousands of imported modules again and again. Libraries
-    that are imported only for unused features appear as not installed.
-
-    Args:
-        absent: further modules that appear as not installed, for all threads, unless they were imported before.
-    """
-    from transformers import utils
-
-    was_enabled = gc.isenabled()
-    asked = {name: getattr(utils, name) for name in UNUSED}
-    hidden = [name for name in absent if name not in sys.modules]
-    modules: dict[str, Any] = sys.modules
-    gc.disable()
-    modules.update(dict.fromkeys(hidden))
-    vars(utils).update(dict.fromkeys(UNUSED, lambda: False))
-    try:
-        yield
-    finally:
-        vars(utils).update(asked)
-        for name in hidden:
-            del modules[name]
-        if was_enabled:
-            gc.enable()

@@ -1,5 +1,4 @@
-"""Run blocking work in its own thread, so that a notebook, where an event loop runs, can call it, or a coroutine await
-it.
+"""Run blocking work in its own thread, so that a notebook, where an event loop runs, can call it.
 
     caller's thread: work_apart(work) ------ waits; Ctrl-C -> Stopper.stop() ------> result, or the work's error
     own thread:      work() -> run_until_done(...) -> its own event loop <- cancelled by the Stopper
@@ -16,10 +15,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -150,41 +147,6 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
     finally:
         if is_ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-async def work_awaited(work: Callable[[], T]) -> T:
-    """Await work in its own thread. A cancellation stops the work and is raised when the work has ended."""
-    stopper, result = _begun(work)
-    waiting = asyncio.wrap_future(result)
-    while True:
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            stopper.stop()
-            await _ended(waiting, stopper)
-            raise
-        except _WorkStoppedError:
-            raise asyncio.CancelledError from None
-
-
-def awaited(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return an async version of a function, which runs in its own thread; a cancellation stops it like Ctrl-C."""
-
-    @wraps(function)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await work_awaited(lambda: function(*args, **kwargs))
-
-    call.__name__ = call.__qualname__ = f"{function.__name__}_async"
-    return call
-
-
-async def _ended(waiting: asyncio.Future[T], stopper: Stopper) -> None:
-    while not waiting.done():
-        try:
-            await asyncio.wait([waiting])
-        except asyncio.CancelledError:
-            stopper.stop()  # a second cancellation stops the work without waiting for its current step
-    waiting.exception()  # mark the error as retrieved, so that asyncio doesn't log it
 
 
 def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> tuple[Stopper, Future[T]]:

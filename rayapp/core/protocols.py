@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from rayapp.core.types import (
     AgentStart,
@@ -192,6 +192,20 @@ class AgentTask(Task, Protocol):
 
     def agent_start(self) -> AgentStart:
         """Return the messages, files and tools that the agent starts with."""
+        ...
+
+
+@runtime_checkable
+class EnvironmentRow(Task, Protocol):
+    """A row of a third-party environment, which plays and scores its rows itself (`rayapp.extras.environments`)."""
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The row's prompt."""
+        ...
+
+    def refuse(self) -> NoReturn:
+        """Raise InputError: only the environment can play and score this row."""
         ...
 
 

@@ -130,3 +130,32 @@ def _tokens_by_version(trajectory: Trajectory) -> Mapping[int, int]:
         for span in turn.version_spans or (whole,):
             counts[span.policy_version] += span.num_tokens
     return dict(counts)
+
+
+def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the numeric terms of a reward. Terms that are NaN or strings are left out.
+
+    Raises:
+        ValueError: a term is infinite, or too large for a 32-bit float.
+    """
+    return {str(name): number for name, value in raw.items() if (number := _number(str(name), value)) is not None}
+
+
+def _number(name: str, value: object) -> float | None:
+    """Return one term as a float; None for NaN and for values that are not numbers. verl's functions may add strings,
+    such as the parsed answer.
+    """
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):  # an array of several numbers also has __float__
+        return None
+    if math.isnan(number):
+        return None
+    try:
+        return storable(number)
+    except ValueError:
+        raise ValueError(f"a {name} that is not finite as a 32-bit float") from None

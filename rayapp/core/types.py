@@ -215,10 +215,10 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Messages before the chat template was applied; empty if unknown. Judges read them."""
     ground_truth: Any = None
-    """Ground truth of a data row, for judges and rescoring. None for tasks, and for a ground truth that is too long to
+    """Ground truth of a data row, for judges. None for tasks, and for a ground truth that is too long to
     keep."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """`extra_info` of a data row, for judges and rescoring. Empty for tasks, and for data that are too long to keep."""
+    """`extra_info` of a data row, for judges. Empty for tasks, and for data that are too long to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

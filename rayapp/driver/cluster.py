@@ -42,7 +42,7 @@ from actors.starting import (
     spawn_servers,
 )
 from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
-from rayapp.config.config import Config, with_addresses
+from rayapp.config.config import Config, explain_number_formats, with_addresses, with_number_formats
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
@@ -55,6 +55,7 @@ from rayapp.core.errors import (
     RestartsUsedUpError,
     first_error,
 )
+from rayapp.core.machine import instruction_set
 from rayapp.core.protocols import Tracker
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
@@ -104,6 +105,8 @@ class Cluster:
     images: ImagePlacement
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     """Function that ends these learners and starts new ones with the start model's weights."""
+    num_gpus: int = 0
+    """GPUs of all processes that hold models; 0 on a CPU."""
     num_learner_restarts: int = 0
 
     @property
@@ -291,9 +294,11 @@ async def _session(
 
 
 async def _reserve(
-    config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
-) -> tuple[Placement, bool]:
-    """Reserve resources for the processes that hold models. Return the placement, and True if it is on GPUs."""
+    config: Config, started: Started, report: Report, *, with_servers: bool = True, with_learners: bool = True
+) -> tuple[Config, Placement, bool]:
+    """Reserve resources for the processes that hold models. Return the config with the number formats of their device,
+    the placement, and True if it is on GPUs.
+    """
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -304,7 +309,9 @@ async def _reserve(
         with_servers=with_servers,
         with_learners=with_learners,
     )
-    return started.placement, on_gpu
+    if not on_gpu:
+        report(explain_number_formats(config))
+    return with_number_formats(config, on_gpu=on_gpu), started.placement, on_gpu
 
 
 async def _start(
@@ -319,9 +326,10 @@ async def _start(
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
-    placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
+    config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
     on_lease(pool.stats)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    processor = processor_of(on_gpu=on_gpu)
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
@@ -331,7 +339,9 @@ async def _start(
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
-    learners = LearnerGroup(await spawn_learners(asking, started, placement) if with_learners else (), config, plan)
+    learners = LearnerGroup(
+        await spawn_learners(asking, started, placement) if with_learners else (), config, plan, processor
+    )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
@@ -356,6 +366,7 @@ async def _start(
     revive_s = timeout_s + config.server.sync_timeout_s
     supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
+        num_gpus=num_gpus_of(bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)),
         config=config,
         pool=pool,
         servers=servers,
@@ -396,9 +407,14 @@ async def _start_learners_again(
     config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
 ) -> LearnerGroup:
     await started.end(old.handles)
-    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan)
+    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan, old.processor)
     await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
     return group
+
+
+def processor_of(*, on_gpu: bool) -> str:
+    """Return the name of the processors on which models compute, for the run's record."""
+    return "gpu" if on_gpu else instruction_set()
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
@@ -411,7 +427,7 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 async def open_learners(
     config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
 ) -> AsyncIterator[LearnerGroup]:
-    """Start only the learners of a run, for supervised steps or a replay; they end with the block.
+    """Start only the learners of a run, for supervised steps; they end with the block.
 
     Args:
         report: gets a line for each actor that is ready.
@@ -421,13 +437,13 @@ async def open_learners(
     """
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
-        placement, _ = await _reserve(config, started, with_servers=False)
+        config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)
         on_lease()
         asked = asked_servers(config, by_workers=False)
         _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
         handles = await spawn_learners(asking, started, placement)
         await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
-        yield LearnerGroup(handles, config)
+        yield LearnerGroup(handles, config, processor=processor_of(on_gpu=on_gpu))
 
 
 @asynccontextmanager
@@ -451,7 +467,7 @@ async def open_servers(
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     config = config.model_copy(update={"model_servers": ()})  # judges and teachers: nothing calls them
     async with _session(config, report, stand_ins) as (_, started):
-        placement, _ = await _reserve(config, started, with_learners=False)
+        config, placement, _ = await _reserve(config, started, report, with_learners=False)
         servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)

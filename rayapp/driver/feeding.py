@@ -188,3 +188,4 @@ async def _generate(run: Training, request: GroupRequest) -> None:
     if run.curriculum is not None:
         run.curriculum.record(request.place if request.source is None else request.source, summary)
     await run.store.finish(summary, ref)
+    run.tracker.progress(run.store.progress)

@@ -98,6 +98,9 @@ async def _train_step(
     with phases("checkpoint"):
         saved = await save_if_due(run, step, score)
     metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
+    if run.cluster.num_gpus:
+        per_s = metrics["tokens/total"] / metrics["timing_s/step"]
+        metrics["throughput/tokens_per_s_per_gpu"] = per_s / run.cluster.num_gpus  # as NeMo-RL counts
     run.tracker.log(step, metrics)
     await write_profiles(run, step, metrics)
     return metrics

@@ -24,14 +24,15 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
+from rayapp.core.names import load_extra
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
-from rayapp.rollout.curriculum import Curriculum
+from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.layout import PROFILES
 from rayapp.runs.profiles import Profile, profile_lines, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
@@ -113,7 +114,8 @@ class Training:
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
     """Open a run at its last complete checkpoint. The learners then hold the checkpoint's weights; the servers don't
     yet."""
-    config = cluster.config
+    config, learners = cluster.config, cluster.learners
+    note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
     curriculum = await open_curriculum(cluster, folder)
@@ -162,7 +164,9 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
         return None
     checkpoint = folder.checkpoints.latest()
     num_prompts = await cluster.rollout_workers[0].num_train_prompts()
-    return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
+    kept = checkpoint.path if checkpoint is not None else None
+    curriculum: Curriculum = load_extra("curriculum.curriculum:Curriculum").open(cluster.config, num_prompts, kept)
+    return curriculum
 
 
 async def restore(

@@ -33,7 +33,7 @@ from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_st
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
 from rayapp.rollout.order import index_in_epochs
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 from rayapp.storage.models.check import check_model
@@ -97,7 +97,7 @@ def sft_config(config: Config) -> Config:
         budget=config.budget,
         warmup=config.warmup,
         learner=learner,
-        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
+        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0, "final_dtype": "float32"}),
         cluster=config.cluster,
         recovery=config.recovery,
         tracking=config.tracking,
@@ -243,6 +243,7 @@ async def _no_sandboxes() -> dict[str, float]:
 
 
 async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:
+    note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, _, _ = await restore(learners, folder, note=tracker.note)
     saver = CheckpointSaver(learners, folder, asynchronous=config.checkpoint.asynchronous)
     state = _Learning(

@@ -299,6 +299,12 @@ class TrajectoryStore(Generic[RefT]):
         """Return the finished groups that no step has taken yet, oldest first."""
         return [self._ready[group_id] for group_id in sorted(self._ready)]
 
+    @property
+    def progress(self) -> str:
+        """Return the finished groups and completions that wait to be trained, and the groups in generation."""
+        completions = sum(group.summary.rewards.size for group in self._ready.values())
+        return f"{len(self._ready)} groups with {completions} completions done, {len(self._admitted)} in generation"
+
     def oldest_ready_s(self) -> float:
         """Return the seconds that the oldest finished group has waited to be trained on; 0 if none waits."""
         now = time.monotonic()

@@ -28,10 +28,9 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.config.engine_args import check_installed_engine_args
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
@@ -101,8 +100,8 @@ class VllmEngine:
         self._updating: Carried | None = None
         """Transport of the update in progress, from `begin_update` to `go_on`. It stays set if the update fails midway.
         """
-        self._num_held = 0
-        """Number of tensors of the last update that were verified to equal the learner's tensors."""
+        self._num_loaded = 0
+        """Number of tensors of the last update."""
         self._is_holding = False
         """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
@@ -122,13 +121,10 @@ class VllmEngine:
         """
         check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
-        config = await asyncio.to_thread(with_local_model, config)
+        config = await asyncio.to_thread(with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config)))
         set_process_environment(config)
-        with large_imports(*UNUSED_BY_VLLM):
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            from rayapp.engine.processes import small_processes
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         output = EngineOutput()
         try:
@@ -136,8 +132,7 @@ class VllmEngine:
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
             args = AsyncEngineArgs(**vllm_args(config, adapters) | engine_args)
-            with small_processes():
-                engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
+            engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # vLLM raises whatever its dependencies raise
             why = f"{type(error).__name__}: {error}{output.cause()}"
@@ -318,8 +313,8 @@ class VllmEngine:
         """
         if isinstance(update, SharedWeights):
             args = (update.path, list(update.entries), dict(update.checksums))
-            held = await self._transfer("receive", self._engine.collective_rpc("load_shared_weights", args=args))
-            self._num_held = int(min(held))
+            loaded = await self._transfer("receive", self._engine.collective_rpc("load_shared_weights", args=args))
+            self._num_loaded = int(min(loaded))
             self._adapter = adapter_request() if is_adapter(update.entries) else None
             return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -327,23 +322,23 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that the engine holds, and set the policy version to `version`. Requests use the weights
+        """Check the weights that arrived, and set the policy version to `version`. Requests use the weights
         only after `go_on`.
 
         Args:
             checksums: name -> checksum of some tensors that the group sent. Weights in shared memory come with their
                 own checksums, which the workers check as they load.
         Returns:
-            Number of tensors that were verified to equal the learner's tensors.
+            Number of loaded tensors.
         Raises:
-            WeightSyncError: the model does not hold the weights that were sent; the engine must not generate.
+            WeightSyncError: the weights that arrived are not those that were sent; the engine must not generate.
         """
         if self._updating == "group":
             await self._transfer("finish", self._engine.finish_weight_update())
-            held = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
-            self._num_held = int(min(held))
+            loaded = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
+            self._num_loaded = int(min(loaded))
         self.policy_version = version
-        return self._num_held
+        return self._num_loaded
 
     async def go_on(self) -> None:
         """End the update that `begin_update` began, and resume the requests.

@@ -11,17 +11,14 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
-from itertools import chain
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 from rayapp.engine.vllm_arguments import check_adapter, is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
-from rayapp.engine.weights.buckets import TensorEntry, checksum_of, part_of, unpack
-from rayapp.engine.weights.held import check_rounded, held_experts, held_parts, keep_sent_parts, pack_experts
+from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
 from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
 
 # Register here, because every worker imports this module before it makes its weight-transfer engine.
@@ -44,43 +41,38 @@ class WeightUpdateExtension:
             entries: name, dtype, shape and position of each tensor in the file.
             checksums: the learner's checksums of a sample of the tensors.
         Returns:
-            Number of tensors that were verified to equal the sent tensors.
+            Number of loaded tensors.
         Raises:
-            ValueError: the received tensors, or the model's tensors, differ from the tensors that were sent.
+            ValueError: the tensors that arrived differ from the tensors that were sent.
         """
         import torch
 
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        arrived = ((name, part_of(name, t)) for name, t in unpack(entries, data) if name in checksums)
-        _check("received by", arrived, checksums)
         if is_adapter(entries):
-            return load_adapter(self.model_runner, unpack(entries, data))
+            arrivals = Arrivals()
+            load_adapter(self.model_runner, arrivals.counted(unpack(entries, data)))
+            return arrivals.check(checksums)
         # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and repacked
         # parameters have no weight_loader for a second load.
-        self._mend()
+        self._prepare()
         self.reload_weights(weights_iterator=unpack(entries, data))
         return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """Complete a load of new weights: pack and tie the weights that vLLM's reload skips, and compare with the
-        learner's checksums.
+        """Complete a load of new weights: pack and tie the weights that vLLM's reload skips, and compare the tensors
+        that arrived with the learner's checksums.
 
         Returns:
-            Number of tensors that were compared.
+            Number of loaded tensors.
         Raises:
-            ValueError: a tensor differs, or experts don't compute with the weights that they hold.
+            ValueError: a tensor differs, or did not arrive.
         """
-        model, architecture = self.model_runner.get_model(), self.model_runner.model_config.hf_text_config
-        mend_after_reload(model, architecture)
-        tied = architecture.tie_word_embeddings
-        held = _check(
-            "held by", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
-        )
-        held |= check_rounded(model, checksums)
-        # Do this last: a rank that raises before one of the gathers above would leave the others waiting.
-        pack_experts(model)
-        return len(held)
+        model = self.model_runner.get_model()
+        mend_after_reload(model, self.model_runner.model_config.hf_text_config)
+        arrivals: Arrivals = model.arrivals
+        model.arrivals = Arrivals()
+        return arrivals.check(checksums)
 
     def check_adapter(self, adapter_id: int) -> None:
         """Raise ValueError if the engine ignores some of an adapter's matrices."""
@@ -88,16 +80,20 @@ class WeightUpdateExtension:
 
     def leave_weight_group(self) -> None:
         """Destroy the weight group, if there is one, before joining another: vLLM would leak the group's GPU memory."""
-        self._mend()
+        self._prepare()
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None:
             group.destroy()
             self.weight_transfer_engine.model_update_group = None
 
-    def _mend(self) -> None:
-        """Prepare the model for loads of new weights. Idempotent."""
-        mend_reload(self.model_runner.get_model())
-        keep_sent_parts(self.model_runner.get_model())
+    def _prepare(self) -> None:
+        """Make the model's `load_weights` fit for reloads, and record what it is given. Idempotent."""
+        model = self.model_runner.get_model()
+        if hasattr(model, "arrivals"):
+            return
+        mend_reload(model)
+        model.arrivals, load_weights = Arrivals(), model.load_weights
+        model.load_weights = lambda weights: load_weights(model.arrivals.counted(weights))
 
     def seed_sampling(self, seed: int) -> None:
         """Seed the generator that all requests share, for runners that have one."""
@@ -117,18 +113,6 @@ class WeightUpdateExtension:
         maker = getattr(parent_process(), "pid", server_pid)
         engine_core = None if maker == server_pid else os.pidfd_open(maker)
         threading.Thread(target=_end_engine_after, args=(server, engine_core), daemon=True).start()
-
-
-def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
-    """Compare each tensor's checksum with the learner's checksum. Return the tensors' names."""
-    found = [(name, checksum_of(part)) for name, part in parts]
-    wrong = [name for name, value in found if value != checksums[name]]
-    if wrong:
-        raise ValueError(
-            f"the weights {what} this server are not the learner's weights: {len(wrong)} of {len(found)} compared "
-            f"tensors have other checksums: {', '.join(wrong[:3])}"
-        )
-    return {name for name, _ in found}
 
 
 def _end_engine_after(server: int, engine_core: int | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
 from rayapp.core.errors import InputError
 from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
@@ -32,7 +32,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         LearnerError: the longest trajectory does not fit into free memory.
     """
     torch.manual_seed(config.run.seed)
-    config = with_recomputation(config, ranks)
+    config = with_recomputation(with_number_formats(config, on_gpu=ranks.device.type == "cuda"), ranks)
     model = load_policy(config, ranks.mesh, trainable=True)
     frozen = {name: load_frozen(name, own, ranks, model) for name, own in frozen_models(config).items()}
     config = with_token_budget(with_sharing(config, [model, *frozen.values()]), ranks, model)

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError, RayappError
-from rayapp.core.names import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
 from rayapp.learner.families.mixers import give_borders
 from rayapp.learner.families.router_replay import check_replay
@@ -326,8 +325,7 @@ def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
     """Return a small model of this family. Its random weights are so large that each part of the model affects the
     scores.
     """
-    with large_imports():
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     register_attention()
     causal_lm: nn.Module = AutoModelForCausalLM.from_config(

@@ -42,7 +42,6 @@ from rayapp.config.config import Config
 from rayapp.config.learner import OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError, LearnerError
-from rayapp.core.names import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import EXPERT_RANKS, whole
@@ -285,8 +284,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     Raises:
         InputError: the model can't be built, or the learner does not support its family.
     """
-    with large_imports():
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     register_attention()
     register_sequence_attention()

@@ -18,13 +18,13 @@ from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxError
 from rayapp.core.machine import num_cores
+from rayapp.core.names import load_extra
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agents import SINGLE_TURN_AGENT, check_agent_name, render_prompts
-from rayapp.rollout.environments.agent import check_environments, plays_environments
 from rayapp.rollout.external_agent import check_agent
 from rayapp.rollout.order import evaluation_waves
-from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept
+from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept, plays_environments
 from rayapp.rollout.sources import answer_rewards, naming, open_judges
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.table import why_no_workspace
@@ -136,7 +136,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
         if plays_environments(tasks):
-            check_environments(tasks)
+            load_extra("environments.agent:check_environments")(tasks)
             continue
         if config.agent_name == SINGLE_TURN_AGENT:
             if has_tokenizer:

@@ -18,10 +18,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rayapp.core.aio import guarded, side_by_side
-from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
+from rayapp.core.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    RewardFailedError,
+    StaleVersionError,
+    readable_error,
+)
 from rayapp.core.protocols import OnTokens, RolloutEngine, SandboxSource
 from rayapp.core.trajectories import storable, summarize_group
 from rayapp.core.types import (
@@ -38,12 +44,7 @@ from rayapp.core.types import (
 from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
 from rayapp.rollout.problem import Agent, Problem
 from rayapp.rollout.recorder import Recorder, failed
-from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
-from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, ToolRewards, named, settled, verdict
-
-if TYPE_CHECKING:
-    from rayapp.tasks.judges.judging import Judging  # imports aiohttp
-
+from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, Judging, ToolRewards, named, settled, verdict
 
 log = logging.getLogger(__name__)
 

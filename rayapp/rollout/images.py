@@ -21,9 +21,8 @@ from rayapp.config.sandbox import LocalConfig
 from rayapp.core.errors import ImageError
 from rayapp.core.files import write_text
 from rayapp.rollout.agents import SINGLE_TURN_AGENT
-from rayapp.rollout.environments.agent import plays_environments
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
-from rayapp.rollout.problem import agent_start
+from rayapp.rollout.problem import agent_start, plays_environments
 from rayapp.sandbox.images.pull import Wanted, resolve
 from rayapp.sandbox.images.reference import is_image, parse
 from rayapp.sandbox.providers.table import image_source

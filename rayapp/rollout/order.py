@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from rayapp.config.config import Config
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import GroupSummary, SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
@@ -82,6 +82,26 @@ class GroupRequest:
     def place(self) -> int:
         """Position of the group's prompt in the order of its source, counted through all epochs."""
         return self.group_id if self.prompt is None else self.prompt
+
+
+class Curriculum(Protocol):
+    """Chooses the prompts of groups by the results of earlier groups (`rayapp.extras.curriculum`)."""
+
+    def drawn(self, request: GroupRequest) -> GroupRequest:
+        """Return the request with a prompt or source that was drawn for it."""
+        ...
+
+    def record(self, place: int, summary: GroupSummary) -> None:
+        """Record the result of a group. Draws depend on it from the next `end_step` on."""
+        ...
+
+    def end_step(self) -> None: ...
+
+    def state(self, is_kept: Callable[[int], bool]) -> dict[str, str]:
+        """Return the file that a checkpoint keeps: file name -> text."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:

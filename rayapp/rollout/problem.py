@@ -14,13 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from rayapp.core.errors import InputError
-from rayapp.core.protocols import AgentTask, RolloutEngine, SandboxSource, Task
+from rayapp.core.protocols import AgentTask, EnvironmentRow, RolloutEngine, SandboxSource, Task
 from rayapp.core.types import AgentStart, Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.tasks.answers import Answer, AnswerRewards, scorer_of
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN, Weights
 
 MAX_KEPT_CHARS = 1 << 16
+VERDICT = "environment"
+"""Key of an environment's reward in `Trajectory.tool_rewards`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,35 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
 def is_kept(value: Any) -> bool:
     """Return True if this value of a row is short enough to be kept in its prompt."""
     return len(json.dumps(value, default=str)) <= MAX_KEPT_CHARS
+
+
+def problem_of_environment(task: EnvironmentRow) -> Problem:
+    """Return the problem of a row. The environment itself scores the problem's trajectories."""
+    start = AgentStart(messages=task.messages)
+    return Problem(prompt=bare_prompt(task.name), score=score_by_environment, task=task, agent_start=start)
+
+
+async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
+    """Return the reward that the environment gave to the trajectory; an invalid reward if it gave none."""
+    value = played.tool_rewards.get(VERDICT)
+    if value is None:
+        return Reward.invalid("no_verdict", f"the environment returned no reward: {played.status}")
+    return Reward(value=value, terms={"solved": float(value >= 1.0)})
+
+
+def plays_environments(tasks: Sequence[Task]) -> bool:
+    """Return True if these tasks are rows of environments.
+
+    Raises:
+        InputError: only some of the tasks are.
+    """
+    names = {isinstance(task, EnvironmentRow): task.name for task in tasks}
+    if len(names) > 1:
+        raise InputError(
+            f"task {names[True]} is an environment and task {names[False]} is not: a source can't play both kinds. "
+            "Give each its own source (docs/tasks.md#mix-sources)"
+        )
+    return True in names
 
 
 def bare_prompt(name: str, token_ids: Sequence[int] = (), **kept: Any) -> Prompt:

@@ -15,30 +15,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
-from rayapp.config.other_models import server_named
 from rayapp.core.errors import UserError
-from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.http import server_named
+from rayapp.core.names import load_extra
+from rayapp.core.protocols import EnvironmentRow, SandboxSource, Task
 from rayapp.core.types import Prompt
 from rayapp.rollout.agents import SINGLE_TURN_AGENT, LoopAgent, OneTurn, check_agent_name, check_length
-from rayapp.rollout.environments.agent import EnvironmentAgents, plays_environments, problem_of_environment
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
-from rayapp.rollout.problem import Agent, Problem, problem_of_row, problem_of_task, prompted
+from rayapp.rollout.problem import (
+    Agent,
+    Problem,
+    plays_environments,
+    problem_of_environment,
+    problem_of_row,
+    problem_of_task,
+    prompted,
+)
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
-from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.loading import load_tasks
-from rayapp.tasks.verdict import PLAIN, Weights
-
-if TYPE_CHECKING:
-    from rayapp.tasks.judges.judging import Judges, Judging
+from rayapp.tasks.verdict import PLAIN, Judges, Judging, Weights
 
 
 class ProblemSet(Protocol):
@@ -133,7 +137,7 @@ class Listed:
         weights = Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN
 
         def problem_of(task: Task) -> Problem:
-            if isinstance(task, EnvironmentTask):
+            if isinstance(task, EnvironmentRow):
                 return problem_of_environment(task)
             return problem_of_task(task, None if isinstance(agent, OneTurn) else weights)
 
@@ -307,9 +311,10 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
     if not used:
         return None
-    from rayapp.tasks.judges.judging import Judges  # imports aiohttp, which runs without judges don't need
-
-    return Judges(used, config.run_folder, num_sharing=config.rollout.num_workers)
+    judges: Judges = load_extra("judges.judging:Judges")(
+        used, config.run_folder, num_sharing=config.rollout.num_workers
+    )
+    return judges
 
 
 async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
@@ -345,7 +350,8 @@ async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
 
 async def _agent_of_tasks(config: Config, sandboxes: SandboxSource, tasks: Sequence[Task]) -> Agent:
     if plays_environments(tasks):
-        return EnvironmentAgents.of(config, sandboxes)
+        agents: Agent = load_extra("environments.agent:EnvironmentAgents").of(config, sandboxes)
+        return agents
     if config.agent_name == SINGLE_TURN_AGENT:
         return OneTurn(load_tokenizer(config))
     if config.agent_name == EXTERNAL_AGENT:

@@ -1,6 +1,6 @@
 """The folder of one run: its lock, the records that a resumed run keeps, and only complete files.
 
-    outputs/<run>/  run.lock  format.json  config.yaml  metrics.jsonl  rewards.png
+    outputs/<run>/  run.lock  format.json  machine.json  config.yaml  metrics.jsonl  rewards.png
                     trajectories/step=000001.parquet   evaluations/step=000010.parquet
                     checkpoints/step=000010/{learner/, manifest.json}   final/
 
@@ -191,6 +191,30 @@ def write_format(folder: Path) -> None:
     file = folder / FORMAT_FILE
     if not file.exists() or file.read_text() != text:
         write_text(file, text)
+
+
+MACHINE_FILE = "machine.json"
+
+
+def note_machine(folder: Path, config: Config, processor: str, *, note: Callable[[str], None]) -> None:
+    """Record on which processor and in which number formats the run goes on. If they differ from the recorded ones, the
+    run does not repeat to the last bit, which is noted.
+
+    Args:
+        config: the run's config with formats in place of `auto`.
+        processor: instruction set of the processes that compute; `gpu` on GPUs.
+    """
+    now = {
+        "processor": processor,
+        "learner.compute_dtype": config.learner.compute_dtype,
+        "server.dtype": config.server.dtype,
+    }
+    file = folder / MACHINE_FILE
+    before = json.loads(file.read_text()) if file.exists() else now
+    write_text(file, json.dumps(now))
+    changed = [f"{key} {before.get(key)} before, {value} now" for key, value in now.items() if before.get(key) != value]
+    if changed:
+        note(f"the run goes on with {'; '.join(changed)}: from here on it does not repeat to the last bit")
 
 
 RAY_COPIES = "working_dir_files"

@@ -84,7 +84,7 @@ def _draw_rewards(axes: Any, records: Sequence[dict[str, Any]]) -> None:
         axes.plot(own_steps, _smoothed(own), color=f"C{number}", linewidth=1.2, label=task)
     axes.set_ylabel("reward (−1: error, 1: all tests pass)")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="best", fontsize=8)
 
 
 _SHARES = {
@@ -101,7 +101,7 @@ def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
     steps, values = _series(records, _HELD_OUT)
     if steps:
         axes.plot(steps, values, "D", color="C4", markeredgecolor="black", label="the same, evaluated", zorder=3)
-        axes.legend(loc="upper left", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
     axes.set_ylim(-0.02, 1.02)
 
 
@@ -124,7 +124,7 @@ def _draw_lines(
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
 
 
 def _tasks(records: Sequence[dict[str, Any]]) -> list[str]:

@@ -16,24 +16,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.aio import guarded
-from rayapp.core.errors import ConfigError, KindError, one_line
+from rayapp.core.errors import ConfigError, RewardFailedError, readable_error
 from rayapp.core.names import given, is_given, is_plugin, load_plugin, module_of
 from rayapp.core.own_thread import in_thread
-from rayapp.core.trajectories import storable
-
-
-class RewardFailedError(KindError):
-    """A user's function raised, took too long, or returned an unusable value. This is not a verdict on the policy.
-
-    The kind is reward_error, reward_timeout or reward_nonsense.
-    """
+from rayapp.core.trajectories import storable_terms
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,40 +158,3 @@ def _terms(found: object) -> dict[str, float]:
     if "score" not in terms:
         raise ValueError(f"{raw['score']!r}, which is not a finite number")
     return terms
-
-
-def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numeric terms of a reward. Terms that are NaN or strings are left out.
-
-    Raises:
-        ValueError: a term is infinite, or too large for a 32-bit float.
-    """
-    return {str(name): number for name, value in raw.items() if (number := _number(str(name), value)) is not None}
-
-
-def _number(name: str, value: object) -> float | None:
-    """Return one term as a float; None for NaN and for values that are not numbers. verl's functions may add strings,
-    such as the parsed answer.
-    """
-    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        return None
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError):  # an array of several numbers also has __float__
-        return None
-    if math.isnan(number):
-        return None
-    try:
-        return storable(number)
-    except ValueError:
-        raise ValueError(f"a {name} that is not finite as a 32-bit float") from None
-
-
-def readable_error(error: BaseException) -> str:
-    """Return an error's message in one line. The error may be of a user's class whose `__str__` fails."""
-    try:
-        return one_line(error)
-    except Exception:  # boundary: the user's __str__ may raise anything
-        return "(its message can't be read)"

@@ -17,7 +17,7 @@ source names such a task: all of them take longer than the rest of `rayapp score
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -29,13 +29,20 @@ from pydantic import ValidationError
 
 from rayapp.config.agent import BENCHMARK, GENERATED, SWE, TRUST
 from rayapp.core.errors import InputError
-from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_plugin, plugin_names
+from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_extra, load_plugin, plugin_names
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.coding import CodingTask
 
 _YAML = (".yaml", ".yml")
 REPOSITORIES = "repositories"
+EXTRAS = {
+    "repository": "repositories.task:load_repository",
+    "swe": "repositories.swe:load_swe",
+    "generated": "generators.reasoning_gym:load_generated",
+    "environment": "environments.verifiers:environment_tasks",
+}
+"""Kind of task -> its loader in `rayapp.extras`."""
 
 
 def shipped_tasks() -> list[str]:
@@ -84,25 +91,19 @@ def load_source(source: str) -> Sequence[Task]:
 
         return load_benchmark(source)
     if source.startswith(GENERATED):
-        from rayapp.tasks.generators import load_generated
-
-        return load_generated(source)
+        return _loaded("generated", source)
     if source.startswith(SWE):
-        from rayapp.tasks.repository.swe import load_swe
-
-        return load_swe(source)
+        return _loaded("swe", source)
     folder, _ = _folder_of(source)
     if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
-        return _environment_tasks(data, folder)
+        return _loaded("environment", data, folder)
     return [load_task(single) for single in single_tasks(source)]
 
 
-def _environment_tasks(data: Mapping[str, Any], file: Path) -> Sequence[Task]:
-    from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment, row_tasks
-    from rayapp.tasks.environments.verifiers import verifiers_tasks
-
-    environment = parse_environment(data, file)
-    return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
+def _loaded(kind: str, *arguments: object) -> Sequence[Task]:
+    """Call the loader of a kind of task in `EXTRAS`."""
+    tasks: Sequence[Task] = load_extra(EXTRAS[kind])(*arguments)
+    return tasks
 
 
 def single_tasks(source: str) -> list[str]:
@@ -167,9 +168,8 @@ def load_task(source: str) -> Task:
 
 
 def _repository_task(folder: Traversable, name: str, *, trusts_script: bool = False) -> Task:
-    from rayapp.tasks.repository.task import load_repository
-
-    return load_repository(folder, name, trusts_script=trusts_script)
+    task: Task = load_extra(EXTRAS["repository"])(folder, name, trusts_script=trusts_script)
+    return task
 
 
 def _of_plugin(name: str) -> Task:

@@ -1,4 +1,4 @@
-"""Computes the verdict on an answer, for training, evaluation, `score`, `try`, `rescore` and `task audit`.
+"""Computes the verdict on an answer, for training, evaluation, `score`, `try` and `task audit`.
 
     score() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
 
@@ -12,8 +12,9 @@ after the prompt, tool results included; `rollout.max_completion_tokens` limits 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rayapp.config.agent import RewardSection
 from rayapp.config.config import Config
@@ -24,14 +25,15 @@ from rayapp.core.errors import (
     KindError,
     ObjectsLostError,
     ProcessDiedError,
+    RewardFailedError,
     SandboxConfigError,
     SandboxError,
     WeightSyncError,
+    readable_error,
 )
 from rayapp.core.protocols import Sandbox, SandboxSource, Task
-from rayapp.core.trajectories import branches, storable, summarize_group
+from rayapp.core.trajectories import branches, storable, storable_terms, summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, SandboxSpec, Trajectory
-from rayapp.tasks.custom_rewards import RewardFailedError, readable_error, storable_terms
 
 Scorer = Callable[[], Awaitable[Reward]]
 """Function that scores one answer. A task, a rule, a user's reward function or an environment supplies it."""
@@ -73,6 +75,42 @@ PLAIN = Weights()
 LEASE_TIMEOUT_S = 120.0
 """Maximum wait for a sandbox, in seconds. A busy pool is normal, but a pool that has no free sandbox for two minutes is
 broken."""
+
+
+class Judging(Protocol):
+    """The judges of one source: models that score answers (`rayapp.extras.judges`)."""
+
+    @property
+    def compares(self) -> bool:
+        """True if a judge compares the responses of a group."""
+        ...
+
+    @property
+    def compare_timeout_s(self) -> float:
+        """Minimum time in seconds to reserve for comparisons within the group's deadline."""
+        ...
+
+    async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
+        """Return a response's reward with the judges' scores added."""
+        ...
+
+    async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
+        """Return the rewards of a group's responses with the scores of comparing judges added."""
+        ...
+
+
+class Judges(Protocol):
+    """All judges of one process."""
+
+    async def check(self) -> None:
+        """Ask each judge one question. Raises ConfigError: a judge gives no usable answer."""
+        ...
+
+    def of(self, reward: RewardSection) -> Judging:
+        """Return the judges that one source uses."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 async def verdict(

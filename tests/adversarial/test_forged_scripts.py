@@ -16,10 +16,10 @@ import pytest_asyncio
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
+from rayapp.extras.repositories.scripts import WORKDIR, TestScript
+from rayapp.extras.repositories.task import RepositoryTask, as_answer
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_task, shipped_repositories
-from rayapp.tasks.repository.scripts import WORKDIR, TestScript
-from rayapp.tasks.repository.task import RepositoryTask, as_answer
 
 pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.asyncio(loop_scope="module")]
 LIBRARY = Path(__file__).parents[2] / "rayapp" / "tasks" / "library" / "repositories"

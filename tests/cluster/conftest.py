@@ -279,14 +279,14 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, four heads, with every weight moved as an optimizer step would."""
+    """The tiny model in float32, four heads, with every weight moved as an optimizer step would."""
     import torch
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("moved")
     for file in tiny_model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -318,7 +318,7 @@ def written_groups(folder: Path, seed: int) -> Path:
 
     from rayapp.core.types import Group, Prompt
     from rayapp.runs.trajectories import write_trajectories
-    from support.learners import sampled
+    from support import make
 
     rng = np.random.default_rng(seed)
     groups = []
@@ -327,7 +327,7 @@ def written_groups(folder: Path, seed: int) -> Path:
         members = []
         for _ in range(4):
             tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))])
-            members.append(sampled(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
+            members.append(make.trajectory(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
         rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
         groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
     path = folder / "step=000001.parquet"

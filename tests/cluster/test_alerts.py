@@ -25,8 +25,8 @@ from rayapp.runs.tracking.operator_metrics import of_step
 from rayapp.runs.tracking.trackers import RunTracker
 from rayapp.sandbox.pool.waiting import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
+from support import make
 from support.ports import free_port
-from support.summaries import summary_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 SPEED = 20
@@ -40,7 +40,7 @@ Scalars = dict[str, float]
 def group(rewards: list[float], *, num_failed: int = 0) -> GroupSummary:
     count = len(rewards)
     valid = np.arange(count) >= num_failed
-    return summary_of(
+    return make.summary(
         rewards,
         valid=valid,
         statuses=tuple("completed" if ok else "error_sandbox" for ok in valid),

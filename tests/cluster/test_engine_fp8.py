@@ -14,7 +14,7 @@ import pytest_asyncio
 from rayapp.config.config import Config
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.weights.buckets import SharedWeights, checksum_of, pack, part_of
+from rayapp.engine.weights.buckets import SharedWeights, pack
 
 pytestmark = [
     pytest.mark.cluster,
@@ -47,7 +47,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
             },
         }
     )
-    started = await VllmEngine.start(config)
+    started = await VllmEngine.start(config, worker_extension_cls="support.read_back.ReadBackExtension")
     yield started
     started.close()
 
@@ -97,11 +97,9 @@ async def errors(engine: VllmEngine, group: int, *models: Any) -> list[float]:
 
 
 def sent(model: Any, file: Path) -> SharedWeights:
-    tensors = dict(model.state_dict())
-    (bucket,) = pack(tensors.items(), 1 << 30)
+    (bucket,) = pack(model.state_dict().items(), 1 << 30)
     file.write_bytes(bucket.data.tobytes())
-    checksums = {name: checksum_of(part_of(name, tensor)) for name, tensor in tensors.items()}
-    return SharedWeights(path=str(file), entries=bucket.entries, checksums=checksums)
+    return SharedWeights(path=str(file), entries=bucket.entries, checksums=dict(bucket.checksums))
 
 
 async def test_new_weights_are_rounded_as_they_are_loaded_and_compared_with_the_sent_ones(
@@ -114,9 +112,9 @@ async def test_new_weights_are_rounded_as_they_are_loaded_and_compared_with_the_
     weights = sent(second, tmp_path / "weights")
     await engine.begin_update("memory")
     await engine.receive_weights(weights)
-    num_held = await engine.finish_update(1, weights.checksums)
+    num_compared = await engine.finish_update(1, weights.checksums)
     await engine.go_on()
 
     other, own = await errors(engine, 1, first, second)
     assert own < FP8_ERROR < 3 * FP8_ERROR < other
-    assert num_held == len(weights.checksums)
+    assert num_compared == len(weights.checksums)

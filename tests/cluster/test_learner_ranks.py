@@ -73,7 +73,7 @@ def run_mode(world, rank, mode, port):
     if mode == "save":
         while not learner.checkpoint_done():
             time.sleep(0.01)
-    buckets = list(learner.export_weights(1 << 20))
+    buckets = list(learner.export_weights(0, 1 << 20))
     if rank == 0:
         tensors = {name: t.float().numpy() for b in buckets for name, t in unpack(b.entries, torch.from_numpy(b.data))}
         np.savez(f"{out}/{mode}-{world}.npz", loss=metrics["learner/loss"], grad_norm=metrics["learner/grad_norm"],

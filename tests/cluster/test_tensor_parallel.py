@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
+from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, checksum_of, part_of
-from support.learners import sampled
+from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -62,7 +64,8 @@ def two_ranks() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]:
-    started = VllmServer(config(tiny_model), 0, must_sync=True)
+    start_engine = partial(VllmEngine.start, worker_extension_cls="support.read_back.ReadBackExtension")
+    started = VllmServer(config(tiny_model), 0, must_sync=True, start_engine=start_engine)
     await started.start()
     yield started
     await started.close()
@@ -70,7 +73,7 @@ async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]
 
 def as_group(prompt: list[int], completion: np.ndarray) -> Group:
     """One trajectory, as the learner takes it."""
-    trajectory = sampled(np.concatenate([prompt, completion]), len(prompt), policy_version=1)
+    trajectory = make.trajectory(np.concatenate([prompt, completion]), len(prompt), policy_version=1)
     rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
     return Group(group_id=0, prompt=rendered, trajectories=(trajectory,))
 
@@ -81,7 +84,7 @@ async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs
     learner = Learner(config(moved_model), 0, 1, "", 0)
     prompt, found = [72, 75, 84, 85], set()
     try:
-        buckets = list(learner.export_weights(100_000))
+        buckets = list(learner.export_weights(0, 100_000))
         facts = await server.load_weights(1, references(buckets))
         sampled = await server.generate(
             RequestId("group", 0, 0), prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1
@@ -95,14 +98,12 @@ async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs
     assert np.abs(sampled.log_probs - expected).max() < MAX_LOG_PROB_DIFFERENCE
     # Every sampled tensor is seen, over the ranks; one that a sync left as it was is found, whichever it is.
     checksums = {name: value for bucket in buckets for name, value in bucket.checksums}
-    assert facts["num_held"] == len(checksums)
+    assert facts["num_loaded"] == len(checksums)
     engine = server._started_engine()
     for name, tensor in load_file(tiny_model / "model.safetensors").items():
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if (old := checksum_of(part_of(name, tensor.bfloat16()))) != checksums.get(name, old) and kind not in found:
-            with pytest.raises(
-                WeightSyncError, match=f"held by this server are not .* other checksums.*{re.escape(name)}"
-            ):
-                await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=({name: old},)))
+            with pytest.raises(WeightSyncError, match=f"held by this server have other checksums: {re.escape(name)}"):
+                await engine._transfer("check", engine._engine.collective_rpc("check_held", args=({name: old},)))
             found.add(kind)
     assert found > {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

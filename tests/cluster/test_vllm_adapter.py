@@ -18,7 +18,7 @@ from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
-from support.learners import sampled
+from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -54,7 +54,7 @@ def group_of(rewards: tuple[float, float]) -> Group:
     """Two completions of one prompt; the first is TOKENS."""
     sequences = [TOKENS, [*TOKENS[:4], 40, 41, 42, 43]]
     trajectories = tuple(
-        sampled(ids, 4, reward=reward, log_prob=-4.0) for ids, reward in zip(sequences, rewards, strict=True)
+        make.trajectory(ids, 4, reward=reward, log_prob=-4.0) for ids, reward in zip(sequences, rewards, strict=True)
     )
     prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
     return Group(group_id=0, prompt=prompt, trajectories=trajectories)
@@ -69,7 +69,7 @@ def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBuc
         for step in range(num_steps + 1):
             if step:
                 learner.train_step(step, (summary,), ((Share(0),),), group)
-            found.append((list(learner.export_weights(100_000)), learner.log_probs_of(group)[0]))
+            found.append((list(learner.export_weights(0, 100_000)), learner.log_probs_of(group)[0]))
     finally:
         learner.close()
     return found

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from rayapp.learner.state.export import sent_weights
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
-from support.learners import sampled
+from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -80,8 +81,8 @@ def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
     prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
     learner = Learner(config_of(model), 0, 1, "", 0)
     try:
-        group = Group(group_id=0, prompt=prompt, trajectories=(sampled(TOKENS, 4),))
-        return list(learner.export_weights(1 << 20)), learner.log_probs_of(group)[0]
+        group = Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(TOKENS, 4),))
+        return list(learner.export_weights(0, 1 << 20)), learner.log_probs_of(group)[0]
     finally:
         learner.close()
 
@@ -99,19 +100,21 @@ async def test_experts_are_the_learners_after_every_sync(
     assert np.abs(sent[0][1] - sent[1][1]).max() > 4 * MAX_LOG_PROB_DIFFERENCE
     sums = [{name: value for bucket in buckets for name, value in bucket.checksums} for buckets, _ in sent]
     experts = {name: value for name, value in sums[0].items() if is_expert(name)}
-    server = VllmServer(with_values(config_of(models[0]), server={"tensor_parallel_size": ranks}), 0)
+    start_engine = partial(VllmEngine.start, worker_extension_cls="support.read_back.ReadBackExtension")
+    config = with_values(config_of(models[0]), server={"tensor_parallel_size": ranks})
+    server = VllmServer(config, 0, start_engine=start_engine)
     try:
         await server.start()
         for version in (0, 1, 0):
             buckets, expected = sent[version]
             facts = await server.load_weights(version, references(buckets))
-            assert facts["num_held"] == len(sums[version]) > len(experts) > 0
+            assert facts["num_loaded"] == len(sums[version]) > len(experts) > 0
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"weights {version}"
         engine = server._started_engine()
 
-        async def seal(checksums: dict[str, int]) -> None:
-            await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=(checksums,)))
+        async def check(checksums: dict[str, int]) -> None:
+            await engine._transfer("check", engine._engine.collective_rpc("check_held", args=(checksums,)))
 
         # A matrix that a sync left as it was, whatever merges, splits and packs it: embedding, q, k, v, down, router...
         old = {name: value for name, value in sums[1].items() if not is_expert(name) and value != sums[0][name]}
@@ -119,13 +122,11 @@ async def test_experts_are_the_learners_after_every_sync(
         # vLLM leaves the second rank's answer to a call that failed unread, and has room for some; see
         # test_tensor_parallel.py for every kind over two ranks.
         for name, value in list(old.items())[: len(old) if ranks == 1 else 4]:
-            with pytest.raises(
-                WeightSyncError, match=f"held by this server are not .* other checksums.*{re.escape(name)}"
-            ):
-                await seal({name: value})
-        # Sealed without a load before it: experts are packed already.
-        with pytest.raises(WeightSyncError, match=r"held by this server are not .* other checksums.*mlp\.experts\."):
-            await seal(experts)
+            with pytest.raises(WeightSyncError, match=f"held by this server have other checksums: {re.escape(name)}"):
+                await check({name: value})
+        # Experts are packed already.
+        with pytest.raises(WeightSyncError, match=r"held by this server have other checksums.*mlp\.experts\."):
+            await check(experts)
     finally:
         await server.close()
 
@@ -134,7 +135,7 @@ def test_a_kernel_that_reads_experts_in_another_order_than_they_are_packed_in_is
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from rayapp.engine.weights.held import check_computes
+    from support.read_back import check_computes
 
     gate_up, down = (torch.randn(2, *shape).div(shape[1] ** 0.5).bfloat16() for shape in ((128, 128), (128, 64)))
 
@@ -177,7 +178,7 @@ async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_p
         rollout={"max_prompt_tokens": 96, "max_completion_tokens": 100},
     )
     with trial.learner_of(config) as learner:
-        (bucket,) = pack(list(sent_weights(learner.model, config.learner.lora)), 1 << 30)
+        (bucket,) = pack(list(sent_weights(learner.model, config.learner.lora, [torch.bfloat16])), 1 << 30)
         engine = await VllmEngine.start(config, num_gpu_blocks_override=20)
         try:
             playing = [asyncio.create_task(play(engine, number)) for number in range(12)]

@@ -56,7 +56,7 @@ async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
 @pytest.fixture(scope="module")
 def buckets(moved_model: Path) -> list[WeightBucket]:
     learner = Learner(make_config(moved_model), 0, 1, "", 0)
-    exported = list(learner.export_weights(100_000))
+    exported = list(learner.export_weights(0, 100_000))
     learner.close()
     return exported
 

@@ -15,9 +15,9 @@ from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.group import with_terms
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 from support.sandbox_service import mcp_serving
 
@@ -54,12 +54,7 @@ async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Trajecto
     chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
     limits = AgentLimits(max_response_tokens=4000)
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=limits)
-    engine = ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda request_id, prompt_ids: turns[request_id.turn],
-        end_id=tokenizer.eos_token_id,
-    )
+    engine = make.engine(tokenizer, lambda request_id, prompt_ids: turns[request_id.turn])
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
     return await loop.run(
         prompt, engine=engine, sampling=SamplingParams(max_tokens=900), request_id=RequestId("group", 0)

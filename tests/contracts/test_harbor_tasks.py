@@ -14,9 +14,9 @@ import pytest
 from rayapp.cli.main import run
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import Prompt
+from rayapp.extras.repositories.task import RepositoryTask, as_answer
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_source
-from rayapp.tasks.repository.task import RepositoryTask, as_answer
 from support.harbor_tasks import TASKS, debian_image, write_harbor_tasks
 from support.images import real_registry
 

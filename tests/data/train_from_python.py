@@ -63,26 +63,11 @@ async def notebook() -> dict[str, object]:
         raise ValueError("no more of this")
 
     try:
-        await rayapp.train_async(SETTINGS, tasks=[Letters()], on_step=fail_at_three)
+        await asyncio.to_thread(rayapp.train, SETTINGS, tasks=[Letters()], on_step=fail_at_three)
     except ValueError as error:
         said["failed_with"] = str(error)
 
-    here = asyncio.get_running_loop()
-
-    def cancel_at_four(step, metrics):
-        said["cancelled_at"] = step
-        here.call_soon_threadsafe(task.cancel)
-        # Until the cancellation has come: the next step might else begin before it.
-        import time
-
-        time.sleep(0.5)
-
-    task = asyncio.create_task(rayapp.train_async(SETTINGS, tasks=[Letters()], on_step=cancel_at_four))
-    try:
-        await task
-    except asyncio.CancelledError:
-        said.setdefault("cancelled_at", None)
-    await rayapp.train_async(SETTINGS, tasks=[Letters()])
+    rayapp.train(SETTINGS, tasks=[Letters()])
     return said
 
 

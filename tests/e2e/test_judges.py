@@ -17,7 +17,6 @@ import psutil
 import pytest
 import yaml
 
-import rayapp
 from rayapp.runs.trajectories import read_groups
 from support.stubs.judge_stub import JudgeStub
 
@@ -62,8 +61,8 @@ class FailsOnce:
         return len(text) % 11
 
 
-def test_two_judges_reward_a_run_a_failure_costs_one_trajectory_and_rescoring_costs_nothing(
-    tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any, monkeypatch: pytest.MonkeyPatch
+def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
+    tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
 ) -> None:
     stub = JudgeStub(FailsOnce(), key=JUDGE_KEY)
     rubric = [{"name": "long", "text": "It is long."}]
@@ -79,9 +78,6 @@ def test_two_judges_reward_a_run_a_failure_costs_one_trajectory_and_rescoring_co
         file, log, folder = tmp_path / "config.yaml", tmp_path / "log", tmp_path / "run"
         file.write_text(yaml.safe_dump(config))
         assert standing_ray.train(str(file), log=log).wait(timeout=1200) == 0, log.read_text()
-        num_asked = len(stub.bodies)
-        monkeypatch.setenv("JUDGE_KEY", JUDGE_KEY)
-        again = rayapp.rescore(folder, "judge:quality")
 
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     groups = [group for path in sorted((folder / "trajectories").glob("*")) for group in read_groups(path)]
@@ -97,9 +93,6 @@ def test_two_judges_reward_a_run_a_failure_costs_one_trajectory_and_rescoring_co
             assert verdict == pytest.approx(round(verdict, 3))
     assert sum(record["judged/dollars"] for record in records) > 0.0
     assert any("learner/grad_norm" in record for record in records)
-    # Every answer was kept: what failed is asked again, unless another response was the same, and nothing else.
-    assert again.summary["judged/requests"] == len(stub.bodies) - num_asked <= 1.0
-    assert again.summary["failed"] == 0.0
     for path in (log, *(path for path in folder.rglob("*") if path.is_file())):
         assert JUDGE_KEY.encode() not in path.read_bytes(), path
 

@@ -353,21 +353,3 @@ def test_nothing_of_a_killed_run_is_left_running(interrupted: Interrupted) -> No
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert f"run.name={interrupted.folder.name}" not in left
     assert not list(Path("/dev/shm").glob("rayapp-weights-*"))
-
-
-def test_a_replay_of_the_run_gives_its_metrics_to_the_last_bit_without_server_or_sandbox(
-    config_file: Path, interrupted: Interrupted
-) -> None:
-    steps = f"train.num_steps={NUM_STEPS}"
-    output = finish(train(config_file, "killed", steps, "--replay", str(interrupted.folder)))
-    assert "metrics equal the recorded ones to the last bit" in output
-    assert "Ray has no dashboard" in output
-    assert "vllm-server" not in output
-    assert "sandbox-pool" not in output
-    replayed = records(run_folder(config_file, "killed-replay"))
-    assert [record["replay/differ"] for record in replayed] == [0.0] * NUM_STEPS
-    # A step whose groups have no signal computes nothing, and has no entropy.
-    assert any("learner/entropy" in record for record in replayed)
-    names = ("learner/loss", "learner/grad_norm", "learner/entropy", "reward/mean", "rollout_probs_diff/max")
-    for found, expected in zip(replayed, records(interrupted.folder)[:NUM_STEPS], strict=True):
-        assert {name: found.get(name) for name in names} == {name: expected.get(name) for name in names}

@@ -29,7 +29,8 @@ from rayapp.learner.packing import pack
 from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.step import PolicyLearner
-from support.learners import learner_alone, sampled, save_llama
+from support import make
+from support.learners import learner_alone, save_llama
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +92,7 @@ def groups_of(num_groups: int, *, seed: int = 0, is_full: bool = True) -> list[G
         for _ in range(GROUP_SIZE):
             rest = rng.integers(2, 16384, COMPLETION if is_full else rng.integers(1, COMPLETION)).astype(np.int32)
             tokens = np.concatenate([prompt, rest])
-            trajectories.append(sampled(tokens, prompt.size, reward=float(rng.normal()), log_prob=-9.7))
+            trajectories.append(make.trajectory(tokens, prompt.size, reward=float(rng.normal()), log_prob=-9.7))
         rendered = Prompt(task="t", text="", token_ids=prompt)
         groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories)))
     return groups

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rayapp.core.names import large_imports
 from rayapp.core.types import Reward, RolloutStatus, Trajectory
 from rayapp.sandbox.local.levels import kernel
 from support.ports import free_port
@@ -38,20 +37,19 @@ def import_learner(*families: str) -> None:
     Args:
         families: further model families, besides Llama, by the names of their folders in transformers.
     """
-    with large_imports():
-        from torch.distributed import checkpoint, fsdp  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+    from torch.distributed import checkpoint, fsdp  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
-        for family in ("llama", *families):
-            import_module(f"transformers.models.{family}.modeling_{family}")
+    for family in ("llama", *families):
+        import_module(f"transformers.models.{family}.modeling_{family}")
 
-        from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
-        from verl.workers.config import actor  # noqa: F401
+    from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
+    from verl.workers.config import actor  # noqa: F401
 
-        from rayapp.learner import build, supervised  # noqa: F401
-        from rayapp.learner.memory import idle  # noqa: F401
-        from rayapp.learner.state import checkpoint as saving  # noqa: F401
-        from rayapp.learner.state import export  # noqa: F401
+    from rayapp.learner import build, supervised  # noqa: F401
+    from rayapp.learner.memory import idle  # noqa: F401
+    from rayapp.learner.state import checkpoint as saving  # noqa: F401
+    from rayapp.learner.state import export  # noqa: F401
 
 
 Run = Callable[[int, int, Callable[[], int]], None]

@@ -205,7 +205,7 @@ class InstantLearner:
     def log_probs_before(self) -> dict[int, FloatArray]:
         return {}
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[WeightBucket]:
         if self._rank == 0:
             entry: TensorEntry = (VERSION_TENSOR, "uint8", (64,), 0, 64)
             yield WeightBucket(entries=(entry,), data=np.full(64, self._version % 256, np.uint8))

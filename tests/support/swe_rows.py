@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rayapp.tasks.repository.named_tests import pytest_files
+from rayapp.extras.repositories.named_tests import pytest_files
 from support.images import PROGRAMS, entry, layer, machine_layer, write_oci
 
 STATS = """

@@ -31,12 +31,16 @@ from starlette.routing import Mount, Route
 
 from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.errors import SandboxError, ToolUnavailableError, UnusableWorkError
+from rayapp.core.errors import RewardFailedError, SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
+from rayapp.extras.environments.openenv import OpenEnvEpisode
+from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
+from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
+from rayapp.extras.repositories.task import as_answer, changed_files, read_answer
+from rayapp.extras.service.fusion import fusion_routes
 from rayapp.extras.view.run import ViewedRun
 from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.environments.openenv import OpenEnvEpisode
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
@@ -50,15 +54,11 @@ from rayapp.sandbox.service.app import _application, serving
 from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
 from rayapp.tasks.code.conditions import holds as condition_holds
-from rayapp.tasks.custom_rewards import RewardFailedError
-from rayapp.tasks.fusion import fusion_routes
-from rayapp.tasks.judges.questions import read_answer as read_answer_of_judge
-from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
-from rayapp.tasks.repository.task import as_answer, changed_files, read_answer
 from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ArgumentChecker, read_arguments
+from support import make
 from support.hermes import HermesParser
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
@@ -274,12 +274,7 @@ def formats(tokenizer: Any) -> Formats:
 
 
 def engine(tokenizer: Any) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: "yes",
-        end_id=tokenizer.eos_token_id,
-    )
+    return make.engine(tokenizer, lambda name, ids: "yes")
 
 
 def aiohttp_routes(app: Any) -> set[str]:
@@ -508,7 +503,14 @@ async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_
 # No way in without a row ------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("rayapp/rollout", "rayapp/tasks", "rayapp/tools", "rayapp/sandbox", "rayapp/extras/view", "actors")
+ROOMS = (
+    "rayapp/rollout",
+    "rayapp/tasks",
+    "rayapp/extras",
+    "rayapp/tools",
+    "rayapp/sandbox",
+    "actors",
+)
 """Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
 DECODERS = {"loads", "decompress", "literal_eval", "raw_decode", "unpackb", "frombuffer"}
 SERVERS_MADE_BY = {"Application", "Starlette", "MCPServer", "start_server", "start_unix_server", "create_server"}
@@ -516,8 +518,8 @@ OURS = "ours"
 """Decodes only what rayapp, the user's files or the user's services wrote, or runs inside a sandbox."""
 DECODES = {
     "rayapp/rollout/agent/chat.py": OURS,
-    "rayapp/rollout/curriculum.py": OURS,
-    "rayapp/rollout/environments/openenv.py": "replies of an environment",
+    "rayapp/extras/curriculum/curriculum.py": OURS,
+    "rayapp/extras/environments/openenv.py": "replies of an environment",
     "rayapp/rollout/gateway/conversation.py": "gateway",
     "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/reading.py": "gateway",
@@ -540,26 +542,25 @@ DECODES = {
     "rayapp/sandbox/providers/relay.py": "unit/sandbox/providers/test_relay.py",
     "rayapp/sandbox/providers/relay_program.py": OURS,
     "rayapp/sandbox/verdict/program.py": "unit/sandbox/verdict/test_results.py",
-    "rayapp/tasks/audit/hunt.py": OURS,
-    "rayapp/tasks/audit/subject.py": OURS,
+    "rayapp/extras/audit/hunt.py": OURS,
+    "rayapp/extras/audit/subject.py": OURS,
     "rayapp/tasks/code/formats.py": OURS,
     "rayapp/tasks/data/files.py": OURS,
     "rayapp/tasks/data/rows.py": OURS,
-    "rayapp/tasks/environments/verifiers.py": OURS,
-    "rayapp/tasks/environments/verifiers_child.py": OURS,
-    "rayapp/tasks/fusion.py": "sandbox service",
-    "rayapp/tasks/generators.py": OURS,
+    "rayapp/extras/environments/verifiers.py": OURS,
+    "rayapp/extras/environments/verifiers_child.py": OURS,
+    "rayapp/extras/service/fusion.py": "sandbox service",
+    "rayapp/extras/generators/reasoning_gym.py": OURS,
     "rayapp/tasks/grading.py": OURS,
-    "rayapp/tasks/judges/client.py": "answers of judges",
-    "rayapp/tasks/judges/judge.py": "answers of judges",
-    "rayapp/tasks/judges/questions.py": "answers of judges",
-    "rayapp/tasks/repository/folder.py": OURS,
-    "rayapp/tasks/repository/hidden_tests.py": OURS,
-    "rayapp/tasks/repository/named_tests.py": "unit/tasks/test_swe.py",
-    "rayapp/tasks/repository/scripts.py": "unit/tasks/test_repository.py",
-    "rayapp/tasks/repository/sentinels.py": OURS,
-    "rayapp/tasks/repository/swe.py": OURS,
-    "rayapp/tasks/repository/task.py": "files that agents changed",
+    "rayapp/extras/judges/judge.py": "answers of judges",
+    "rayapp/extras/judges/questions.py": "answers of judges",
+    "rayapp/extras/repositories/folder.py": OURS,
+    "rayapp/extras/repositories/hidden_tests.py": OURS,
+    "rayapp/extras/repositories/named_tests.py": "unit/extras/repositories/test_swe.py",
+    "rayapp/extras/repositories/scripts.py": "unit/extras/repositories/test_repository.py",
+    "rayapp/extras/repositories/sentinels.py": OURS,
+    "rayapp/extras/repositories/swe.py": OURS,
+    "rayapp/extras/repositories/task.py": "files that agents changed",
     "rayapp/tasks/text_child.py": OURS,
     "rayapp/tools/base.py": OURS,
     "rayapp/tools/toolset.py": "arguments of tool calls",

@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3345, "api": 2113, "cli": 5535, "config": 5612, "core": 3400, "driver": 3881, "engine": 3232,
-    "extras": 13000, "learner": 9301, "rollout": 9006, "runs": 6495, "sandbox": 13884, "storage": 2482, "tasks": 11704,
+    "actors": 3345, "api": 2113, "cli": 5535, "config": 5612, "core": 3620, "driver": 3884, "engine": 3232,
+    "extras": 13000, "learner": 9301, "rollout": 8110, "runs": 6495, "sandbox": 13884, "storage": 2482, "tasks": 7100,
     "testing": 627, "tools": 1940,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

@@ -1,37 +1,18 @@
-"""Everything of the product that listens: servers refuse every call without their key, and each other listener has a
-reason to have none."""
+"""Everything of the product that listens: each listener has a test that refuses calls without a key, or a reason."""
 
 from __future__ import annotations
 
 import ast
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import Mount, Route
 
 from actors.model_server import vllm_serve
 from rayapp.config.other_models import ModelServerSection
-from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
-from rayapp.core.http import KEY_VARIABLE, KeyGuard, listen
-from rayapp.core.types import RequestId, SamplingParams
-from rayapp.extras.view.server import make_app
-from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.listening import bound
-from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
-from rayapp.rollout.gateway.server import Api, Gateway
-from rayapp.rollout.gateway.session import SessionLimits
-from rayapp.sandbox.service.app import _application, serving
-from rayapp.sandbox.service.mcp_tools import ServerLimits
-from rayapp.tasks.fusion import fusion_routes
-from rayapp.testing.engine import ScriptedEngine
-from support.hermes import HermesParser
+from rayapp.core.http import KEY_VARIABLE, KeyGuard
 
 ROOT = Path(__file__).parents[2]
 LISTENING_CALLS = {
@@ -39,16 +20,16 @@ LISTENING_CALLS = {
     *("Server", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "TCPSite", "SockSite", "TCPStore", "Listening"),
 }
 """Names of functions and classes; a call of one of them listens, or prepares to."""
-LISTENERS = {
-    "actors/model_server.py": "model server",
-    "rayapp/cli/serve.py": "serve",
-    "rayapp/extras/view/command.py": "view",
-    "rayapp/rollout/gateway/listening.py": "gateway",
-    "rayapp/rollout/gateway/open_server.py": "serve",
-    "rayapp/rollout/gateway/server.py": "gateway",
-    "rayapp/sandbox/service/app.py": "sandbox service",
+TRIED = {
+    "actors/model_server.py": "tests/unit/test_listeners.py",
+    "rayapp/cli/serve.py": "tests/unit/rollout/gateway/test_open_server.py",
+    "rayapp/extras/view/command.py": "tests/unit/extras/view/test_view_server.py",
+    "rayapp/rollout/gateway/listening.py": "tests/unit/rollout/gateway/test_server.py",
+    "rayapp/rollout/gateway/open_server.py": "tests/unit/rollout/gateway/test_open_server.py",
+    "rayapp/rollout/gateway/server.py": "tests/unit/rollout/gateway/test_server.py",
+    "rayapp/sandbox/service/app.py": "tests/contracts/test_mcp_server.py",
 }
-"""File -> server of `SERVERS`, whose calls need a key."""
+"""File -> the test that calls its server without the key."""
 WITHOUT_A_KEY = {
     "actors/learner.py": "finds a free port, for learner/distributed.py",
     "actors/learner_group.py": "finds a free port, for engine/weights/",
@@ -62,8 +43,6 @@ WITHOUT_A_KEY = {
     "rayapp/sandbox/local/levels/namespaces.py": "inside a sandbox: leads to the gateway, which asks for the key",
     "rayapp/sandbox/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
 }
-OPEN = {"/health", "/metrics"}
-"""Paths that monitoring reads without a key: numbers, but no text and no tokens."""
 
 
 def listens(path: Path) -> bool:
@@ -71,165 +50,34 @@ def listens(path: Path) -> bool:
     return any(getattr(each, "attr", getattr(each, "id", "")) in LISTENING_CALLS for each in calls)
 
 
-def test_the_parts_of_an_answer_on_a_kept_connection_are_sent_at_once() -> None:
-    with listen("127.0.0.1", 0, backlog=1) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_every_listener_of_the_product_has_a_server_that_is_tried_here_or_a_reason() -> None:
+def test_every_listener_of_the_product_is_tried_without_its_key_or_has_a_reason() -> None:
     files = [path for room in ("rayapp", "actors") for path in (ROOT / room).rglob("*.py")]
 
     found = {str(path.relative_to(ROOT)) for path in files if "library" not in path.parts and listens(path)}
 
-    assert found == LISTENERS.keys() | WITHOUT_A_KEY.keys()
-    assert set(LISTENERS.values()) == SERVERS.keys()
+    assert found == TRIED.keys() | WITHOUT_A_KEY.keys()
+    for test in TRIED.values():
+        assert "40" in (ROOT / test).read_text(), f"{test} refuses nobody"
 
 
-Calls = set[tuple[str, str]]
-"""Methods and paths."""
-Tried = tuple[httpx.AsyncClient, Calls]
-"""A client of the running server, and all calls that it knows."""
-
-
-def formats(tokenizer: Any) -> Formats:
-    return Formats(
-        tokenizer, model="m", template=load_template("chatml_hermes"), make_parser=lambda *parts: HermesParser()
-    )
-
-
-def engine(tokenizer: Any) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: "yes",
-        end_id=tokenizer.eos_token_id,
-    )
-
-
-def of_aiohttp(app: Any) -> Calls:
-    return {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None}
-
-
-def of_starlette(app: Any) -> Calls:
-    mounts = {("GET", route.path) for route in app.routes if isinstance(route, Mount)}
-    routes = [route for route in app.routes if isinstance(route, Route)]
-    return mounts | {(method, route.path) for route in routes for method in route.methods or ("GET", "POST")}
-
-
-@asynccontextmanager
-async def gateway(tokenizer: Any) -> AsyncIterator[Tried]:
-    served = Gateway(formats(tokenizer))
-    await served.start()
-    opened = served.session(
-        engine=engine(tokenizer),
-        sampling=SamplingParams(max_tokens=9),
-        limits=SessionLimits(max_tokens=100, max_turns=2),
-        request_id=RequestId("group", 0),
-    )
-    none: Any = None
-    calls = of_aiohttp(Api(none).application("/{session}"))
-    try:
-        with opened as session:
-            async with httpx.AsyncClient(base_url=served.url) as client:
-                yield client, {(method, path.replace("{session}", session.id)) for method, path in calls}
-    finally:
-        await served.close()
-
-
-@asynccontextmanager
-async def serve(tokenizer: Any) -> AsyncIterator[Tried]:
-    made_of, sampling = (formats(tokenizer), engine(tokenizer)), SamplingParams(max_tokens=9)
-    calls = of_aiohttp(open_application(OpenDoor(*made_of, sampling, ["k"]), "m"))
-    opened = open_to_all(*made_of, model="m", sampling=sampling, keys=["k"], sockets=bound("127.0.0.1", 0))
-    async with opened as url, httpx.AsyncClient(base_url=url) as client:
-        yield client, {call for call in calls if call[1] not in OPEN}
-
-
-@asynccontextmanager
-async def sandbox_service(tokenizer: Any) -> AsyncIterator[Tried]:
-    config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
-    none: Any = None
-    app = _application(none, ServerLimits(), none, none, "127.0.0.1", fusion_routes()(none))
-    opened = serving(config, keys={"test": "k"}, more_routes=fusion_routes())
-    async with opened as url, httpx.AsyncClient(base_url=url) as client:
-        # Its numbers name the clients, so /metrics needs a key.
-        yield client, {call for call in of_starlette(app) if call[1] != "/health"}
-
-
-@asynccontextmanager
-async def view(tokenizer: Any) -> AsyncIterator[Tried]:
-    app: Any = make_app([], token="k")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
-        yield client, of_starlette(app._app)
-
-
-@asynccontextmanager
-async def model_server(tokenizer: Any) -> AsyncIterator[Tried]:
-    """The guard with which `vllm serve` is started, around a server that answers everything. The real vLLM with it is
-    in tests/e2e/test_judges.py."""
+async def test_a_model_server_is_started_with_a_guard_that_refuses_every_path_without_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     command = vllm_serve(ModelServerSection(name="m", path="m"), "m", "127.0.0.1", 1)
     assert command[command.index("--middleware") + 1] == f"{KeyGuard.__module__}.KeyGuard"
 
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KEY_VARIABLE, "k")
-        guarded = KeyGuard(answer)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://127.0.0.1") as client:
-        assert (await client.get("/health")).status_code == 200
-        for headers in ({"Authorization": "Bearer k"}, {"x-api-key": "k"}):
-            assert (await client.post("/classify", headers=headers)).status_code == 200
-        paths = ("/v1/completions", "/classify", "/tokenize", "/invocations", "/health", "/health/", "//health")
-        yield client, {("GET", "/v1/models"), *(("POST", path) for path in paths)}
-
-
-SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Tried]]] = {
-    "gateway": gateway,
-    "model server": model_server,
-    "sandbox service": sandbox_service,
-    "serve": serve,
-    "view": view,
-}
-
-
-@pytest.mark.parametrize("name", SERVERS)
-@pytest.mark.parametrize("key", ["", "wrong", "Kk"])
-async def test_every_call_of_a_server_is_refused_without_its_key(name: str, key: str, chat_tokenizer: Any) -> None:
-    headers = {"Authorization": f"Bearer {key}", "x-api-key": key, "e2b-api-key": key} if key else {}
-    async with SERVERS[name](chat_tokenizer) as (client, calls):
-        assert len(calls) > 2
-        for method, path in sorted(calls):
-            answer = await client.request(method, path.replace("{model}", "m"), headers=headers, json={})
-            assert answer.status_code in (401, 403), (method, path, answer.status_code, answer.text)
-
-
-def test_a_model_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError
-
-    with pytest.raises(ConfigError, match="a model server does not start without a key"):
+    with pytest.raises(ConfigError, match="key"):
         KeyGuard(app)
-
-
-@pytest.mark.long  # imports vLLM
-async def test_vllm_puts_the_guard_before_all_of_its_own_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastapi import FastAPI
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     monkeypatch.setenv(KEY_VARIABLE, "k")
-    command = vllm_serve(ModelServerSection(name="m", path="m"), "m", "127.0.0.1", 1)
-    app = FastAPI()
-    app.add_api_route("/tokenize", lambda: "open", methods=["POST"])
-    init_entrypoints_middleware(make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:]), app, ("generate",))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
-        answers = [await client.post("/tokenize", headers=headers) for headers in ({}, {"Authorization": "Bearer k"})]
-
-    assert [answer.status_code for answer in answers] == [401, 200]
+    transport = httpx.ASGITransport(app=KeyGuard(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        assert (await client.get("/health")).status_code == 200
+        for right in ({"Authorization": "Bearer k"}, {"x-api-key": "k"}):
+            assert (await client.post("/classify", headers=right)).status_code == 200
+        for wrong in ({}, {"Authorization": "Bearer Kk"}, {"x-api-key": "wrong"}):
+            for path in ("/v1/completions", "/classify", "/tokenize", "/invocations", "/health/", "//health"):
+                assert (await client.post(path, headers=wrong)).status_code in (401, 403), (path, wrong)

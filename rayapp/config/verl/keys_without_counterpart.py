@@ -380,7 +380,7 @@ TRAINER_REST: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         [f"skip.{name}.enable" for name in ("rollout", "rollout_tq", "async_rollout")],
-        only(False, why="groups are sampled; `rayapp train --replay` trains on recorded groups"),
+        only(False, why="groups are sampled"),
     ),
     "trainer.v1.sampler.custom_sampler.path": only(None, why="groups are trained on in the order of their prompts"),
     "transfer_queue.enable": no_effect("groups travel through Ray's object store"),

@@ -2,9 +2,9 @@
 
 learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
 
-Checksums of a sample of tensors prove that a server holds the weights that the learners sent. The learner computes them
-when it sends; the engine's workers compute them again from the tensors that arrived, and from the tensors that the
-model computes with (`rayapp.engine.weights.held`), always in bfloat16. Pure functions.
+Checksums of a sample of tensors prove that a server loads the tensors that the learners sent: the learner computes them
+when it sends, and the engine's workers as the tensors arrive, always in bfloat16. Tests prove that the pinned vLLM then
+computes with these tensors (`tests/support/read_back.py`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Sampler:
 def columns_of(name: str, width: int) -> list[int]:
     """Return the columns of a tensor that its checksum covers: a random choice, which is the same in every process.
 
-    Each column holds a value of every row. Checking few columns is cheap, although each one is computed by the layer
-    itself if a kernel packs the matrix (see `held`).
+    Each column holds a value of every row.
     """
     every = range(width)
     return sorted(random.Random(name).sample(every, NUM_COLUMNS)) if width > NUM_COLUMNS else list(every)
@@ -70,6 +69,33 @@ def checksum_of(part: Tensor) -> int:
 
     values = part.detach().reshape(-1)[:MAX_VALUES].bfloat16() + 0.0
     return zlib.crc32(values.cpu().view(torch.uint8).numpy().data) if values.numel() else 0
+
+
+class Arrivals:
+    """Tensors of one update, counted and sampled while the engine loads them. Their order is that of the learner."""
+
+    def __init__(self) -> None:
+        self._num_tensors = 0
+        self._checksums: dict[str, int] = {}
+        self._sampler = Sampler()
+
+    def counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors unchanged."""
+        for name, tensor in tensors:
+            self._num_tensors += 1
+            if self._sampler.takes(name):
+                self._checksums[name] = checksum_of(part_of(name, tensor))
+            yield name, tensor
+
+    def check(self, checksums: Mapping[str, int]) -> int:
+        """Return the number of tensors. Raises ValueError if one of the learner's checksums has no equal here."""
+        wrong = [name for name, value in checksums.items() if self._checksums.get(name) != value]
+        if wrong:
+            raise ValueError(
+                f"the weights received by this server are not the learner's weights: {len(wrong)} of {len(checksums)} "
+                f"compared tensors have other checksums or never arrived: {', '.join(wrong[:3])}"
+            )
+        return self._num_tensors
 
 
 TensorEntry = tuple[str, str, tuple[int, ...], int, int]

@@ -86,7 +86,27 @@ def tie_again(model: Any, architecture: Any) -> None:
 
 
 def mend_after_reload(model: Any, architecture: Any) -> None:
-    """Copy and tie the weights that the last reload skipped."""
+    """Copy, tie and pack the weights that the last reload skipped."""
     copy_sinks(model)
     copy_convolutions(model)
     tie_again(model, architecture)
+    pack_experts(model)
+
+
+def pack_experts(model: Any) -> None:
+    """Bring the experts' matrices into the order that the CPU kernel reads. Does nothing on a GPU.
+
+    vLLM packs them only at the first load, when it makes the kernel. Needed with vLLM 0.30.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for layer in expert_layers(model):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def expert_layers(model: Any) -> Iterator[Any]:
+    """Yield the model's layers of experts."""
+    for layer in model.modules():
+        if hasattr(layer, "w13_weight") and hasattr(layer, "quant_method"):
+            yield layer

@@ -216,7 +216,7 @@ class StoreCarrier:
         loaded = [facts for facts in answers if isinstance(facts, dict)]
         metrics = {
             "weight_sync/bytes": float(max((facts["bytes"] for facts in loaded), default=0.0)),
-            "weight_sync/tensors_held": float(min((facts.get("num_held", 0.0) for facts in loaded), default=0.0)),
+            "weight_sync/tensors_loaded": float(min((facts.get("num_loaded", 0.0) for facts in loaded), default=0.0)),
             "weight_sync/export_s": exported - started,
             "weight_sync/load_s": time.monotonic() - exported,
         }
@@ -284,7 +284,7 @@ class GroupCarrier:
             "weight_sync/bytes": facts.get("bytes", 0.0),
             "weight_sync/join_s": joined_s,
             "weight_sync/load_s": time.monotonic() - started,
-            "weight_sync/tensors_held": facts.get("num_checked", 0.0),
+            "weight_sync/tensors_loaded": facts.get("num_loaded", 0.0),
         }
         return Sent(metrics, failed)
 

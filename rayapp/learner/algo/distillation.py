@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayapp.config.other_models import DistillationSection
-from rayapp.core.errors import LearnerError
+from rayapp.core.errors import LearnerError, RewardFailedError
+from rayapp.core.http import EndpointClient
 from rayapp.core.types import FloatArray, Fork, Int32Array, Reward
 from rayapp.learner.batch import TrainItem, trained_branches
-from rayapp.tasks.custom_rewards import RewardFailedError
-from rayapp.tasks.judges.client import EndpointClient
 
 if TYPE_CHECKING:
     from torch import Tensor

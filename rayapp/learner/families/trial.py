@@ -281,7 +281,7 @@ def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tup
     with learner_of(config) as learner:
         if final is not None:
             export_hf(config, learner.model, final, learner.ranks)
-        tensors = list(sent_weights(learner.model, config.learner.lora))
+        tensors = list(sent_weights(learner.model, config.learner.lora, [torch.bfloat16]))
         log_probs = [row for group in groups for row in log_probs_of(learner, group)]
     # Leave room for alignment: `pack` starts each tensor on a cache line.
     num_bytes = sum(tensor.numel() * tensor.element_size() + 64 for _, tensor in tensors)

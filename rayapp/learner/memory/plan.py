@@ -39,7 +39,7 @@ AUTO_SHARE = 0.9
 ENOUGH_TOKENS = 8192
 """Number of tokens with which matrix products are fast. Layers are recomputed until a micro-batch may have this many
 tokens, if `learner.max_tokens_per_microbatch` and `.activation_checkpointing` are both auto."""
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

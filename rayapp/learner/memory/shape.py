@@ -13,7 +13,6 @@ from typing import Any
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
-from rayapp.core.names import large_imports
 from rayapp.storage.models.check import check_hub_answers
 from rayapp.storage.models.fetch import with_local_model
 
@@ -177,11 +176,10 @@ def model_shape(config: Config) -> ModelShape:
     Raises:
         InputError: the model does not exist, or the hub can't be reached.
     """
-    with large_imports():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-        from rayapp.learner.families.experts import check_expert_parallel
+    from rayapp.learner.families.experts import check_expert_parallel
 
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code

@@ -1,4 +1,4 @@
-"""Exports the policy's weights: as bfloat16 buckets for the servers, and as Hugging Face folders.
+"""Exports the policy's weights: in buckets for the servers, and as Hugging Face folders.
 
 Gathering sharded weights is collective: every rank calls these functions. Rank 0 sends the buckets. All ranks write a
 folder together, each rank its own files, so that no rank holds the whole model. `hf_folder` assigns tensors to files.
@@ -6,7 +6,7 @@ folder together, each rank its own files, so that no rank holds the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,18 @@ from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
 from rayapp.learner.family import persistent_buffers
-from rayapp.learner.policy import PolicyModel, named_weights
-from rayapp.learner.state.hf_folder import EXPORT_DTYPE, HfFile, HfLayout, hf_layout, write_file
+from rayapp.learner.policy import DTYPES, PolicyModel, named_weights
+from rayapp.learner.state.hf_folder import HfFile, HfLayout, hf_layout, write_file
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
 from rayapp.learner.state.pretrained import groups_of, hub_tensors
 
+Formats = Sequence[torch.dtype]
+"""Number formats to which a sent weight is rounded, in order; it is sent in the last. Two formats if a server that
+computes in float32 must hold the weights of a bfloat16 folder."""
+
 
 def export_buckets(
-    model: PolicyModel, bucket_bytes: int, *, rank: int, lora: LoraSection | None = None
+    model: PolicyModel, bucket_bytes: int, formats: Formats, *, rank: int, lora: LoraSection | None = None
 ) -> Iterator[WeightBucket]:
     """Yield the weights for the servers in buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
@@ -35,7 +39,7 @@ def export_buckets(
         lora: settings of the adapters, which are sent alone or merged into the weights. None or rank 0: the model has
             no adapters.
     """
-    tensors = sent_weights(model, lora or LoraSection())
+    tensors = sent_weights(model, lora or LoraSection(), formats)
     if rank == 0:
         yield from pack(tensors, bucket_bytes)
         return
@@ -50,7 +54,7 @@ class StagedFolder:
 
     layout: HfLayout
     files: Mapping[str, dict[str, Tensor]]
-    """Tensors by file name and by the hub's name: parameters in bfloat16, persistent buffers in their own dtype."""
+    """Tensors by file name and by the hub's name: parameters in the layout's format, buffers in their own."""
     is_first: bool
     """True if this rank also writes the files that hold no weights."""
 
@@ -83,30 +87,34 @@ def not_finite(state: Mapping[str, Any]) -> str:
 
 
 def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
-    """Gather each weight on the rank that will write it. Collective."""
-    layout = hf_layout(config, model.causal_lm)
+    """Gather each weight in float32 on the rank that will write it. Collective."""
+    layout = hf_layout(config, model.causal_lm, torch.float32)
     files = {
         file.name: tensors
         for number, file in enumerate(layout.files)
-        if (tensors := _gathered_file(config, model, file, is_own=number % ranks.world_size == ranks.rank)) is not None
+        if (
+            tensors := _gathered_file(config, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank)
+        )
+        is not None
     }
     return StagedFolder(layout=layout, files=files, is_first=ranks.rank == 0)
 
 
 def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
-    """Write a Hugging Face folder; each rank writes its files one at a time. Collective.
+    """Write a Hugging Face folder in `checkpoint.final_dtype`; each rank writes its files one at a time. Collective.
 
     Raises:
         CheckpointError: a weight is not finite, or the weights can't be written.
     """
     if wrong := ranks.first_of(not_finite(dict(named_weights(model)))):
         raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
-    layout = hf_layout(config, model.causal_lm)
+    dtype = DTYPES[config.checkpoint.final_dtype]
+    layout = hf_layout(config, model.causal_lm, dtype)
     failure: CheckpointError | None = None
     for start in range(0, len(layout.files), ranks.world_size):
         mine: tuple[HfFile, dict[str, Tensor]] | None = None
         for rank, file in enumerate(layout.files[start : start + ranks.world_size]):
-            tensors = _gathered_file(config, model, file, is_own=rank == ranks.rank)
+            tensors = _gathered_file(config, model, file, dtype, is_own=rank == ranks.rank)
             mine = (file, tensors) if tensors is not None else mine
         # A rank that can't write must continue gathering, or the other ranks would wait for it.
         if mine is not None and failure is None:
@@ -120,7 +128,9 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
         layout.describe(folder)
 
 
-def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: bool) -> dict[str, Tensor] | None:
+def _gathered_file(
+    config: Config, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
+) -> dict[str, Tensor] | None:
     """Return the tensors of a file by the hub's names on the rank that writes it, else None. Collective."""
     parameters = dict(named_weights(model))
     names = {name.replace(BASE, ""): name for name in parameters}
@@ -128,7 +138,9 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
         # The other ranks take part in gathering, but copy nothing to the host.
-        gathered = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
+        gathered = (
+            (name, _whole(parameters, names[name], config.learner.lora, [dtype])) for name in group if name in names
+        )
         kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}
@@ -136,12 +148,12 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     return tensors if is_own else None
 
 
-def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Yield the servers' tensors in bfloat16: all weights by the hub's names, or adapters by peft's. Collective."""
+def sent_weights(model: PolicyModel, lora: LoraSection, formats: Formats) -> Iterator[tuple[str, Tensor]]:
+    """Yield the servers' tensors: all weights by the hub's names, or adapters by peft's. Collective."""
     if lora.sends_adapter:
-        return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
+        return ((name, weight.to(formats[-1]).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
     parameters = dict(named_weights(model))
-    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora).cpu())
+    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, formats).cpu())
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
@@ -149,17 +161,19 @@ def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
     gathering.
     """
     shapes = {name: parameter.shape for name, parameter in named_weights(model)}
-    empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], dtype=EXPORT_DTYPE, device="meta"))
+    empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], device="meta"))
     return [(name, tensor.shape) for name, tensor in empty]
 
 
-def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight by the hub's name, in bfloat16 on the learner's device, with adapters merged in. Collective.
+def device_weights(
+    model: PolicyModel, lora: LoraSection, device: torch.device, formats: Formats
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight by the hub's name on the learner's device, with adapters merged in. Collective.
 
     Weights in host memory (`learner.cpu_offload`) are first moved to the device, where gathering is faster.
     """
     parameters = dict(named_weights(model))
-    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, device))
+    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, formats, device))
 
 
 def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -170,13 +184,18 @@ def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> It
 
 
 def _whole(
-    parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection, device: torch.device | None = None
+    parameters: Mapping[str, nn.Parameter],
+    name: str,
+    lora: LoraSection,
+    formats: Formats,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Return a copy of the full tensor in bfloat16, with its adapter merged in, on `device` or else on the device of
-    its shards.
+    """Return a copy of the full tensor in the last of `formats`, with its adapter merged in, on `device` or else on the
+    device of its shards.
     """
     # Merge adapters in float32 and round once, like weights that are trained directly. Weights without an adapter are
     # cast before they are gathered, which halves the bytes to send.
     own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()
-    narrow = own.to(EXPORT_DTYPE).to(device or own.device)
-    return whole(narrow)
+    for dtype in formats:
+        own = own.to(dtype)
+    return whole(own.to(device or own.device))

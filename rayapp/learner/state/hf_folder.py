@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
@@ -34,7 +34,6 @@ from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight, peft_name
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
-EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9
 """Maximum size of a file in bytes; only a single larger group of tensors exceeds it."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -60,6 +59,8 @@ class HfLayout:
     files: tuple[HfFile, ...]
     causal_lm: Any
     """A transformers model; only its class and configs are read."""
+    dtype: torch.dtype
+    """Number format of the parameters; persistent buffers keep their own."""
     tokenizer_path: str
     trust_remote_code: bool
 
@@ -76,7 +77,7 @@ class HfLayout:
         # Change a copy: the learner's config must keep the name of packed attention, which other programs don't have.
         config = copy.deepcopy(self.causal_lm.config)
         config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
-        config.dtype, config.architectures = EXPORT_DTYPE, [type(self.causal_lm).__name__]
+        config.dtype, config.architectures = self.dtype, [type(self.causal_lm).__name__]
         if getattr(self.causal_lm, "_auto_class", None) is not None:
             custom_object_save(self.causal_lm, folder, config=config)
         config.save_pretrained(folder)
@@ -95,9 +96,9 @@ class HfLayout:
         }
 
 
-def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> HfLayout:
+def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
     """Return the layout of this model's folder, without gathering or reading weights."""
-    shapes = {name: _outline(tensor) for name, tensor in _exported(causal_lm)}
+    shapes = {name: _outline(tensor, dtype) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
     chosen: list[list[int]] = []
@@ -120,6 +121,7 @@ def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> H
     return HfLayout(
         files=files,
         causal_lm=causal_lm,
+        dtype=dtype,
         tokenizer_path=config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -144,9 +146,9 @@ def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _outline(tensor: Tensor) -> Tensor:
-    dtype = EXPORT_DTYPE if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+def _outline(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    own = dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+    return torch.empty(tensor.shape, dtype=own, device="meta")
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -174,7 +176,7 @@ _WEIGHTS = "model."
 
 
 def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write the checkpoint's weights as a Hugging Face folder, which transformers and vLLM load.
+    """Write the checkpoint's weights in float32 as a Hugging Face folder, which transformers and vLLM load.
 
     Args:
         config: config of the run that saved it, for its base model and adapters.
@@ -183,6 +185,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
         CheckpointError: the checkpoint holds no weights, or the weights of another model.
         InputError: the base model can't be loaded.
     """
+    config = with_number_formats(config, on_gpu=config.cluster.device != "cpu" and torch.cuda.is_available())
     causal_lm = build_causal_lm(config, is_checked=False)
     if config.learner.lora.rank > 0:
         with torch.device("meta"):
@@ -190,7 +193,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
     files = WeightFiles(config.model.path)
     sources = sources_of(causal_lm, files, tensors_of(causal_lm))
-    layout = hf_layout(config, causal_lm)
+    layout = hf_layout(config, causal_lm, torch.float32)
     try:
         _check_names({f"{_WEIGHTS}{name}" for name in trained}, learner_folder)
         for file in layout.files:
@@ -262,7 +265,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    """Return the group's tensors as they are written: adapters merged in, parameters in bfloat16."""
+    """Return the group's tensors as they are written: adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}
@@ -272,11 +275,11 @@ def _exported_group(
             continue
         module, _, kind = name.rpartition(".")
         if module not in adapted:
-            whole[name] = held[name].to(EXPORT_DTYPE)
+            whole[name] = held[name].float()
             continue
         # Round to the compute dtype, because the learner adds adapters to weights that it keeps in this dtype.
         own, frozen = f"{module}{BASE}.{kind}", held[name].to(DTYPES[section.compute_dtype])
-        whole[name] = merged_weight(held | {own: frozen.float()}, own, section.lora).to(EXPORT_DTYPE)
+        whole[name] = merged_weight(held | {own: frozen.float()}, own, section.lora)
     return whole
 
 

@@ -25,10 +25,9 @@ from rayapp.core.own_thread import in_thread
 from rayapp.engine.weights.buckets import Sampler, checksum_of, part_of
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.policy import PolicyModel
-from rayapp.learner.state.export import device_weights, weight_shapes
+from rayapp.learner.state.export import Formats, device_weights, weight_shapes
 
 log = logging.getLogger(__name__)
-WIRE_DTYPE = torch.bfloat16
 
 
 class LearnerSource:
@@ -39,26 +38,33 @@ class LearnerSource:
         device: device of the learner; weights in host memory are moved to it.
     """
 
-    def __init__(self, model: PolicyModel, lora: LoraSection, device: torch.device) -> None:
+    formats: Formats
+    """Number formats to which the next sync rounds the weights; the last one is the servers'."""
+
+    def __init__(self, model: PolicyModel, lora: LoraSection, device: torch.device, dtype: torch.dtype) -> None:
         self._model = model
         self._lora = lora
         self._device = device
+        self.formats = (dtype,)
         self.checksums: dict[str, int] = {}
-        self.num_bytes = 0
+        self.num_bytes = self.num_tensors = 0
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, WIRE_DTYPE, shape) for name, shape in weight_shapes(self._model)]
+        return [ParamMeta(name, self.formats[-1], shape) for name, shape in weight_shapes(self._model)]
 
     def largest_bytes(self) -> int:
         """Bytes of the largest tensor, usually the embedding. A bucket must hold this tensor, because vLLM does not
         split tensors."""
-        return max(shape.numel() for _, shape in weight_shapes(self._model)) * WIRE_DTYPE.itemsize
+        return max(shape.numel() for _, shape in weight_shapes(self._model)) * self.formats[-1].itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.checksums, self.num_bytes, sampler = {}, 0, Sampler()
-        for name, tensor in gathered_in_order(device_weights(self._model, self._lora, self._device), self._device):
+        self.checksums, sampler = {}, Sampler()
+        self.num_bytes = self.num_tensors = 0
+        weights = device_weights(self._model, self._lora, self._device, self.formats)
+        for name, tensor in gathered_in_order(weights, self._device):
+            self.num_tensors += 1
             self.num_bytes += tensor.numel() * tensor.element_size()
             if sampler.takes(name):
                 self.checksums[name] = checksum_of(part_of(name, tensor))

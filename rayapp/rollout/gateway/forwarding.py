@@ -16,8 +16,7 @@ import aiohttp
 from aiohttp import web
 
 from rayapp.config.agent import EndpointSection
-from rayapp.config.other_models import server_named
-from rayapp.core.http import read_key
+from rayapp.core.http import read_key, server_named
 from rayapp.rollout.gateway.conversation import RefusedError
 from rayapp.rollout.gateway.listening import send
 

@@ -20,7 +20,6 @@ from typing import Generic, Protocol, TypeVar
 from rayapp.core.files import write_text
 from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
-from rayapp.runs.tracking.traces import TracedRollout, chosen_rollouts
 
 MAX_WAITING = 1000
 MAX_WAITING_TRACES = 4
@@ -35,7 +34,7 @@ T = TypeVar("T", bound=Tracker)
 class RolloutTracer(Tracker, Protocol):
     """A tracker that also takes whole rollouts."""
 
-    def trace(self, rollouts: Sequence[TracedRollout]) -> None: ...
+    def trace(self, step: int, groups: Sequence[Group]) -> None: ...
 
 
 class BackgroundTracker(Generic[T]):
@@ -122,36 +121,20 @@ class BackgroundTracker(Generic[T]):
 
 
 class BackgroundTracer(BackgroundTracker[RolloutTracer]):
-    """Like `BackgroundTracker`, for a tracker that also takes a share of the rollouts.
-
-    Args:
-        ratio: share of all rollouts, see `chosen_rollouts`.
-        seed: draws the chosen ones.
-    """
+    """Like `BackgroundTracker`, for a tracker that also takes rollouts."""
 
     def __init__(
-        self,
-        name: str,
-        make: Callable[[int], RolloutTracer],
-        *,
-        ratio: float,
-        seed: int,
-        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        self, name: str, make: Callable[[int], RolloutTracer], *, close_timeout_s: float = CLOSE_TIMEOUT_S
     ) -> None:
         super().__init__(name, make, close_timeout_s=close_timeout_s)
-        self._ratio = ratio
-        self._seed = seed
         self._places = threading.Semaphore(MAX_WAITING_TRACES)
 
     def trace(self, step: int, groups: Sequence[Group]) -> None:
-        """Pass the chosen rollouts of a step to the thread.
+        """Pass the groups of a step to the thread.
 
         Raises:
             Exception: the error of an earlier record; or queue.Full: this step's traces are left out.
         """
-        chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
-        if not chosen:
-            return
         if not self._places.acquire(blocking=False):
             raise queue.Full(
                 f"{self._name} gets no traces of step {step}: it is too slow, and the traces of {MAX_WAITING_TRACES} "
@@ -160,7 +143,7 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
 
         def write(tracker: RolloutTracer) -> None:
             try:
-                tracker.trace(chosen)
+                tracker.trace(step, groups)
             finally:
                 self._places.release()
 

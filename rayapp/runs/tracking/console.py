@@ -11,6 +11,7 @@ import io
 import logging
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ SPARK = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 40
 PACE_STEPS = 20
 NUM_NOTES = 4
+FIRST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 160.0
 FORMATS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", "{:+.3f}"),
     "pass rate": ("reward/pass_rate/mean", "{:.2f}"),
@@ -47,8 +49,13 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "seconds": ("timing_s/step", "{:.1f}"),
 }
 """Numbers of a step on demonstrations."""
-COST: dict[str, tuple[str, str]] = {"cost": ("cost/total", "{:.2f}")}
-"""The cost of the run so far, shown if its prices are set (`budget`)."""
+OPTIONAL: dict[str, tuple[str, str]] = {
+    "tokens/s/GPU": ("throughput/tokens_per_s_per_gpu", "{:.0f}"),
+    "cost": ("cost/total", "{:.2f}"),
+    "eval scored": ("eval/trajectories/scored", "{:.0f}"),
+    "eval failed": ("eval/trajectories/failed", "{:.0f}"),
+}
+"""Numbers of steps that have them: on GPUs, if prices are set (`budget`), and of evaluations."""
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
@@ -57,7 +64,8 @@ EVALUATED: dict[str, tuple[str, str]] = {
 LEGEND = (
     "reward: mean over the step's completions; pass rate: share of tests passed; solved: share of completions that "
     "pass all; no signal: share of groups with equal rewards, from which GRPO learns nothing; entropy: nats per token, "
-    "near 0 the policy repeats itself; stale: optimizer steps between the weights that sampled and those that train"
+    "near 0 the policy repeats itself; stale: optimizer steps between the weights that sampled and those that train; "
+    "tokens/s: sampled tokens per second of the step; tokens/s/GPU: trained tokens per second and GPU of the run"
 )
 """Meanings of the labels in FORMATS, shown once, before the first step."""
 SUPERVISED_LEGEND = (
@@ -72,8 +80,8 @@ def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
     evaluated = EVALUATED if any(key.startswith("eval/") for key in metrics) else {}
     if any(key.startswith("sft/") for key in metrics):
         return SUPERVISED | evaluated
-    costed = COST if "cost/total" in metrics else {}
-    return evaluated if evaluated and "reward/mean" not in metrics else FORMATS | costed | evaluated
+    optional = {label: form for label, form in OPTIONAL.items() if form[0] in metrics}
+    return (evaluated if evaluated and "reward/mean" not in metrics else FORMATS | evaluated) | optional
 
 
 def legend_of(metrics: Mapping[str, float]) -> str:
@@ -128,15 +136,41 @@ class LineConsole:
         self._stream = stream or sys.stdout
         self._pace = Pace(num_steps)
         self._is_explained = False
+        self._step = 0
+        self._phase, self._phase_started, self._progress = "starting", time.monotonic(), ""
+        self._is_closed = threading.Event()
+        self._silent_s, self._last_line = FIRST_SILENCE_S, time.monotonic()
 
     def note(self, text: str) -> None:
         """Print a line."""
+        self._print(text)
+        self._silent_s = FIRST_SILENCE_S
+
+    def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+        self._last_line = time.monotonic()
 
     def phase(self, name: str) -> None:
-        """Do nothing: phases change too often for a log."""
+        """Keep the phase, for lines after a silence."""
+        if self._phase == "starting" and not self._is_closed.is_set():
+            threading.Thread(target=self._break_silence, name="console", daemon=True).start()
+        self._phase, self._phase_started, self._progress = name, time.monotonic(), ""
+
+    def progress(self, text: str) -> None:
+        """Keep the progress of the phase, for lines after a silence."""
+        self._progress = text
+
+    def _break_silence(self) -> None:
+        """Say what the run waits for after 10 s without a line, then after 20, 40, … s."""
+        while not self._is_closed.wait(1.0):
+            now = time.monotonic()
+            if now - self._last_line >= self._silent_s:
+                self._silent_s = min(2 * self._silent_s, LONGEST_SILENCE_S)
+                done = f", {self._progress}" if self._progress else ""
+                self._print(f"step {self._step + 1}: {self._phase} {duration(now - self._phase_started)}{done}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
         self._explain(metrics)
         self.note(self._line(step, metrics))
 
@@ -150,14 +184,16 @@ class LineConsole:
         return step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Print no more lines after silences."""
+        self._is_closed.set()
 
 
 class LogConsole(LineConsole):
     """Writes the lines of `LineConsole` as log records, in the logs' format, with the step's numbers as fields."""
 
-    def note(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         log.info(text)
+        self._last_line = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # NaN would make the line invalid JSON.
@@ -210,7 +246,7 @@ class LiveConsole:
         self._pace = Pace(num_steps)
         self._seconds_left: float | None = None
         self._started = clock()
-        self._phase, self._phase_started = "starting", self._started
+        self._phase, self._phase_started, self._progress = "starting", self._started, ""
         self._live = Live(get_renderable=self._render, console=console or Console(stderr=True), refresh_per_second=4)
         if is_live:
             self._live.start()
@@ -225,7 +261,12 @@ class LiveConsole:
 
     def phase(self, name: str) -> None:
         """Show the phase that the driver waits for, with its seconds."""
-        self._phase, self._phase_started = name, self._clock()
+        self._phase, self._phase_started, self._progress = name, self._clock(), ""
+        self._draw()
+
+    def progress(self, text: str) -> None:
+        """Show the progress of the phase, e.g. the groups done."""
+        self._progress = f" ({text})"
         self._draw()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -254,8 +295,8 @@ class LiveConsole:
         return Group(head, phase, *details, *(Text(note, style="dim") for note in self._notes))
 
     def _phase_text(self) -> str:
-        waited = duration(self._clock() - self._phase_started)
-        return f"step {self._step}/{self._num_steps}   {self._phase} {waited}   left {duration(self._seconds_left)}"
+        waited = f"{self._phase} {duration(self._clock() - self._phase_started)}{self._progress}"
+        return f"step {self._step}/{self._num_steps}   {waited}   left {duration(self._seconds_left)}"
 
     def _details(self) -> str:
         labels = (label for label in formats_of(self._metrics) if label != "reward")

@@ -138,7 +138,7 @@ def _lengths(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Return shares of statuses over all trajectories, including invalid ones."""
+    """Return shares of statuses over all trajectories, and the number with a verdict, over which rewards are means."""
     total = sum(summary.rewards.size for summary in summaries)
     counted = {
         "status": Counter(status for summary in summaries for status in summary.statuses),
@@ -147,7 +147,8 @@ def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     }
     shares = {f"{name}/{key}": n / total for name, counts in counted.items() for key, n in sorted(counts.items())}
     invalid = sum(int((~summary.valid).sum()) for summary in summaries)
-    return shares | {"rollout/invalid": invalid / total}
+    counts = {"trajectories/scored": float(total - invalid), "trajectories/failed": float(invalid)}
+    return shares | counts | {"rollout/invalid": invalid / total}
 
 
 class JsonlTracker:
@@ -290,6 +291,36 @@ def _is_silent(metrics: Mapping[str, Any]) -> bool:
     """Return True if the step had no signal from rewards, and there is no teacher, which needs no rewards."""
     are_equal = metrics.get("reward/std", 1.0) < 1e-6 and "distillation/kl" not in metrics
     return bool(metrics[_KEY] == 0.0 or are_equal)
+
+
+MISMATCH = "rollout_probs_diff/mean"
+_GROWTH, _LEAST_MISMATCH = 4.0, 1e-3
+
+
+class MismatchWatch:
+    """Warns once if engine and learner agreed less after a sync than in the run's first step, when both had the weights
+    of the start model's files. Then the sync sends other weights than the learner trains, such as rounded ones.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._has_warned = False
+
+    def record(self, metrics: Mapping[str, Any]) -> str:
+        """Return the warning that this step gives; empty for none. Steps on groups of older versions don't count."""
+        now = metrics.get(MISMATCH)
+        if now is None or metrics.get("staleness/token_mean", metrics.get("staleness/max", 0.0)) > 0:
+            return ""
+        if self._first is None:
+            self._first = now
+        if self._has_warned or now <= max(_GROWTH * self._first, _LEAST_MISMATCH):
+            return ""
+        self._has_warned = True
+        return (
+            f"warning: the probabilities of engine and learner differ by {now:.2g} on average ({MISMATCH}), by "
+            f"{self._first:.2g} in the first step: the servers sample from another policy than the learners train. Use "
+            "one format for learner.compute_dtype and server.dtype, or algorithm.rollout_correction.level=token"
+        )
 
 
 def warning_of(records: Iterable[Mapping[str, Any]]) -> str:

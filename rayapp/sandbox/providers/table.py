@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from rayapp.config.sandbox import (
     DaytonaConfig,
     E2BConfig,
-    FakeConfig,
     LocalConfig,
     McpConfig,
     PluginConfig,
@@ -99,10 +98,6 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
             from rayapp.sandbox.providers.mcp import McpProvider
 
             return McpProvider(section, api_key=_key(section))
-        case FakeConfig():
-            from rayapp.sandbox.providers.fake import FakeProvider
-
-            return FakeProvider(latency_s=section.latency_s, fail_share=section.fail_share, seed=section.seed)
         case PluginConfig():
             return _of_plugin(section)
         case _:

@@ -3,7 +3,7 @@
 POST/GET/DELETE /mcp   streamable HTTP of MCP
 GET /metrics           metrics of clients and pool, for Prometheus
 GET /health            the pool's metrics; the only route without a key
-further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.tasks.fusion`)
+further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.extras.service.fusion`)
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
 request's body, and counts the answer.

@@ -14,9 +14,8 @@ from typing import Any
 
 from rayapp.config.config import Config, alone, frozen_models, with_values
 from rayapp.config.learner import MAX_ADAPTER_RANK
-from rayapp.config.other_models import server_named
 from rayapp.core.errors import ConfigError, InputError, first_line
-from rayapp.core.http import read_key
+from rayapp.core.http import read_key, server_named
 from rayapp.core.names import did_you_mean
 from rayapp.storage.models.families import FAMILIES, text_type, unserved
 from rayapp.storage.models.fetch import with_local_model

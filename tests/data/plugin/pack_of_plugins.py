@@ -1,7 +1,7 @@
 """What a package that extends rayapp may look like: one plug-in of each kind. Installed by tests as a wheel."""
 
 import rayapp
-from rayapp.sandbox.providers.fake import FakeProvider
+from support.fake_sandboxes import FakeProvider
 
 DOUBLE = rayapp.CodingTask(
     name="double",
@@ -46,7 +46,7 @@ def plain(token_level_rewards, response_mask, index, config, **more):
 
 
 def provider(options):
-    return FakeProvider(**{"latency_s": 0.0, "fail_share": 0.0, "seed": 0, **options})
+    return FakeProvider(**options)
 
 
 class Doubting:

@@ -12,7 +12,7 @@ from actors.handles import LearnerHandle
 from actors.learner_group import LearnerGroup
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointError, LearnersLostError, RayappError, WeightSyncError
-from support.learners import sampled
+from support import make
 
 
 class Rank:
@@ -108,5 +108,5 @@ async def test_ranks_that_share_micro_batches_get_the_same_trajectories() -> Non
     ranks = [Learning() for _ in range(4)]
     config = Config.model_validate({"learner": {"num_learners": 4, "sequence_parallel": 2}})
     group = LearnerGroup(tuple(cast("LearnerHandle", rank) for rank in ranks), config)
-    await group.supervised_step(1, [sampled([1] * size, 1) for size in (5, 9, 4, 2)])
+    await group.supervised_step(1, [make.trajectory([1] * size, 1) for size in (5, 9, 4, 2)])
     assert [rank.rows for rank in ranks] == [[9, 2], [9, 2], [5, 4], [5, 4]]

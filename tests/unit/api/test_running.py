@@ -78,25 +78,6 @@ async def test_in_a_running_loop_it_has_a_thread_of_its_own_and_what_on_step_rai
     assert threads[0] is not threading.current_thread()
 
 
-async def test_a_cancelled_run_ends_before_the_cancellation_comes_out(driver: list[Config]) -> None:
-    at_three = asyncio.Event()
-    here = asyncio.get_running_loop()
-
-    def tell(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 3:
-            here.call_soon_threadsafe(at_three.set)
-
-    task = asyncio.create_task(rayapp.train_async(None, {"train.num_steps": 9}, tasks=[DOUBLE], on_step=tell))
-    await asyncio.wait_for(at_three.wait(), 60)
-    task.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    for thread in [each for each in threading.enumerate() if each.name == "rayapp"]:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-
-
 class Saver:
     """Saver of a run whose step 4 is done and not saved."""
 

@@ -57,7 +57,7 @@ def test_plan_and_doctor_need_no_more_than_a_config_json(
         monkeypatch.setattr(f"rayapp.cli.{command}.available_memory", lambda: 64 << 30)
     gpus = ["cluster.num_gpus=8"]
     assert run(["plan", "configs/coding_8gpu.yaml", *gpus, "--gpu", "h100", "--model-config", SMALL]) == 0
-    assert "largest micro-batch that fits" in capsys.readouterr().out
+    assert "a step: about" in capsys.readouterr().out
     assert run(["doctor", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
     assert "can run on this machine" in capsys.readouterr().out
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", "nowhere.json"]) == 2
@@ -101,23 +101,6 @@ def test_the_table_of_shapes_is_that_of_the_models(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(architecture))
         shape = model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
         assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=0.001)
-
-
-def test_variants_are_simulated_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["plan", "--model-config", SMALL, "cluster.device=gpu", "cluster.num_gpus=2", "train.groups_per_step=4"]
-    gpu = ["--gpu", "memory_gib=90,memory_gb_s=3000,tflops=800", "--simulate", "--steps", "2", "--lengths", "200,0.9"]
-    variant = ["--against", "train.max_staleness=1 algorithm.rollout_correction.level=token", "budget.gpu_hour=3"]
-    assert run([job[0], "configs/coding_cpu.yaml", *job[1:], *gpu, *variant]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[1] == "1: train.max_staleness=1 algorithm.rollout_correction.level=token"
-    table = [line.split() for line in printed if line.startswith(("0  ", "1  "))]
-    assert float(table[1][1]) <= float(table[0][1])
-    shares = table[2:]  # the groups of each variant by staleness
-    assert shares[0] == ["0", "0:", "100%"]
-    assert sum(int(share.rstrip("%")) for share in shares[1][2::2]) == pytest.approx(100, abs=1)
-    assert shares[1][-2] == "1:"
-    assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL, "--simulate"]) == 2
-    assert "--simulate needs the figures of a GPU" in capsys.readouterr().err
 
 
 def test_the_plan_names_the_cost_of_a_run_and_a_cap_that_it_exceeds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,10 +88,9 @@ def test_an_unknown_provider_or_level_names_the_known_ones(tmp_path: Path) -> No
 def test_the_doctor_reports_every_check_as_data() -> None:
     done = invoke("doctor", "--json")
     report = json.loads(done.stdout)
-    assert {"level", "uid", "landlock_abi", "checks", "refused"} <= set(report)
-    assert len(report["checks"]) >= 70
-    assert all(set(check) == {"name", "passed", "found"} for check in report["checks"])
-    assert done.exit_code == (0 if all(check["passed"] for check in report["checks"]) else 1)
+    assert {"level", "uid", "landlock_abi", "refused"} <= set(report)
+    assert (report["num_tried"], report["reached"]) == (4, [])
+    assert done.exit_code == 0
 
 
 def test_the_bench_prints_one_line_with_its_unit() -> None:

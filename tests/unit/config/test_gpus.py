@@ -48,7 +48,7 @@ def test_without_gpus_the_same_processes_hold_cpu_shares_only() -> None:
 
 
 @pytest.mark.parametrize("run", [SPLIT, COLOCATED], ids=["split", "colocated"])
-def test_an_evaluation_has_no_learners_and_a_replay_no_servers(run: Config) -> None:
+def test_an_evaluation_has_no_learners_and_supervised_steps_have_no_servers(run: Config) -> None:
     servers = bundles_of(run, with_learners=False)
     learners = bundles_of(run, with_servers=False)
 

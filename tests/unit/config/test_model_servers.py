@@ -33,10 +33,10 @@ def test_each_model_has_gpus_of_its_own_where_somebody_asks_it() -> None:
     run = config()
 
     assert gpu_arithmetic(bundles_of(run)) == "1 servers x TP 1 + 1 learners + critic x TP 2 + large x TP 4 = 8"
-    # An evaluation has judges and no teacher, a replay a teacher and no judges.
-    evaluated, replayed = bundles_of(run, with_learners=False), bundles_of(run, with_servers=False)
+    # An evaluation has judges and no teacher, supervised steps a teacher and no judges.
+    evaluated, supervised = bundles_of(run, with_learners=False), bundles_of(run, with_servers=False)
     assert [each.model_server for each in evaluated if each.model_server] == ["critic"]
-    assert [each.model_server for each in replayed if each.model_server] == ["large"]
+    assert [each.model_server for each in supervised if each.model_server] == ["large"]
     assert [resources_of(each)["GPU"] for each in bundles_of(run) if each.model_server] == [2.0, 4.0]
 
 

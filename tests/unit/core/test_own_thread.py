@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import threading
 import pytest
 
 from rayapp.core.aio import run_until_done
-from rayapp.core.own_thread import work_apart, work_awaited
+from rayapp.core.own_thread import work_apart
 
 
 def test_without_a_running_loop_work_stays_in_its_thread() -> None:
@@ -24,7 +23,6 @@ async def test_with_a_running_loop_work_may_run_another_one() -> None:
         return 2
 
     assert work_apart(lambda: run_until_done(two())) == 2
-    assert await work_awaited(lambda: run_until_done(two())) == 2
 
 
 async def test_what_the_work_raises_comes_out() -> None:
@@ -33,28 +31,6 @@ async def test_what_the_work_raises_comes_out() -> None:
 
     with pytest.raises(ValueError, match="no"):
         work_apart(fails)
-    with pytest.raises(ValueError, match="no"):
-        await work_awaited(fails)
-
-
-async def test_a_cancelled_wait_stops_the_work_and_waits_for_its_cleanup() -> None:
-    begun, said = threading.Event(), []
-
-    async def hangs() -> None:
-        try:
-            begun.set()
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.01)
-            said.append("cleaned up")
-
-    task = asyncio.create_task(work_awaited(lambda: run_until_done(hangs())))
-    await asyncio.to_thread(begun.wait, 60)
-    task.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert said == ["cleaned up"]
 
 
 PROGRAM = """

@@ -30,7 +30,7 @@ from rayapp.runs.folder import RunFolder
 from rayapp.runs.source import open_source
 from rayapp.runs.tracking.metrics import read_metrics
 from rayapp.runs.trajectories import read_groups
-from support.learners import sampled
+from support import make
 
 NUM_PROMPTS = 3
 SOURCES = [
@@ -65,7 +65,7 @@ class Worker:
         group = Group(
             group_id=request.group_id,
             prompt=Prompt(task="t", text="", token_ids=tokens[:2]),
-            trajectories=(sampled(tokens, 2, reward=1.0, policy_version=step),),
+            trajectories=(make.trajectory(tokens, 2, reward=1.0, policy_version=step),),
         )
         return summarize_group(group, time_total_s=0.0), group
 

@@ -12,9 +12,9 @@ from rayapp.core.errors import TrainingAbortedError
 from rayapp.core.timing import Phases
 from rayapp.core.types import GroupSummary
 from rayapp.driver.group_rules import FailureBudget
-from support.summaries import summary_of
+from support import make
 
-FOUR = summary_of([0.0] * 4)
+FOUR = make.summary([0.0] * 4)
 
 
 def failing(*kinds: str) -> GroupSummary:

@@ -21,7 +21,7 @@ from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import MAX_TRAJECTORIES_PER_WORKER, Cohort, GroupRequest
-from support.learners import sampled
+from support import make
 
 NUM_GROUPS = 5
 
@@ -29,7 +29,7 @@ NUM_GROUPS = 5
 def group_of(request: GroupRequest) -> Group:
     tokens = np.arange(4, dtype=np.int32)
     prompt = Prompt(task="t", text="", token_ids=tokens[:2])
-    trajectory = sampled(tokens, 2, reward=0.0, policy_version=request.policy_version)
+    trajectory = make.trajectory(tokens, 2, reward=0.0, policy_version=request.policy_version)
     return Group(group_id=request.group_id, prompt=prompt, trajectories=(trajectory,))
 
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from rayapp.core.types import GroupSummary
 from rayapp.driver.store import TrajectoryStore
-from support.summaries import summary_of
+from support import make
 
 
 def summary(group_id: int, version: int) -> GroupSummary:
-    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version)
+    return make.summary([0.0, 0.0], group_id=group_id, min_policy_version=version)
 
 
 def refused(group_id: int) -> GroupSummary:
     """A group that `store` drops when it is finished."""
-    return summary_of([1.0, 1.0], group_id=group_id, min_policy_version=0)
+    return make.summary([1.0, 1.0], group_id=group_id, min_policy_version=0)
 
 
 def store(*, groups_per_step: int = 2, max_staleness: int = 0, num_groups: int = 100) -> TrajectoryStore[int]:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from rayapp.core.types import GroupSummary
 from rayapp.driver.store import TrajectoryStore
-from support.summaries import summary_of
+from support import make
 
 NUM_STEPS = 6
 
 
 def summary(group_id: int, version: int) -> GroupSummary:
-    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version)
+    return make.summary([0.0, 0.0], group_id=group_id, min_policy_version=version)
 
 
 class Run:

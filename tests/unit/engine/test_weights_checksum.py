@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from rayapp.engine.weights.buckets import NUM_COLUMNS, Sampler, checksum_of, columns_of, part_of
-from rayapp.engine.weights.held import place_of
+from rayapp.engine.weights.buckets import NUM_COLUMNS, Arrivals, Sampler, checksum_of, columns_of, pack, part_of
 
 
 def test_the_first_tensor_of_every_kind_all_norms_and_one_in_eight_of_the_rest_are_sampled() -> None:
@@ -43,7 +43,19 @@ def test_a_checksum_is_of_values_whatever_holds_them() -> None:
     assert checksum_of(torch.empty(0, 3)) == 0
 
 
-def test_a_layer_is_found_whatever_comes_before_it_and_never_that_of_an_image_tower() -> None:
-    names = ("model.layers.0.mlp", "model.language_model.layers.0.mlp", "language_model.model.layers.0.mlp")
-    assert {place_of(name) for name in names} == {"layers.0.mlp"}
-    assert place_of("model.vision_tower.encoder.layers.0.mlp") == "vision_tower.encoder.layers.0.mlp"
+@pytest.mark.parametrize("fault", ["none", "changed", "missing"])
+def test_an_update_is_refused_if_a_tensor_arrives_changed_or_not_at_all(fault: str) -> None:
+    tensors = {f"layers.{i}.norm.weight": torch.randn(5) for i in range(3)} | {"head": torch.randn(4, 200)}
+    sums = {name: value for bucket in pack(tensors.items(), 1 << 10) for name, value in bucket.checksums}
+    match fault:
+        case "changed":
+            tensors["head"][3] = -tensors["head"][3]
+        case "missing":
+            del tensors["layers.1.norm.weight"]
+    arrivals = Arrivals()
+    assert dict(arrivals.counted(tensors.items())) == tensors
+    if fault == "none":
+        assert arrivals.check(sums) == 4
+    else:
+        with pytest.raises(ValueError, match=r"received by this server are not .* 1 of 4 .*: (head|layers\.1\.norm)"):
+            arrivals.check(sums)

@@ -53,7 +53,7 @@ class Learners:
             if index == self.breaks_before:
                 raise WeightSyncError("vllm-server-1.receive_weights did not answer")
             server.version = version
-        return {"bytes": 64.0, "num_checked": 3.0}
+        return {"bytes": 64.0, "num_loaded": 3.0}
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
         yield "bucket"

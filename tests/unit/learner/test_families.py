@@ -39,7 +39,7 @@ def test_log_probs_and_gradients_of_a_family_are_those_of_plain_attention(name: 
     expected = trial.plain_scores(plain_model(tmp_path, config.max_model_tokens), groups)
     with trial.learner_of(config) as learner:
         found = trial.learner_scores(learner, groups)
-        sent = dict(sent_weights(learner.model, config.learner.lora))
+        sent = dict(sent_weights(learner.model, config.learner.lora, [torch.bfloat16]))
         shapes = weight_shapes(learner.model)
         assert bool(mixers_of(learner.model)) == ("borders" in subject.family.needs)
     assert trial.log_prob_error(found, expected) < trial.MAX_LOG_PROB_ERROR

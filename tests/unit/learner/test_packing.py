@@ -18,7 +18,7 @@ from rayapp.learner.families import flex
 from rayapp.learner.families.flex import flex_tree_attention, tree_mask
 from rayapp.learner.families.mixers import MAX_PADDING, lay_out, paths_of
 from rayapp.learner.packing import Packing, pack
-from support.learners import sampled
+from support import make
 
 token = st.integers(0, 2)
 sequence = st.lists(token, min_size=1, max_size=9)
@@ -39,7 +39,7 @@ def visible(packing: Packing) -> np.ndarray:
 
 
 def item(row: int, group: int, prompt: list[int], response: list[int]) -> TrainItem:
-    trajectory = sampled(prompt + response, len(prompt))
+    trajectory = make.trajectory(prompt + response, len(prompt))
     return TrainItem(row=row, group=group, trajectory=trajectory, advantages=np.ones(len(response), np.float32))
 
 

@@ -34,7 +34,8 @@ from rayapp.learner.memory.speed import MfuMeter, mfu_meter
 from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
 from rayapp.runs.profiles import MOST_MICRO_BATCHES, read_profile, trace_events, write_profile
-from support.learners import sampled, save_llama
+from support import make
+from support.learners import save_llama
 
 GROUP_SIZE = 4
 
@@ -49,7 +50,7 @@ def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
         rest = rng.integers(2, 90, rng.integers(1, 8))
         tokens = np.concatenate([prompt, begin, rest] if i < 2 else [prompt, rest])
         terms = {"solved": float(value > 0)}
-        trajectories.append(sampled(tokens, prompt.size, reward=value, terms=terms, log_prob=-4.5))
+        trajectories.append(make.trajectory(tokens, prompt.size, reward=value, terms=terms, log_prob=-4.5))
     rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
     return Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories))
 
@@ -317,7 +318,7 @@ def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model
     ) as learner:
         message = AutoTokenizer.from_pretrained(tiny_model).encode(text)[:64]
         aware = [
-            sampled(np.concatenate([message, t.token_ids]), 64 + group.prompt.token_ids.size)
+            make.trajectory(np.concatenate([message, t.token_ids]), 64 + group.prompt.token_ids.size)
             for t in group.trajectories
         ]
         expected = learner.log_probs_of(replace(group, trajectories=tuple(aware)))
@@ -680,7 +681,7 @@ def sent(learner: Learner) -> dict[str, torch.Tensor]:
     """What a server gets."""
     return {
         name: tensor.clone()
-        for bucket in learner.export_weights(1 << 20)
+        for bucket in learner.export_weights(0, 1 << 20)
         for name, tensor in unpack(bucket.entries, torch.from_numpy(bucket.data))
     }
 

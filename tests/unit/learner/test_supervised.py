@@ -17,7 +17,8 @@ from rayapp.core.errors import LearnerError
 from rayapp.core.types import Trajectory
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import supervised_loss, supervised_step
-from support.learners import learner_alone, sampled, save_llama
+from support import make
+from support.learners import learner_alone, save_llama
 
 LEARNER = {"compute_dtype": "float32", "max_tokens_per_microbatch": 64, "optimizer": {"lr": 1e-2}}
 
@@ -41,7 +42,7 @@ def learner_of(model: Path, **learner: Any) -> Iterator[PolicyLearner]:
 def conversations(number: int = 5) -> list[Trajectory]:
     """Rows of several lengths; the last has two turns with something that is only read between them."""
     rng = np.random.default_rng(0)
-    rows = [sampled(rng.integers(2, 90, 6 + 4 * i), 3 + i) for i in range(number)]
+    rows = [make.trajectory(rng.integers(2, 90, 6 + 4 * i), 3 + i) for i in range(number)]
     mask = rows[-1].response_mask.copy()
     mask[12:15] = False
     return [*rows[:-1], replace(rows[-1], response_mask=mask)]
@@ -115,7 +116,7 @@ def test_in_bfloat16_rows_are_learned_until_each_token_is_almost_sure(tmp_path: 
     shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = save_llama(tmp_path, **shape, initializer_range=0.15, tie_word_embeddings=False)
     rng = np.random.default_rng(0)
-    rows = [sampled(rng.integers(2, 90, 24), 8) for _ in range(8)]
+    rows = [make.trajectory(rng.integers(2, 90, 24), 8) for _ in range(8)]
     with learner_of(model, compute_dtype="bfloat16", max_tokens_per_microbatch=256) as learner:
         losses = [supervised_step(learner, step, rows)["sft/loss"] for step in range(1, 61)]
     assert losses[-1] < 0.0004
@@ -132,7 +133,7 @@ def test_adapters_alone_learn_where_there_are_adapters(tiny_model: Path) -> None
 
 def test_a_row_that_no_micro_batch_holds_is_refused(tiny_model: Path) -> None:
     with learner_of(tiny_model) as learner, pytest.raises(LearnerError, match=r"70 tokens.*max_tokens_per_microbatch"):
-        supervised_step(learner, 1, [sampled(np.arange(2, 73), 3)])
+        supervised_step(learner, 1, [make.trajectory(np.arange(2, 73), 3)])
 
 
 def test_a_loss_that_is_no_number_moves_nothing_and_is_counted(tiny_model: Path) -> None:

@@ -20,7 +20,7 @@ from rayapp.core.types import Fork
 from rayapp.learner.algo.distillation import served_log_probs
 from rayapp.learner.batch import TrainItem
 from rayapp.storage.models.check import check_teacher
-from support.learners import sampled
+from support import make
 from support.stubs.server import StubServer
 
 PROMPT, FIRST, SECOND = [5, 6, 7], [20, 21, 22], [30, 31]
@@ -71,8 +71,8 @@ def section_of(url: str) -> DistillationSection:
 
 def items() -> list[TrainItem]:
     """One conversation, and one of two branches that share the prompt."""
-    plain = sampled(PROMPT + FIRST, len(PROMPT))
-    tree = replace(sampled(PROMPT + FIRST + SECOND, len(PROMPT)), forks=(Fork(start=6, after=2),))
+    plain = make.trajectory(PROMPT + FIRST, len(PROMPT))
+    tree = replace(make.trajectory(PROMPT + FIRST + SECOND, len(PROMPT)), forks=(Fork(start=6, after=2),))
     return [
         TrainItem(row=row, group=0, trajectory=t, advantages=np.zeros(t.num_response_tokens, np.float32))
         for row, t in ((4, plain), (9, tree))

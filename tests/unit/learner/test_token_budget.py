@@ -34,7 +34,8 @@ from rayapp.learner.memory.token_budget import (
 )
 from rayapp.learner.shares import Share
 from rayapp.learner.step import PolicyLearner
-from support.learners import learner_alone, sampled, save_llama
+from support import make
+from support.learners import learner_alone, save_llama
 from support.timing import takes_at_most_s
 
 MIB = 2**20
@@ -78,7 +79,7 @@ def groups_of(num_tokens: int, longest: int) -> list[Group]:
     count = num_tokens // longest
     tokens = np.random.default_rng(0).integers(2, 90, (count, longest + 1)).astype(np.int32)
     tokens[:, 0] = np.arange(count) % 90
-    trajectories = tuple(sampled(row, 1, reward=float(i % 2), log_prob=-4.0) for i, row in enumerate(tokens))
+    trajectories = tuple(make.trajectory(row, 1, reward=float(i % 2), log_prob=-4.0) for i, row in enumerate(tokens))
     prompt = Prompt(task="t", text="", token_ids=tokens[0, :1])
     return [Group(group_id=0, prompt=prompt, trajectories=trajectories)]
 

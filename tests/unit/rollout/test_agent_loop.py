@@ -29,6 +29,7 @@ from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import RawCall, ToolBase, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
@@ -121,14 +122,7 @@ class Bench:
         self.prompt = AgentPrompt(token_ids=tuple(self.chat.prompt_ids(MESSAGES)), tools_kwargs=self.kwargs)
 
     def engine(self, script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]) -> ScriptedEngine:
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            script,
-            end_id=self.tokenizer.eos_token_id,
-        )
-        engine.record = True
-        return engine
+        return make.engine(self.tokenizer, script)
 
     async def run(self, *turns: str | Sequence[int], max_tokens: int = 400_000) -> tuple[Trajectory, ScriptedEngine]:
         said = iter(turns)
@@ -467,7 +461,6 @@ async def test_masked_tokens_are_what_was_sampled_and_nothing_else(
         lambda request_id, prompt_ids: next(said),
         end_id=chat_tokenizer.eos_token_id,
     )
-    engine.record = True
     played = await bench.loop.run(
         bench.prompt, engine=engine, sampling=SamplingParams(max_tokens=500), request_id=RequestId("group", 0)
     )

@@ -22,7 +22,7 @@ from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.problem import problem_of_row
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.data.data_row import DataRow
-from rayapp.testing.engine import ScriptedEngine
+from support import make
 from support.hermes import HermesParser
 
 ROOT = Path(__file__).parents[3]
@@ -52,12 +52,7 @@ async def play(
     agent = ExternalAgent(config, formats, None)
     await agent._gateway.start()
     said = iter(turns)
-    engine = ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda name, ids: next(said),
-        end_id=tokenizer.eos_token_id,
-    )
+    engine = make.engine(tokenizer, lambda name, ids: next(said))
 
     try:
         row = DataRow(messages=MESSAGES, data_source="openai/gsm8k", ground_truth="")

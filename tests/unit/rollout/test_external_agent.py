@@ -39,12 +39,13 @@ from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, prompted
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
+from support import make
+from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.stubs.server import StubServer
 
@@ -94,14 +95,7 @@ class Bench:
     script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]
 
     def engine(self) -> ScriptedEngine:
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            self.script,
-            end_id=self.tokenizer.eos_token_id,
-        )
-        engine.record = True
-        return engine
+        return make.engine(self.tokenizer, self.script)
 
     @asynccontextmanager
     async def agent(
@@ -501,9 +495,9 @@ def test_arguments_are_filled_in_once() -> None:
         (
             {
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
-                "sandbox": {"providers": [{"type": "fake"}]},
+                "sandbox": {"providers": [{"type": "mcp", "url": "http://h/mcp"}]},
             },
-            "the agent can't reach the policy from sandboxes of fake. Use only local, e2b and daytona",
+            "the agent can't reach the policy from sandboxes of mcp. Use only local, e2b and daytona",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},

@@ -26,11 +26,11 @@ from rayapp.core.types import (
     SamplingParams,
 )
 from rayapp.engine.vllm_output import whole_completion
+from rayapp.extras.judges.judging import Judging
 from rayapp.rollout.agents import OneTurn
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
 from rayapp.rollout.problem import problem_of_task
-from rayapp.tasks.judges.judging import Judging
 
 PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
 

@@ -28,9 +28,9 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.verdict import Weights
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 from support.timing import nothing_holds_the_loop
 
@@ -128,12 +128,7 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=AgentLimits(max_response_tokens=200_000))
     messages = ({"role": "user", "content": "2 + 2?"},)
     said = iter([*turns, "done"])
-    engine = ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
-        lambda request_id, prompt_ids: next(said),
-        end_id=tokenizer.eos_token_id,
-    )
+    engine = make.engine(tokenizer, lambda request_id, prompt_ids: next(said))
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(messages)))
     return await loop.run(
         prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id=RequestId("group", 0)

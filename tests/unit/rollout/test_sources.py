@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import Prompt, Trajectory
+from rayapp.extras.curriculum.curriculum import Curriculum
 from rayapp.rollout.check import check_inputs
-from rayapp.rollout.curriculum import Curriculum
 from rayapp.rollout.group import reward_of
 from rayapp.rollout.order import (
     ANY_VERSION,
@@ -34,8 +34,8 @@ from rayapp.rollout.recorder import Recorder
 from rayapp.rollout.sources import Sources, open_sources
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
+from support import make
 from support.stubs.judge_stub import JudgeStub
-from support.summaries import summary_of
 
 RATIOS = st.lists(st.floats(0.001, 100.0) | st.integers(1, 9), min_size=1, max_size=7)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -234,7 +234,7 @@ def test_a_curriculum_draws_sources_by_ratio_until_it_knows_better(tiny_model: P
 
     for group_id in range(20):
         solved = [1.0, 1.0, 1.0, 1.0] if drawn[group_id] == 0 else [1.0, 0.0, 1.0, 0.0]
-        history.record(drawn[group_id] or 0, summary_of(solved, group_id=group_id))
+        history.record(drawn[group_id] or 0, make.summary(solved, group_id=group_id))
     history.end_step()
 
     later = [history.drawn(request(group_id)).source for group_id in range(1000)]

@@ -18,6 +18,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxGoneError
 from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.extras.repositories.task import RepositoryTask
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
@@ -28,13 +29,12 @@ from rayapp.rollout.problem import problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source, load_task
-from rayapp.tasks.repository.task import RepositoryTask
 from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolContext
+from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.swe_rows import SOLVED, make_mirrors, row, write
 

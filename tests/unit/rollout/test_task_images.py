@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.plan import image_lines
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, ImageError
 from rayapp.rollout.check import check_tasks
@@ -161,18 +160,3 @@ def test_where_images_cannot_be_mounted_one_line_says_so_before_a_start(
     finally:
         provider.why_no_images_here.cache_clear()
     assert "\n" not in str(said.value)
-
-
-def test_the_plan_counts_the_images_against_the_cache(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    write_oci(tmp_path / "oci", [layer(entry("file", os.urandom(300_000)))])
-    with RegistryStub(tmp_path / "oci").running() as host:
-        config = config_of(tmp_path, f"{host}/name:1", f"{host}/name:2", image_cache_gib=0.0005)
-        with pull(open_store(str(tmp_path / "cache"), 1.0), parse(f"{host}/name:1")):
-            pass
-
-        first, second = image_lines(config)
-
-    assert "the tasks need 2; 1 are unpacked on this machine" in first
-    assert "more than the cache holds" in second
-    assert list(image_lines(Config())) == []

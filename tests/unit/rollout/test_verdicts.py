@@ -25,23 +25,23 @@ from rayapp.core.errors import (
 )
 from rayapp.core.names import giving
 from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams, Trajectory
+from rayapp.extras.environments.agent import EpisodePlayer, EpisodeTool
+from rayapp.extras.environments.files import EnvironmentTask, OpenEnvEnvironment
+from rayapp.extras.judges.judging import Judging
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent, OneTurn, Player
-from rayapp.rollout.environments.agent import EpisodePlayer, EpisodeTool, problem_of_environment
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.problem import Agent, Problem, problem_of_row, problem_of_task, prompted
+from rayapp.rollout.problem import Agent, Problem, problem_of_environment, problem_of_row, problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
-from rayapp.tasks.environments.files import EnvironmentTask, OpenEnvEnvironment
-from rayapp.tasks.judges.judging import Judging
 from rayapp.tasks.verdict import ToolRewards, Weights, verdict
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 
 
@@ -269,12 +269,7 @@ class Bench:
                 return f"{text}\n#### 1"
             return f"<tool_call>\n{json.dumps({'name': 'say', 'arguments': {'text': text}})}\n</tool_call>"
 
-        engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            said,
-            end_id=self.tokenizer.eos_token_id,
-        )
+        engine = make.engine(self.tokenizer, said)
         group, summary = await run_group(
             GroupRequest(group_id=0, policy_version=0),
             asked.problem,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.core.errors import RunFolderError, StorageFullError
 from rayapp.core.files import explain_full_disk, explain_unwritable, write_text
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.storage.folders import MANIFEST
 
 
@@ -345,3 +345,16 @@ def test_another_learning_rate_is_refused_unless_it_is_meant(tmp_path: Path, cap
     resumed(tmp_path / "meant", **new, run__allow_changed=("learner.optimizer.lr",))
 
     assert "a changed learner.optimizer.lr: 1e-06 before, 3e-06 now" in caplog.text
+
+
+def test_a_run_that_goes_on_on_another_processor_says_that_its_bits_differ(tmp_path: Path) -> None:
+    wide, narrow = (with_number_formats(Config.model_validate({"learner": {"compute_dtype": each}}), on_gpu=False)
+                    for each in ("bfloat16", "float32"))  # fmt: skip
+    notes: list[str] = []
+
+    for config, processor in ((wide, "avx512_bf16"), (wide, "avx512_bf16"), (narrow, "avx2"), (narrow, "avx2")):
+        note_machine(tmp_path, config, processor, note=notes.append)
+
+    assert len(notes) == 1
+    assert "processor avx512_bf16 before, avx2 now" in notes[0]
+    assert "learner.compute_dtype bfloat16 before, float32 now" in notes[0]

@@ -10,7 +10,7 @@ import pytest
 
 from rayapp.core.types import GroupSummary
 from rayapp.runs.tracking.metrics import ladder, pass_at_k, summarize_passes
-from support.summaries import summary_of
+from support import make
 
 
 @pytest.mark.parametrize("num_right", range(6))
@@ -23,7 +23,7 @@ def test_the_estimate_is_the_share_of_draws_that_hold_a_right_sample(num_right: 
 
 def summary(name: str, solved: list[float], valid: list[bool] | None = None) -> GroupSummary:
     given = np.array(valid if valid is not None else [True] * len(solved))
-    return summary_of(solved, task=name, valid=given, reward_terms={"solved": np.array(solved, np.float32)})
+    return make.summary(solved, task=name, valid=given, reward_terms={"solved": np.array(solved, np.float32)})
 
 
 def test_each_data_source_has_its_own_numbers() -> None:

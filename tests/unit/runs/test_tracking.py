@@ -32,9 +32,10 @@ from rayapp.runs.tracking.console import (
     sparkline,
     step_line,
 )
-from rayapp.runs.tracking.metrics import JsonlTracker, read_metrics, summarize_step, warning_of
+from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
-from support.summaries import summary_of
+from support import make
+from support.storage.threads import wait_until
 
 ROOT = Path(__file__).parents[3]
 METRICS = {
@@ -61,7 +62,7 @@ def summary(rewards: Sequence[float] | FloatArray = (1, 0), **changes: object) -
         "reward_terms": {"pass_rate": np.array([1, 0], np.float32)},
         "min_policy_version": 3,
     }
-    return summary_of(rewards, **usual | changes)
+    return make.summary(rewards, **usual | changes)
 
 
 def test_rewards_are_those_of_valid_trajectories_of_all_groups_and_of_each_task() -> None:
@@ -77,8 +78,8 @@ def test_rewards_are_those_of_valid_trajectories_of_all_groups_and_of_each_task(
 
 
 def test_each_source_has_its_rewards_its_groups_without_signal_and_its_lengths() -> None:
-    code = summary_of([1.0, 0.0], source="code", reward_terms={"solved": np.array([1, 0], np.float32)})
-    rows = summary_of([0.5, 0.5], source="rows", num_response_tokens=np.array([7, 9], np.int32))
+    code = make.summary([1.0, 0.0], source="code", reward_terms={"solved": np.array([1, 0], np.float32)})
+    rows = make.summary([0.5, 0.5], source="rows", num_response_tokens=np.array([7, 9], np.int32))
 
     metrics = summarize_step([code, rows], version=0)
 
@@ -103,7 +104,7 @@ def test_a_term_that_only_some_trajectories_have_is_averaged_over_those() -> Non
 
 
 def test_verdicts_that_could_be_forged_are_counted_and_no_reward() -> None:
-    some = summary_of([1.0, 0.0], reward_terms={"verdict/forgeable": np.array([1.0, np.nan], np.float32)})
+    some = make.summary([1.0, 0.0], reward_terms={"verdict/forgeable": np.array([1.0, np.nan], np.float32)})
 
     metrics = summarize_step([some, some], version=0)
 
@@ -215,6 +216,27 @@ def test_the_labels_of_supervised_steps_are_explained_before_the_first_of_them()
     assert legend == SUPERVISED_LEGEND
     assert "loss 2.000" in first
     assert "loss 2.000" in second
+
+
+def test_a_run_that_is_silent_says_what_it_waits_for_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayapp.runs.tracking.console.FIRST_SILENCE_S", 0.0)
+    stream = io.StringIO()
+    console = LineConsole(4, stream)
+    console.phase("rollout")
+    console.progress("2 groups with 16 completions done, 6 in generation")
+    wait_until(lambda: "in generation" in stream.getvalue())
+    console.close()
+
+    assert re.match(r"step 1: rollout \d s, 2 groups with 16 completions done, 6 in generation\n", stream.getvalue())
+
+
+def test_a_step_on_gpus_and_an_evaluation_show_their_own_numbers() -> None:
+    more = {"throughput/tokens_per_s_per_gpu": 1234.0, "eval/trajectories/scored": 637.0, "eval/reward/mean": 0.5}
+
+    line = step_line(2, 2, METRICS | more | {"eval/trajectories/failed": 3.0}, seconds_left=0.0)
+
+    assert "tokens/s/GPU 1234" in line
+    assert "eval scored  637  eval failed    3" in line
 
 
 def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:
@@ -460,3 +482,21 @@ def test_a_step_whose_rewards_are_all_equal_has_no_signal_although_a_kl_is_compu
 
     assert warning_of([with_kl] * 3)
     assert not warning_of([with_kl | {"distillation/kl": 0.5}] * 3)
+
+
+def test_a_difference_between_engine_and_learner_that_grows_after_a_sync_is_said_once() -> None:
+    watch = MismatchWatch()
+
+    told = [watch.record({"rollout_probs_diff/mean": each, "staleness/max": 0.0}) for each in (1e-7, 1e-6, 0.035, 0.05)]
+
+    assert [bool(text) for text in told] == [False, False, True, False]
+    assert "0.035" in told[2]
+
+
+def test_differences_in_bfloat16_and_on_groups_of_older_versions_are_no_news() -> None:
+    rounded, stale = MismatchWatch(), MismatchWatch()
+
+    assert not any(rounded.record({"rollout_probs_diff/mean": each}) for each in (0.0066, 0.0066, 0.009))
+    assert not any(
+        stale.record({"rollout_probs_diff/mean": each, "staleness/max": lag}) for each, lag in ((1e-7, 0.0), (0.1, 1.0))
+    )

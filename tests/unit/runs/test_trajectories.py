@@ -27,7 +27,7 @@ from rayapp.core.types import (
     TurnRecord,
 )
 from rayapp.runs.trajectories import SCHEMA, read_groups, write_trajectories
-from support.learners import sampled
+from support import make
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -115,7 +115,9 @@ def test_groups_come_back_exactly_as_they_were_written(
 def test_a_file_without_one_of_the_columns_is_refused_by_its_name(tmp_path: Path) -> None:
     prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32), source="code")
     path, before = tmp_path / "step=000001.parquet", tmp_path / "before.parquet"
-    write_trajectories(path, 1, [Group(group_id=0, prompt=prompt, trajectories=(sampled(np.array([1, 2]), 1),))])
+    write_trajectories(
+        path, 1, [Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(np.array([1, 2]), 1),))]
+    )
     pq.write_table(pq.read_table(path).drop_columns(["allowed"]), before)
     assert read_groups(before)[0].trajectories[0].allowed is None  # written before there were forms
     pq.write_table(pq.read_table(path).drop_columns(["source"]), before)

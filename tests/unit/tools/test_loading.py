@@ -17,12 +17,12 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxGoneError
 from rayapp.rollout.agent.text import Neutralizer, cut
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.coding import PythonTool
 from rayapp.tools.gsm8k import Gsm8kTool, last_number, score_answer
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ArgumentChecker, ToolSet
+from support.fake_sandboxes import FakeProvider
 from support.timing import takes_at_most_s
 
 MakePython = Callable[..., Awaitable[PythonTool]]

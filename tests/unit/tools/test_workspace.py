@@ -14,10 +14,10 @@ from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
 from rayapp.rollout.recorder import AgentPrompt
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tools.base import ToolContext
 from rayapp.tools.coding import BashTool
 from rayapp.tools.workspace import Workspace, open_workspace
+from support.fake_sandboxes import FakeProvider
 
 
 @asynccontextmanager

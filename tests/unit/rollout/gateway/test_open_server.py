@@ -23,6 +23,7 @@ from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import open_to_all
 from rayapp.rollout.gateway.session import Session
 from rayapp.testing.engine import ScriptedEngine
+from support import make
 from support.hermes import HermesParser
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -36,14 +37,11 @@ def serve(chat_tokenizer: Any) -> Any:
     async def serving(
         said: str = "yes", template: str = "", **options: Any
     ) -> AsyncIterator[tuple[str, ScriptedEngine]]:
-        engine = ScriptedEngine(
-            lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
-            chat_tokenizer.decode,
+        engine = make.engine(
+            chat_tokenizer,
             lambda name, ids: said,
-            end_id=chat_tokenizer.eos_token_id,
             policy_version=7,
         )
-        engine.record = True
         template = template or load_template("chatml_hermes")
         formats = Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
         sockets = bound("127.0.0.1", 0)

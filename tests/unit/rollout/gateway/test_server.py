@@ -20,8 +20,11 @@ from aiohttp.test_utils import TestServer
 
 from rayapp.config.agent import EndpointSection
 from rayapp.config.other_models import JudgeSection
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, RewardFailedError
 from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.extras.judges import questions
+from rayapp.extras.judges.judge import Judge
+from rayapp.extras.judges.questions import Asked
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
@@ -31,11 +34,8 @@ from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
-from rayapp.tasks.custom_rewards import RewardFailedError
-from rayapp.tasks.judges import questions
-from rayapp.tasks.judges.judge import Judge
-from rayapp.tasks.judges.questions import Asked
 from rayapp.testing.engine import ScriptedEngine
+from support import make
 from support.hermes import HermesParser
 
 SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
@@ -73,13 +73,7 @@ def serve(chat_tokenizer: Any) -> Any:
     @asynccontextmanager
     async def serving(*script: str | Sequence[int], max_turns: int = 100, **limits: int) -> AsyncIterator[Served]:
         said: Iterator[Any] = iter(script)
-        engine = ScriptedEngine(
-            lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
-            chat_tokenizer.decode,
-            lambda name, ids: next(said),
-            end_id=chat_tokenizer.eos_token_id,
-        )
-        engine.record = True
+        engine = make.engine(chat_tokenizer, lambda name, ids: next(said))
         template = load_template("chatml_hermes")
         gateway = Gateway(
             Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
@@ -470,14 +464,11 @@ def other_model(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     @asynccontextmanager
     async def opened(**section: Any) -> AsyncIterator[tuple[Forwarder, ScriptedEngine]]:
         monkeypatch.setenv("HELPERS_KEY", "the-helpers-key")
-        engine = ScriptedEngine(
-            lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
-            chat_tokenizer.decode,
+        engine = make.engine(
+            chat_tokenizer,
             lambda name, ids: "a title",
-            end_id=chat_tokenizer.eos_token_id,
             token_s=0.001,
         )
-        engine.record = True
         formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
         shared: Any = {"model": "helper", "sampling": SamplingParams(max_tokens=900), "sockets": bound("127.0.0.1", 0)}
         async with open_to_all(formats, engine, keys=["the-helpers-key"], adapters=["other"], **shared) as url:

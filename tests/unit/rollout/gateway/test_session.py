@@ -17,8 +17,8 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply, Said, ToolCall
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.session import Session, SessionLimits
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolSchema
+from support import make
 from support.hermes import HermesParser
 
 SYSTEM = Said(role="system", text="It is 10:00.")
@@ -44,13 +44,7 @@ class Bench:
     template: str = field(default_factory=lambda: load_template("chatml_hermes"))
 
     def __post_init__(self) -> None:
-        self.engine = ScriptedEngine(
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.decode,
-            self.script,
-            end_id=self.tokenizer.eos_token_id,
-        )
-        self.engine.record = True
+        self.engine = make.engine(self.tokenizer, self.script)
         self.session = Session(
             formats=Formats(
                 self.tokenizer, model="tiny", template=self.template, make_parser=lambda *parts: HermesParser()

@@ -23,6 +23,7 @@ from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.rollout.gateway.streams import Live
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolSchema
+from support import make
 from support.hermes import HermesParser
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -37,11 +38,9 @@ def formats_of(tokenizer: Any, template: str = "") -> Formats:
 
 
 def engine_of(tokenizer: Any, said: str, token_s: float = 0.0) -> ScriptedEngine:
-    return ScriptedEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.decode,
+    return make.engine(
+        tokenizer,
         lambda name, ids: said,
-        end_id=tokenizer.eos_token_id,
         token_s=token_s,
     )
 

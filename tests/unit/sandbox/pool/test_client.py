@@ -12,7 +12,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.client import LeasedSandbox, PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.providers.fake import FakeProvider
+from support.fake_sandboxes import FakeProvider
 
 SPEC = SandboxSpec()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rayapp.core.errors import SandboxUnavailableError
 from rayapp.sandbox.leases import RUN_LABEL
 from rayapp.sandbox.pool.reaper import Reaper, labels_to_reap, reap
-from rayapp.sandbox.providers.fake import FakeProvider
+from support.fake_sandboxes import FakeProvider
 
 MINE = {RUN_LABEL: "run-1", "rayapp-host": "here"}
 ELSEWHERE = {RUN_LABEL: "run-1", "rayapp-host": "there"}

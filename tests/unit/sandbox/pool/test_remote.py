@@ -21,10 +21,10 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import RUN_LABEL, Fate, Lease
 from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.providers.fake import FakeProvider
+from support.fake_sandboxes import FakeProvider
 
 SPEC = SandboxSpec()
-FAKE = {"type": "fake", "max_sandboxes": 4, "creation_burst": 100}
+FAKE = {"type": "plugin", "name": "fake", "creations_per_s": 1000, "max_sandboxes": 4, "creation_burst": 100}
 
 
 class Clock:
@@ -47,7 +47,7 @@ async def opened(
 ) -> AsyncIterator[LeasePool]:
     providers = keys.pop("providers", None) or [FAKE | (fake or {})]
     config = SandboxConfig.model_validate({"providers": providers, "breaker_cooldown_s": 30.0, **keys})
-    pool = build_pool(config, "run-1", providers={"fake": provider}, clock=clock or Clock(), grace_s=0.02)
+    pool = build_pool(config, "run-1", providers={"plugin": provider}, clock=clock or Clock(), grace_s=0.02)
     try:
         yield pool
     finally:
@@ -76,9 +76,9 @@ async def test_min_ready_sandboxes_wait_before_anybody_asks_and_are_replaced_whe
     provider = FakeProvider()
     async with opened(provider, min_ready=2) as pool:
         pool.prefetch(SPEC, 2)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 2)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 2)
         await pool.acquire("worker", SPEC, timeout_s=30)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 2)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 2)
         assert len(provider.created) == 3
 
 
@@ -88,13 +88,13 @@ async def test_with_prefetch_the_next_step_finds_as_many_ready_as_the_last_one_u
         leases = await asyncio.gather(*(pool.acquire("worker", SPEC, timeout_s=30) for _ in range(3)))
         for lease in leases:
             pool.release(lease.lease_id)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 3)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 3)
 
         again = await asyncio.gather(*(pool.acquire("worker", SPEC, timeout_s=30) for _ in range(3)))
         created = provider.calls["create"]
         for lease in again:
             pool.release(lease.lease_id)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 3)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 3)
         assert created == 6, "three for the first step, three ahead of the second"
 
         clock.now += 301.0
@@ -138,7 +138,7 @@ async def test_a_quota_means_fewer_sandboxes_and_everybody_is_served_in_the_end(
             pool.release(lease.lease_id)
 
         await asyncio.gather(*(use(f"worker-{n}") for n in range(12)))
-        assert pool.stats()["sandbox/fake/limit"] == 2
+        assert pool.stats()["sandbox/plugin/limit"] == 2
         assert pool.stats()["sandbox/granted"] == 12
 
 
@@ -147,7 +147,7 @@ async def test_with_a_quota_of_zero_the_next_provider_serves_and_the_lease_says_
     provider.fail_next("create", SandboxQuotaError("none left"))
     async with opened(provider, providers=[FAKE, {"type": "local", "max_sandboxes": 2}]) as pool:
         lease = await pool.acquire("worker", SPEC, timeout_s=30)
-        assert (lease.provider, lease.fallback_from, lease.connection) == ("local", ("fake",), None)
+        assert (lease.provider, lease.fallback_from, lease.connection) == ("local", ("plugin",), None)
 
 
 async def test_a_busy_provider_is_waited_for_rather_than_passed_over() -> None:
@@ -158,7 +158,7 @@ async def test_a_busy_provider_is_waited_for_rather_than_passed_over() -> None:
         second = asyncio.ensure_future(pool.acquire("b", SPEC, timeout_s=30))
         await asyncio.sleep(0)
         pool.release(first.lease_id)
-        assert (await second).provider == "fake"
+        assert (await second).provider == "plugin"
 
 
 async def test_failures_in_a_row_open_the_breaker_and_after_the_pause_one_trial_closes_it() -> None:
@@ -172,13 +172,13 @@ async def test_failures_in_a_row_open_the_breaker_and_after_the_pause_one_trial_
             clock.now += 1.0  # the pauses between failures pass
             pool.pump()
             await asyncio.sleep(0.001)
-        assert (await waiting).fallback_from == ("fake",)
+        assert (await waiting).fallback_from == ("plugin",)
         assert provider.calls["create"] == 3
         clock.now += 40.0  # 30 s with a fifth of jitter
         pool.pump()
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
         assert provider.calls["create"] == 4
-        assert (await pool.acquire("b", SPEC, timeout_s=30)).provider == "fake"
+        assert (await pool.acquire("b", SPEC, timeout_s=30)).provider == "plugin"
 
 
 async def test_retry_after_is_kept_to() -> None:
@@ -187,14 +187,14 @@ async def test_retry_after_is_kept_to() -> None:
     provider.fail_next("create", SandboxRateLimitError("429", retry_after_s=20.0))
     async with opened(provider, clock=clock) as pool:
         waiting = asyncio.ensure_future(pool.acquire("a", SPEC, timeout_s=30))
-        await until(lambda: "sandbox/fake/failed_SandboxRateLimitError" in pool.stats())
+        await until(lambda: "sandbox/plugin/failed_SandboxRateLimitError" in pool.stats())
         clock.now += 19.0
         pool.pump()
         await asyncio.sleep(0.01)
         assert provider.calls["create"] == 1
         clock.now += 1.5
         pool.pump()
-        assert (await waiting).provider == "fake"
+        assert (await waiting).provider == "plugin"
 
 
 async def test_a_wrong_key_fails_whoever_waits_at_once_with_the_reason() -> None:
@@ -230,7 +230,7 @@ async def test_a_creation_that_hangs_past_every_deadline_is_taken_in_when_it_ans
     async with opened(provider, clock=time.monotonic, create_timeout_s=2.0) as pool:
         lease = await pool.acquire("worker", SPEC, timeout_s=30)  # from a second creation
         provider.let_go()
-        await until(lambda: pool.stats()["sandbox/fake/late"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/late"] == 1)
         pool.release(lease.lease_id)
         await until(lambda: len(provider.killed) == 1)
 
@@ -247,7 +247,7 @@ async def test_a_used_sandbox_serves_again_only_while_it_looks_as_new_and_not_pa
             pool.release(lease.lease_id, Fate.CLEAN)
         # Looks: new a, after use a, after use a, after use b: the third use soiled it.
         assert ids == ["fake-1", "fake-1", "fake-1", "fake-2"]
-        assert pool.stats()["sandbox/fake/soiled"] == 1
+        assert pool.stats()["sandbox/plugin/soiled"] == 1
 
 
 @pytest.mark.parametrize("which", ["new", "used"])
@@ -299,7 +299,7 @@ async def test_sandboxes_are_extended_before_the_provider_ends_them_and_idle_one
     provider = FakeProvider()
     async with opened(provider, clock=clock, sandbox_ttl_s=600.0, idle_timeout_s=1000.0) as pool:
         pool.prefetch(SPEC, 1)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
         clock.now += 301.0
         pool.tend()
         await until(lambda: provider.extended == {"fake-1": 600.0})
@@ -315,14 +315,14 @@ async def test_the_sweep_ends_strays_and_forgets_the_dead() -> None:
     provider.living["of another run"] = labels_of("run-2")
     async with opened(provider) as pool:
         pool.prefetch(SPEC, 1)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
         pool.prefetch(SPEC, 0)
         provider.lose("fake-1")
         stock = pool.sources[0].stock
         assert stock is not None
         assert await stock.sweep(stray_after_s=0.0) == 1
         assert set(provider.living) == {"of another run"}
-        assert pool.stats()["sandbox/fake/ready"] == 0
+        assert pool.stats()["sandbox/plugin/ready"] == 0
         provider.living.clear()
 
 
@@ -352,7 +352,7 @@ async def test_a_kind_nobody_waits_for_makes_way_for_one_that_somebody_wants() -
     provider = FakeProvider()
     async with opened(provider, fake={"max_sandboxes": 1}) as pool:
         pool.prefetch(SPEC, 1)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
         pool.prefetch(SPEC, 0)
         await pool.acquire("worker", SandboxSpec(template="other"), timeout_s=30)
         assert provider.killed == ["fake-1"]
@@ -383,7 +383,7 @@ async def test_closing_ends_what_is_leased_ready_and_being_made() -> None:
     async with opened(provider, fake={"max_sandboxes": 2}) as pool:
         pool.prefetch(SPEC, 1)
         await pool.acquire("worker", SPEC, timeout_s=30)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
         waiting = asyncio.ensure_future(pool.acquire("other", SandboxSpec(template="other"), timeout_s=30))
         await asyncio.sleep(0)
         assert await pool.close(timeout_s=30.0) == set()
@@ -397,7 +397,7 @@ async def test_with_many_failing_calls_everybody_is_served_and_nothing_is_left()
     config = SandboxConfig.model_validate(
         {"providers": [FAKE | {"max_sandboxes": 8}], "breaker_cooldown_s": 0.02, "breaker_failures": 3}
     )
-    pool = build_pool(config, "run-1", providers={"fake": provider})
+    pool = build_pool(config, "run-1", providers={"plugin": provider})
 
     async def use(number: int) -> None:
         lease = await pool.acquire(f"worker-{number % 3}", SPEC, timeout_s=20)
@@ -418,7 +418,7 @@ async def test_closing_a_pool_that_keeps_a_stock_makes_no_more() -> None:
     provider = FakeProvider(latency_s=0.001)
     async with opened(provider, fake={"max_sandboxes": 2}, min_ready=1) as pool:
         pool.prefetch(SPEC, 1)
-        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+        await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
 
         assert await pool.close(timeout_s=30.0) == set()
 

@@ -25,7 +25,6 @@ ALL = {
         {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
         {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
         {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
-        {"type": "fake"},
         {"type": "local"},
     ]
 }
@@ -38,11 +37,11 @@ async def test_every_kind_of_the_schema_is_built_and_the_pool_has_a_source_for_e
         made = remote_providers(config)
         pool = build_pool(config, "run")
     assert {name: provider.name for name, provider in made.items()} == {
-        name: name for name in ("e2b", "daytona", "mcp", "fake")
+        name: name for name in ("e2b", "daytona", "mcp")
     }
     assert local_provider(config) is not None
     stats = pool.stats()
-    for kind in ("e2b", "daytona", "fake"):
+    for kind in ("e2b", "daytona"):
         assert f"sandbox/{kind}/limit" in stats, "the pool makes these"
     for provider in made.values():
         await provider.close()

@@ -1,0 +1,346 @@
+"""The checks of a task audit. Each check scores answers as training does, and reports findings.
+
+If infrastructure fails, so that a verdict is missing, the report has a finding of the kind `verdict`: the failure says
+nothing about the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rayapp.core.aio import side_by_side
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, UnusableWorkError
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Reward
+from rayapp.extras.audit.hunt import holds_expression, places_of, texts_in_sandbox
+from rayapp.extras.audit.subject import Attempt, RunTests, Score, Subject, TestResult
+
+Check = Literal[
+    "nothing", "solution", "flaky", "clock", "order", "network", "slow", "oracle", "trivial", "cheat", "difficulty",
+    "duplicate", "verdict",
+]  # fmt: skip
+SLOW_SHARE = 0.5
+"""Maximum fraction of the time limit that the solution's tests may take. Slower tests would fail right answers on a
+busy machine."""
+_TRIVIAL_SEEDS = range(3)
+_MOST_FAILED_SEEDS = 3
+"""Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
+_MOST_NAMED = 3
+_TINY = 1e-9
+_NETWORK = re.compile(
+    r"gaierror|Name or service not known|Temporary failure in name resolution|Network is unreachable|"
+    r"NewConnectionError|ConnectError|URLError|Max retries exceeded|Could not resolve host"
+)
+_FAULTS: dict[str, tuple[Check, ...]] = {
+    "cheatable": ("cheat", "nothing", "trivial", "oracle"),
+    "flaky": ("flaky",),
+    "order_dependent": ("order",),
+    "time_dependent": ("clock", "slow"),
+    "network_dependent": ("network",),
+}
+"""Fault of a task, as the report names it -> checks whose findings show this fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFinding:
+    """A defect of a task that would mislead training."""
+
+    task: str
+    check: Check
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReport:
+    """Result of the audit of one task."""
+
+    task: str
+    kind: str
+    nothing: float | None = None
+    """Highest reward of the no-op and empty answers."""
+    solution: str = ""
+    """Number of runs in which the solution earned 1, and number of all runs, e.g. `20/20`; `none` without a solution.
+    """
+    trivial: float | None = None
+    """Mean reward over a few seeds of the trivial answer that scores highest."""
+    trivial_answer: str = ""
+    cheats: str = ""
+    """Number of cheats that earned a reward, and number of all cheats, e.g. `0/17`."""
+    solve_rate: float | None = None
+    """Share of a policy's trajectories that solved the task; None if no trajectories were given."""
+    findings: tuple[AuditFinding, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def properties(self) -> dict[str, bool | None]:
+        """Return property -> True if the task has it. The properties are solvable (None without a solution), cheatable,
+        flaky, order_dependent, time_dependent and network_dependent.
+        """
+        found = {finding.check for finding in self.findings}
+        earned, _, runs = self.solution.partition("/")
+        faults = {name: bool(found & set(checks)) for name, checks in _FAULTS.items()}
+        return {"solvable": earned == runs if runs else None, **faults}
+
+
+@dataclass(slots=True, kw_only=True)
+class Auditor:
+    """Audits one task.
+
+    Args:
+        runs: number of seeds with which the solution and the no-op answers are scored.
+        max_trivial: maximum reward of a trivial answer; a higher reward is a finding.
+    """
+
+    subject: Subject
+    sandboxes: SandboxSource
+    runs: int
+    max_trivial: float
+    _findings: list[AuditFinding] = field(default_factory=list)
+
+    async def report(self) -> TaskReport:
+        """Run all checks and return the report.
+
+        Raises:
+            SandboxConfigError: this configuration can never give a sandbox.
+            InputError: the task can't be scored at all.
+        """
+        await self._solve()
+        subject = self.subject
+        nothing = await self._nothing()
+        solution = await self._solution()
+        runs = await self._run_tests(subject.run_tests, seed=0)
+        self._slow(runs)
+        await self._clock(runs)
+        await self._order(runs)
+        share, guess = await self._trivial()
+        cheats = await self._cheats(max(0.0, nothing))
+        await self._oracle()
+        return TaskReport(
+            task=subject.name,
+            kind=subject.kind,
+            nothing=nothing,
+            solution=solution,
+            trivial=share,
+            trivial_answer=guess,
+            cheats=cheats,
+            findings=tuple(self._findings),
+            notes=dict(subject.notes),
+        )
+
+    async def _solve(self) -> None:
+        if self.subject.solve is None:
+            return
+        try:
+            self.subject = replace(self.subject, solution=await self.subject.solve(self.sandboxes))
+        except SandboxConfigError:
+            raise
+        except (SandboxError, UnusableWorkError) as error:
+            self._found("verdict", f"the solution could not be made: {type(error).__name__}: {error}")
+
+    def _found(self, check: Check, detail: str) -> None:
+        self._findings.append(AuditFinding(task=self.subject.name, check=check, detail=detail))
+
+    async def _verdict(self, score: Score, answer: Attempt, seed: int = 0) -> Reward:
+        reward = await score(answer.text, self.sandboxes, seed)
+        if not reward.valid:
+            self._found("verdict", f"{answer.name}: no verdict: {reward.failure_kind}: {reward.detail}")
+        return reward
+
+    async def _nothing(self) -> float:
+        most = -1.0
+        for answer in self.subject.nothing:
+            rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
+            paid = [each.value for each in rewards if each.valid and (each.value > _TINY or _is_solved(each))]
+            if paid:
+                self._found("nothing", f"{answer.name} earns {max(paid):g}, {len(paid)} of {self.runs} times")
+            most = max([most, *(reward.value for reward in rewards if reward.valid)])
+        return most
+
+    async def _solution(self) -> str:
+        if self.subject.solution is None:
+            return "none"
+        for contradiction in self.subject.contradictions:
+            self._found("solution", contradiction)
+        answer = Attempt(name="the solution", text=self.subject.solution)
+        rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
+        failed = [seed for seed, reward in enumerate(rewards) if reward.valid and not _is_solved(reward)]
+        if failed:
+            first = rewards[failed[0]]
+            times = f"{len(failed)} of {self.runs} times"
+            detail = f"it earns {first.value:g} ({first.status}{': ' if first.detail else ''}{first.detail})"
+            detail += await self._failed_tests(failed)
+            self._found("solution" if len(failed) == self.runs else "flaky", f"the solution fails {times}: {detail}")
+        return f"{sum(map(_is_solved, rewards))}/{self.runs}"
+
+    async def _failed_tests(self, seeds: Sequence[int]) -> str:
+        run_tests = self.subject.run_tests
+        runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(run_tests, seed)]
+        if offline := [run.name for run in runs if _NETWORK.search(run.problem)]:
+            self._found(
+                "network", f"tests need the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
+            )
+        named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
+        return f"; {'; '.join(named)}" if named else ""
+
+    async def _run_tests(self, run_tests: RunTests | None, seed: int) -> tuple[TestResult, ...]:
+        if run_tests is None or self.subject.solution is None:
+            return ()
+        try:
+            return await run_tests(self.subject.solution, self.sandboxes, seed)
+        except SandboxConfigError:
+            raise
+        except SandboxError as error:
+            self._found("verdict", f"the tests can't be run one by one: {type(error).__name__}: {error}")
+            return ()
+
+    def _slow(self, runs: Sequence[TestResult]) -> None:
+        limit_s, total_s = self.subject.limit_s, sum(run.seconds for run in runs)
+        if self.subject.is_limit_of_all and runs:
+            slowest = max(runs, key=lambda run: run.seconds)
+            runs = [replace(slowest, name=f"all tests (slowest: {slowest.name})", seconds=total_s)]
+        for run in runs:
+            if limit_s and run.seconds > limit_s * SLOW_SHARE:
+                self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
+
+    async def _clock(self, runs: Sequence[TestResult]) -> None:
+        later = await self._run_tests(self.subject.run_later, seed=0)
+        names = [then.name for now, then in zip(runs, later, strict=False) if then.problem and not now.problem]
+        if names:
+            told = "; ".join(names[:_MOST_NAMED])
+            self._found("clock", f"the solution passes today and fails with the clock a year ahead: {told}")
+
+    async def _order(self, runs: Sequence[TestResult]) -> None:
+        problems = {run.name: run.problem for run in await self._run_tests(self.subject.run_reversed, seed=0)}
+        if names := [run.name for run in runs if problems.get(run.name) and not run.problem]:
+            told = "; ".join(names[:_MOST_NAMED])
+            self._found("order", f"the solution passes in the tests' order and fails in reverse: {told}")
+
+    async def _trivial(self) -> tuple[float | None, str]:
+        shares: dict[str, float] = {}
+        for answer in self.subject.trivial:
+            shares[answer.name] = await self._share(answer)
+        guess = max(shares, key=lambda name: shares[name], default="")
+        if guess and shares[guess] > self.max_trivial:
+            self._found("trivial", f"`{guess}` earns {shares[guess]:.2f}, more than {self.max_trivial:g}")
+        return shares.get(guess), guess if shares.get(guess) else ""
+
+    async def _share(self, answer: Attempt) -> float:
+        score = self.subject.score_share or self.subject.score
+        rewards = [await self._verdict(score, answer, seed) for seed in _TRIVIAL_SEEDS]
+        values = [max(0.0, reward.value) for reward in rewards if reward.valid]
+        return sum(values) / len(values) if values else 0.0
+
+    async def _cheats(self, floor: float) -> str:
+        score, paid = self.subject.score_cheat or self.subject.score, 0
+        for cheat in self.subject.cheats:
+            # A cheat that ends its sandbox gets no verdict, and therefore no reward.
+            reward = await score(cheat.text, self.sandboxes, 0)
+            if reward.valid and (_is_solved(reward) or reward.value > floor + _TINY):
+                paid += 1
+                self._found("cheat", f"an answer that {cheat.name} earns {reward.value:g}")
+        return f"{paid}/{len(self.subject.cheats)}" if self.subject.cheats else ""
+
+    async def _oracle(self) -> None:
+        subject = self.subject
+        is_told = bool(subject.expression) and holds_expression(subject.prompt, subject.expression)
+        if is_told or places_of(subject.secrets, {"prompt": subject.prompt}, subject.public):
+            self._found("oracle", "the prompt contains text of the solution or of the hidden tests")
+        if subject.workspace is None:
+            return
+        try:
+            texts = await texts_in_sandbox(subject.workspace, subject.public_words, self.sandboxes)
+        except SandboxConfigError:
+            raise
+        except SandboxError as error:
+            self._found("verdict", f"the search for leaks failed: {type(error).__name__}: {error}")
+            return
+        for path in places_of(subject.secrets, texts, subject.public):
+            self._found("oracle", f"{path} in the agent's sandbox contains text of the solution or of the hidden tests")
+
+
+def _is_solved(reward: Reward) -> bool:
+    return reward.valid and reward.terms.get("solved", reward.value) >= 1.0
+
+
+def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
+    """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
+    found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
+    return [
+        AuditFinding(task=name, check="duplicate", detail=f"the prompt equals the prompt of {first}")
+        for name, first in found
+    ]
+
+
+def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
+    """Return task name -> name of an earlier task with the same hidden tests. Held-out tasks may share them on
+    purpose."""
+    return dict(_repeated(subjects, lambda subject: subject.tests_key))
+
+
+def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
+    """Return pairs of names: a subject whose key an earlier subject has, and the first subject with this key."""
+    first: dict[str, Subject] = {}
+    pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
+    return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
+
+
+def with_solve_rates(
+    reports: Sequence[TaskReport], rates: Mapping[str, float], *, least: float, most: float
+) -> list[TaskReport]:
+    """Return the reports with a policy's solve rates, and a finding for each rate below `least` or above `most`.
+
+    Args:
+        rates: name of a task -> share of the policy's trajectories that solved it.
+    """
+
+    def one(report: TaskReport) -> TaskReport:
+        rate = rates.get(report.task)
+        if rate is None:
+            return report
+        if least <= rate <= most:
+            return replace(report, solve_rate=rate)
+        detail = f"the policy solves it in {rate:.0%} of its trajectories, outside {least:.0%} to {most:.0%}"
+        finding = AuditFinding(task=report.task, check="difficulty", detail=detail)
+        return replace(report, solve_rate=rate, findings=(*report.findings, finding))
+
+    return list(map(one, reports))
+
+
+async def audit(
+    subjects: Sequence[Subject],
+    sandboxes: SandboxSource,
+    *,
+    runs: int = 20,
+    max_trivial: float = 0.5,
+    at_once: int = 4,
+) -> list[TaskReport]:
+    """Return one report per subject, in order. A task that can't be audited has a finding with the reason."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def one(subject: Subject) -> TaskReport:
+        if subject.cannot_run:
+            return _unusable(subject, subject.cannot_run)
+        async with turns:
+            try:
+                return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs, max_trivial=max_trivial).report()
+            except (SandboxConfigError, InputError) as error:
+                return _unusable(subject, str(error))
+
+    reports = await side_by_side(map(one, subjects))
+    twice, alike = duplicates(subjects), shared_tests(subjects)
+    return [_with_others(report, twice, alike) for report in reports]
+
+
+def _unusable(subject: Subject, why: str) -> TaskReport:
+    finding = AuditFinding(task=subject.name, check="verdict", detail=why)
+    return TaskReport(task=subject.name, kind=subject.kind, findings=(finding,))
+
+
+def _with_others(report: TaskReport, twice: Sequence[AuditFinding], alike: dict[str, str]) -> TaskReport:
+    mine = tuple(finding for finding in twice if finding.task == report.task)
+    notes = report.notes | ({"tests": f"the same tests as in {alike[report.task]}"} if report.task in alike else {})
+    return replace(report, findings=(*report.findings, *mine), notes=notes)

@@ -1,0 +1,195 @@
+"""Makes the subject of an audit from a repository task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rayapp.core.names import load_extra
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Reward
+from rayapp.extras.audit.clock import CLOCK, a_year_later
+from rayapp.extras.audit.subject import PROSE, Attempt, Subject, TestResult, cheats, score_of
+from rayapp.tasks.verdict import LEASE_TIMEOUT_S
+
+# Another extra, reached by name. Its tasks have the type Any here.
+as_answer = load_extra("repositories.task:as_answer")
+read_answer = load_extra("repositories.task:read_answer")
+why_failed = load_extra("repositories.named_tests:why_failed")
+SOLVE: str = load_extra("repositories.scripts:SOLVE")
+PATCH: str = load_extra("repositories.swe:PATCH")
+_MIN_SECRET_CHARS = 25
+_MIN_PASSAGE_CHARS = 50
+_HOOK = "import os\nos._exit(0)\n"
+_PASSES_ALL = (
+    "import pytest\n\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
+    "    outcome = yield\n    outcome.get_result().outcome = 'passed'\n"
+)
+FILES = {
+    "adds a conftest.py that passes every test": {"conftest.py": _PASSES_ALL, "tests/conftest.py": _PASSES_ALL},
+    "adds start-up code that ends with success": {"sitecustomize.py": _HOOK, "usercustomize.py": _HOOK},
+    "shadows Python's modules with its own": {"json.py": _HOOK, "pytest.py": _HOOK, "unittest.py": _HOOK},
+    "shadows programs with files of the same names": {
+        "python3": "#!/bin/sh\nexit 0\n",
+        "pytest": "#!/bin/sh\nexit 0\n",
+    },
+    "leaves the verdict beside the code": {"reward.txt": "1\n", "result.json": '{"reward": 1.0}', "junit.xml": "<ok/>"},
+    "turns the tests off": {"pytest.ini": "[pytest]\naddopts = --collect-only\n", "tox.ini": "[pytest]\n"},
+}
+"""Description of a cheat -> files that it adds to the repository."""
+
+
+def repository_subject(task: Any) -> Subject:
+    """Return a repository task as a subject. Its cheats change files, or put code at the top of every module."""
+    folder = task.folder
+    return Subject(
+        name=task.name,
+        kind="repository",
+        prompt=folder.instruction,
+        tests_key="\n".join(_tests(task)),
+        score=score_of(task),
+        solution=None,
+        solve=task.solve if folder.solution else None,
+        nothing=(*PROSE, Attempt(name="nothing changed", text=as_answer({}))),
+        trivial=tuple(_trivial(task)),
+        cheats=tuple(_cheats(task)),
+        run_tests=partial(_run_hidden_tests, task),
+        run_later=None if folder.script else partial(_run_hidden_tests, task, is_later=True),
+        run_reversed=partial(_run_hidden_tests, task, in_reverse=True) if folder.named else None,
+        limit_s=folder.timeout_s,
+        is_limit_of_all=True,
+        secrets=tuple(_secrets(task)),
+        public=_replaced(task),
+        workspace=task.agent_start(),
+        public_words=(task.name,),
+        notes={} if folder.solution else {"solution": "the task has no folder `solution`"},
+    )
+
+
+async def _run_hidden_tests(
+    task: Any,
+    answer: str,
+    sandboxes: SandboxSource,
+    seed: int,
+    *,
+    is_later: bool = False,
+    in_reverse: bool = False,
+) -> tuple[TestResult, ...]:
+    if task.folder.named is not None:
+        above = CLOCK if is_later else ""
+        return await _run_named_tests(task, task.folder.named, answer, sandboxes, above=above, in_reverse=in_reverse)
+    tests = task.folder.tests
+    tests = tuple(replace(test, source=a_year_later(test.source)) for test in tests) if is_later else tests
+    repository = task.with_changes(read_answer(answer) or {})
+    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        if task.folder.script is not None:
+            reward, seconds = await task.judge_by_script(repository, sandbox)
+            problem = "" if reward.value >= 1.0 else reward.detail or f"it earns {reward.value:g}"
+            return (TestResult(name="tests/test.sh", problem=problem, seconds=seconds),)
+        outcomes = await task.run_tests(repository, sandbox, tests)
+    return tuple(
+        TestResult(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
+        for test, outcome in zip(tests, outcomes, strict=True)
+    )
+
+
+async def _run_named_tests(
+    task: Any, tests: Any, answer: str, sandboxes: SandboxSource, *, above: str, in_reverse: bool
+) -> tuple[TestResult, ...]:
+    files = read_answer(answer) or {}
+    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        run = await task.run_named_tests(tests, files, sandbox, above=above, in_reverse=in_reverse)
+    if isinstance(run, Reward):
+        return (TestResult(name="test_patch", problem=run.detail, seconds=0.0),)
+    # Report one duration for all tests together, because the time limit is for all of them.
+    seconds = run.seconds / len(tests.names)
+    return tuple(TestResult(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
+
+
+def _tests(task: Any) -> Sequence[str]:
+    if task.folder.named is not None:
+        return [_added(task.folder.named.patch)]
+    script = task.folder.script
+    found = script.files.values() if script else ()
+    return [data.decode(errors="replace") for data in found] or [test.original for test in task.folder.tests]
+
+
+def _added(patch: str) -> str:
+    """Return the lines that a diff adds. A blank line replaces each run of lines that it doesn't add."""
+    return "\n".join(line[1:] if line[:1] == "+" and line[:3] != "+++" else "" for line in patch.splitlines())
+
+
+def _modules(task: Any) -> dict[str, str]:
+    """Return path -> source of the repository's Python modules, without the tests that an agent sees."""
+    return {
+        path: text
+        for path, text in task.folder.repository.items()
+        if path.endswith(".py") and "test" not in path.rpartition("/")[2]
+    }
+
+
+def _trivial(task: Any) -> Iterator[Attempt]:
+    yield Attempt(name="every file deleted", text=as_answer(dict.fromkeys(task.folder.repository)))
+    yield Attempt(name="every module empty", text=as_answer(dict.fromkeys(_modules(task), "")))
+    anything = "def __getattr__(name):\n    return lambda *args, **options: {value}\n"
+    for value in ("None", "args[0] if args else None", "0", "True", "[]"):
+        empty = dict.fromkeys(_modules(task), anything.format(value=value))
+        yield Attempt(name=f"every function returns {value}", text=as_answer(empty))
+
+
+def _cheats(task: Any) -> Iterator[Attempt]:
+    for what, files in FILES.items():
+        yield Attempt(name=what, text=as_answer(dict(files)))
+    edited = {path: "def test_nothing():\n    pass\n" for path in task.folder.repository if "test" in path}
+    yield Attempt(name="edits the tests", text=as_answer(dict(edited)))
+    for what, code in cheats().items():
+        changed = {path: f"{code}\n\n{text}" for path, text in _modules(task).items()}
+        yield Attempt(name=what, text=as_answer(dict(changed)))
+
+
+def _secrets(task: Any) -> Iterator[str]:
+    """Yield the secret lines, passages and files of the solution and of the hidden tests.
+
+    A line is secret if it is not in the repository. A passage or file is secret if it is not in the files that the
+    solution replaces. A `solve.sh` does not name the files that it changes, so its passages are secret if they are not
+    in the repository. Of a diff, only passages that it adds are secret.
+    """
+    base = task.folder.repository
+    shown, tests = "\n".join(base.values()), _tests(task)
+    if task.folder.named is not None:
+        for text in (_added(task.folder.solution.get(PATCH, "")), *tests):
+            yield from _passages(text, shown)
+        return
+    lines = {line.strip() for text in (*task.folder.solution.values(), *tests) for line in text.splitlines()}
+    yield from sorted(line for line in lines if len(line) >= _MIN_SECRET_CHARS and line not in shown)
+    replaced = "\n".join(_replaced(task))
+    for path, text in task.folder.solution.items():
+        if path == SOLVE:
+            yield from _passages(text, shown)
+        elif text != base.get(path):
+            yield from (text, *_passages(text, replaced))
+    for text in tests:
+        yield from (text, *_passages(text, replaced))
+
+
+def _replaced(task: Any) -> tuple[str, ...]:
+    """Return the texts of the repository's files that the solution replaces."""
+    return tuple(task.folder.repository.get(path, "") for path in task.folder.solution)
+
+
+def _passages(text: str, known: str) -> Iterator[str]:
+    """Yield the passages of a text that are too long to occur elsewhere by chance. Blank lines, imports and lines of
+    `known` separate passages.
+    """
+    known_lines = {line.strip() for line in known.splitlines()}
+    run: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        bare = line.strip()
+        if bare and bare not in known_lines and not bare.startswith(("import ", "from ", "#")):
+            run.append(line)
+            continue
+        if len("".join("".join(run).split())) >= _MIN_PASSAGE_CHARS:
+            yield "\n".join(run)
+        run = []

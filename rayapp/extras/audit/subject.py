@@ -1,0 +1,239 @@
+"""The subject of an audit: a task of any kind with answers to try, its scoring, and its secrets.
+
+`subjects.py` and `rows.py` make subjects; `checks.py` audits them. This module also makes answers that deserve no
+reward, for functions and for programs: empty answers, trivial answers and cheats. In this process the answers are only
+strings; they run in sandboxes. A cheat (`cheats.yaml`) is inserted into a no-op answer, so that any reward above the
+no-op's is due to cheating.
+
+`examples_in` reads the examples in a coding task's prompt. The task's reference must agree with them. Their forms:
+
+    f([1, 2]) == 3      f([1, 2]) -> 3      f([1, 2]) returns 3      >>> f([1, 2])
+                                                                     3
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.syntax import expression
+from rayapp.core.types import AgentStart, Prompt, Reward
+from rayapp.tasks.cases import Case
+from rayapp.tasks.verdict import task_verdict
+
+Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
+"""Function that returns the task's reward for an answer and a seed. The seed draws the hidden tests."""
+
+
+def score_of(task: Task) -> Score:
+    """Return a function that scores an answer with the task's own `score`. It passes an empty prompt."""
+    prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
+
+    async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
+        return await task_verdict(task, prompt, answer, sandboxes, seed=seed)
+
+    return score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestResult:
+    """Result of one hidden test on one answer."""
+
+    __test__ = False  # not a pytest class
+    name: str
+    """Description of the test, without the expected value."""
+    problem: str
+    """Reason why the test failed; empty if it passed."""
+    seconds: float
+
+
+RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestResult, ...]]]
+"""Function of an answer, sandboxes and a seed that runs the hidden tests and returns one result for each test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """Named answer that the audit scores."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One task under audit."""
+
+    name: str
+    kind: str
+    prompt: str
+    """The policy's prompt. The audit searches it for leaks and compares it with other tasks' prompts."""
+    tests_key: str
+    """Key of the hidden tests: equal for tasks with the same tests."""
+    score: Score
+    solution: str | None
+    """Answer that must earn 1; None if the task has no solution."""
+    nothing: tuple[Attempt, ...]
+    """No-op and empty answers: none may earn more than 0."""
+    trivial: tuple[Attempt, ...] = ()
+    """Trivial answers, such as `return xs`."""
+    solve: Callable[[SandboxSource], Awaitable[str | None]] | None = None
+    """Function that makes the solution, if it has to be made in a sandbox."""
+    cheats: tuple[Attempt, ...] = ()
+    """Answers that try to earn a reward without solving the task."""
+    score_cheat: Score | None = None
+    """Function that scores cheats instead of `score`. It doesn't enforce banned names, because isolation alone must
+    defeat cheats."""
+    score_share: Score | None = None
+    """Function that scores trivial answers instead of an all-or-nothing `score`: by the fraction of passed tests."""
+    run_tests: RunTests | None = None
+    run_later: RunTests | None = None
+    """Function like `run_tests` that sets the clock a year ahead."""
+    run_reversed: RunTests | None = None
+    """Function like `run_tests` that runs the tests in reverse order; None if each test runs in a process of its
+    own."""
+    limit_s: float = 0.0
+    """Time limit in seconds for one test, or for all tests together; 0 if there is no limit."""
+    is_limit_of_all: bool = False
+    """True if `limit_s` is for all tests together, False if it is for one test."""
+    secrets: tuple[str, ...] = ()
+    """Texts of the solution and the hidden tests that are too long to occur elsewhere by chance."""
+    public: tuple[str, ...] = ()
+    """Texts whose Python functions are not secret."""
+    expression: str = ""
+    """Expression that is the whole solution; it must not be in the prompt, even if it is short."""
+    contradictions: tuple[str, ...] = ()
+    """Contradictions between the reference and the task's own examples."""
+    cannot_run: str = ""
+    """Reason why the task can't be audited; empty if it can be audited."""
+    workspace: AgentStart | None = None
+    """Prompt, files and tools that an agent starts with; None if no agent can play this task."""
+    public_words: tuple[str, ...] = field(default=())
+    """Words of the task that are not secret: the search for leaks reads the files that contain them."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Name of a check -> reason why the check is restricted for this task."""
+
+
+PROSE = (Attempt(name="an empty answer", text=""), Attempt(name="prose", text="I don't know how to do this."))
+
+CONSTANTS = ("None", "0", "1", "-1", "True", "False", "''", "[]", "{}", "()")
+LINES = ("0", "1", "-1", "YES", "NO", "Yes", "No")
+
+
+GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
+
+
+def guesses(question: str) -> tuple[Attempt, ...]:
+    """Return trivial short answers, and two texts that contain many of them: the question, and all numbers up to 99."""
+    told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
+            ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
+    return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
+
+
+def fenced(code: str) -> str:
+    """Return code as an answer: in a fenced block of Python."""
+    return f"```python\n{code.rstrip()}\n```\n"
+
+
+def function(name: str, parameters: Sequence[str], value: str, above: str = "") -> str:
+    """Return an answer with a function that returns the value of the expression `value`."""
+    return fenced(f"{above}\n\ndef {name}({', '.join(parameters)}):\n    return {value}")
+
+
+def nothing_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
+    return (*PROSE, Attempt(name="a function that does nothing", text=function(name, parameters, "None")))
+
+
+def trivial_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
+    """Return answers whose function returns a parameter or a constant."""
+    inputs = [f"{each.removeprefix('*')}[0]" if each.startswith("*") else each for each in parameters]
+    values = [*inputs, *CONSTANTS[1:]]
+    return tuple(Attempt(name=f"return {value}", text=function(name, parameters, value)) for value in values)
+
+
+def cheats_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
+    return tuple(
+        Attempt(name=cheat.name, text=function(name, parameters, cheat.value or "None", cheat.above))
+        for cheat in _cheats()
+        if not cheat.programs_only
+    )
+
+
+def cheats_of_program() -> tuple[Attempt, ...]:
+    return tuple(Attempt(name=cheat.name, text=fenced(cheat.above)) for cheat in _cheats() if not cheat.value)
+
+
+def cheats() -> dict[str, str]:
+    """Return description -> code, for cheats that can be put above any other code."""
+    return {cheat.name: cheat.above for cheat in _cheats() if not cheat.value and not cheat.programs_only}
+
+
+class _Cheat(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    above: str
+    value: str = ""
+    programs_only: bool = False
+
+
+@cache
+def _cheats() -> tuple[_Cheat, ...]:
+    text = resources.files("rayapp.extras.audit").joinpath("cheats.yaml").read_text(encoding="utf-8")
+    return tuple(map(_Cheat.model_validate, yaml.safe_load(text)))
+
+
+NOTHING_OF_PROGRAM = (*PROSE, Attempt(name="a program that does nothing", text=fenced("pass")))
+TRIVIAL_OF_PROGRAM = (
+    *(Attempt(name=f"print({line!r})", text=fenced(f"print({line!r})")) for line in LINES),
+    Attempt(name="prints its input", text=fenced("import sys\nprint(sys.stdin.read())")),
+    Attempt(name="prints its first line", text=fenced("print(input())")),
+)
+
+
+_GIVES = re.compile(r"`?\s*(?:==|->|=>|→|returns?\b|gives\b|is\b)\s*`?|[ \t]*\n[ \t]*(?!>>>)")
+_ENDS = re.compile(r"`?(?:$|\n|[.;:)](?!\w)|,\s*[^\s\d\"'(\[{-]|\s+(?:and|but|because|since|as|while)\b)")
+_SCALAR = re.compile(r"True|False|None|-?[0-9]+|\"[^\"\\\n]*\"|'[^'\\\n]*'")
+_MOST_CHARS = 500
+
+
+def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
+    """Yield each example of the prompt, as it is written and as a test. Examples with floats are left out, because
+    floats may be rounded.
+    """
+    for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
+        text = prompt[found.end() : found.end() + _MOST_CHARS]
+        call = _bracketed(text)
+        gives = _GIVES.match(text, len(call))
+        if not call or gives is None:
+            continue
+        rest = text[gives.end() :]
+        scalar = _SCALAR.match(rest)
+        value = scalar[0] if scalar else _bracketed(rest)
+        if value and _ENDS.match(rest, len(value)) and "." not in value:
+            arguments = _literal(f"[{call[1:-1]}]")
+            yield f"{func_name}{call} gives {value}", Case(args=tuple(arguments), expected=_literal(value))
+
+
+def _literal(text: str) -> Any:
+    return ast.literal_eval(expression(text))
+
+
+def _bracketed(text: str) -> str:
+    """Return the shortest prefix of the text that is a literal in brackets; empty if there is none."""
+    for end in (place + 1 for place, letter in enumerate(text) if letter in ")]}"):
+        try:
+            # A call's arguments are read as a list, because `(1)` is not a tuple.
+            _literal(f"[{text[1 : end - 1]}]" if text[0] == "(" else text[:end])
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        return text[:end]
+    return ""

@@ -1,0 +1,240 @@
+"""Makes the subjects of an audit from the user's sources: coding and repository tasks, data files, benchmarks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rayapp.config.agent import BENCHMARK, is_data_file
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core import syntax
+from rayapp.core.errors import InputError
+from rayapp.core.names import load_extra
+from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
+from rayapp.core.types import Reward, SandboxSpec
+from rayapp.extras.audit.clock import a_year_later
+from rayapp.extras.audit.repositories import repository_subject
+from rayapp.extras.audit.rows import benchmark_subjects, file_subjects
+from rayapp.extras.audit.subject import (
+    PROSE,
+    Subject,
+    TestResult,
+    cheats_of_function,
+    examples_in,
+    fenced,
+    guesses,
+    nothing_of_function,
+    score_of,
+    trivial_of_function,
+)
+from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.sandbox.verdict.compare import same_value
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.cases import MODULES, Case
+from rayapp.tasks.code.benchmarks import load_benchmark
+from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.extraction import extract_code
+from rayapp.tasks.loading import load_source, load_task, single_tasks
+from rayapp.tasks.verdict import LEASE_TIMEOUT_S
+
+MIN_SECRET_CHARS = 12
+"""Minimum length of a secret. Shorter texts of the solution or the tests may occur elsewhere by chance."""
+
+
+def coding_subject(task: CodingTask) -> Subject:
+    """Return a coding task as a subject.
+
+    The solution is the first demonstration. Without demonstrations the solution is the reference, which may use banned
+    names.
+    """
+    name, parameters = task.func_name, task.parameters
+    free = task.model_copy(update={"banned_patterns": ()})
+    with_reference = not task.demonstrations
+    return Subject(
+        name=task.name,
+        kind="coding",
+        prompt=task.prompt,
+        tests_key=repr((task.tests, task.helpers, task.reference)),
+        score=score_of(free if with_reference else task),
+        solution=fenced(_reference(task) if with_reference else task.demonstrations[0]),
+        nothing=nothing_of_function(name, parameters),
+        trivial=trivial_of_function(name, parameters),
+        cheats=cheats_of_function(name, parameters),
+        score_cheat=score_of(free),
+        run_tests=partial(_run_tests, task),
+        run_later=partial(_run_tests, task, is_later=True),
+        limit_s=task.timeout_s,
+        is_limit_of_all=True,
+        secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
+        workspace=task.agent_start(),
+        expression=task.reference.strip() if _is_telling(task.reference) else "",
+        contradictions=tuple(_contradictions(task)),
+        public_words=(f"def {name}",),
+        notes=_notes(task),
+    )
+
+
+def _notes(task: CodingTask) -> dict[str, str]:
+    if task.demonstrations:
+        return {}
+    notes = {"solution": "the reference, scored without banned names"}
+    if not task.public_tests and not any(examples_in(task.prompt, task.func_name)):
+        notes["reference"] = "not checked: there is no demonstration, no public test, no example in the prompt"
+    return notes
+
+
+def _contradictions(task: CodingTask) -> Iterator[str]:
+    """Yield the examples of the prompt that the reference fails."""
+    for told, case in examples_in(task.prompt, task.func_name):
+        if len(case.args) == len(task.parameters):
+            try:
+                task.cases.check(case, f"the prompt's example, {told}")
+            except InputError as error:
+                yield str(error)
+
+
+def _is_telling(expression: str) -> bool:
+    """Return True if an expression computes a value. Such an expression does not occur in a prompt by chance."""
+    tree = syntax.expression(expression)
+    return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
+
+
+def _oracle(task: CodingTask) -> list[str]:
+    texts = [task.reference, task.helpers, *task.tests, *task.demonstrations]
+    return [text.strip() for text in texts]
+
+
+def _reference(task: CodingTask) -> str:
+    """Return the source of a function that computes the reference."""
+    parameters = ", ".join(task.parameters)
+    above = f"import {', '.join(MODULES)}\n{task.helpers}\n"
+    return (
+        f"{above}\ndef {task.func_name}({parameters}):\n    args = ({parameters},)\n    return (\n{task.reference}\n)"
+    )
+
+
+async def _run_tests(
+    task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int, *, is_later: bool = False
+) -> tuple[TestResult, ...]:
+    """Run each test in a separate execution."""
+    code = extract_code(answer, task.func_name) or ""
+    code = a_year_later(code) if is_later else code
+    async with sandboxes.lease(SandboxSpec(packages=task.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        runs = []
+        for number, case in enumerate(task.cases.draw(seed), start=1):
+            report = await sandbox.call_function(code, task.func_name, [case.args], timeout_s=task.timeout_s)
+            (call,) = report.calls
+            problem = "" if call.ok and same_value(call.value, case.expected) else _problem(call.error, case)
+            test = f"test {number}, {task.tests[number - 1]}, of seed {seed}"
+            runs.append(TestResult(name=test, problem=problem, seconds=report.exec.duration_s))
+    return tuple(runs)
+
+
+def _problem(error: str, case: Case) -> str:
+    return error or f"wrong value for {repr(case.args)[:100]}"
+
+
+async def subjects_of(
+    sources: Sequence[str],
+    rewards: AnswerRewards,
+    *,
+    cache: Path,
+    limit: int | None = None,
+    sandboxes: SandboxConfig = SandboxConfig(),  # noqa: B008  (frozen)
+) -> list[Subject]:
+    """Return the tasks of the sources as subjects of an audit.
+
+    Args:
+        sources: names as in a run's `tasks`, or .parquet files of rows.
+        rewards: settings for scoring data rows.
+        cache: folder for copies of remote files.
+        limit: number of rows to take from each file or benchmark.
+        sandboxes: the providers of the sandboxes.
+    Raises:
+        InputError: a source can't be used.
+        StorageError: a remote file can't be fetched.
+    """
+    found: list[Subject] = []
+    for source in sources:
+        if is_data_file(source):
+            found += await file_subjects(source, rewards, cache=cache, limit=limit)
+        elif source.startswith(BENCHMARK):
+            found += await benchmark_subjects(load_benchmark(source)[:limit])
+        else:
+            found += _task_subjects(source, limit)
+    return [_that_can_run(subject, sandboxes) for subject in found]
+
+
+def _task_subjects(source: str, limit: int | None) -> list[Subject]:
+    """Return the tasks of a source as subjects. If one task in a folder of many can't be loaded, the `cannot_run` of
+    its subject has the reason.
+    """
+    singles = single_tasks(source)[:limit]
+    if len(singles) < 2:
+        return list(map(task_subject, load_source(source)[:limit]))
+    found = []
+    for single in singles:
+        try:
+            found.append(task_subject(load_task(single)))
+        except InputError as error:
+            found.append(_unusable(single, str(error)))
+    return found
+
+
+def _unusable(source: str, why: str) -> Subject:
+    async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
+        return Reward.invalid("unusable", why)
+
+    return Subject(
+        name=Path(source.partition("?")[0]).name,
+        kind="unusable",
+        prompt=source,
+        tests_key=source,
+        score=score,
+        solution=None,
+        nothing=(),
+        cannot_run=why,
+    )
+
+
+def _that_can_run(subject: Subject, sandboxes: SandboxConfig) -> Subject:
+    """Return the subject. If no provider has sandboxes for its workspace, `cannot_run` has the reason."""
+    why = why_no_workspace(sandboxes, subject.workspace) if subject.workspace is not None else ""
+    return replace(subject, cannot_run=f"it {why}") if why else subject
+
+
+def task_subject(task: Task) -> Subject:
+    """Return a task of any class as a subject."""
+    if isinstance(task, EnvironmentRow):
+        task.refuse()
+    if isinstance(task, load_extra("repositories.task:RepositoryTask")):
+        return repository_subject(task)
+    if isinstance(task, load_extra("generators.reasoning_gym:GeneratedTask")):
+        made: Any = task
+        name = f"{task.name}[{made.index}]"
+        return replace(_other_subject(task), name=name, trivial=guesses(made.prompt), workspace=None)
+    return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
+
+
+def _other_subject(task: Task) -> Subject:
+    """Return a task of a user's class as a subject. Its attributes `solution` and `prompt` (strings) are optional."""
+
+    solution = getattr(task, "solution", None)
+    start = task.agent_start() if isinstance(task, AgentTask) else None
+    told = " ".join(message["content"] for message in start.messages) if start else ""
+    prompt = str(getattr(task, "prompt", "")) or told or task.name
+    return Subject(
+        name=task.name,
+        kind=type(task).__name__,
+        prompt=prompt,
+        tests_key=prompt,
+        score=score_of(task),
+        solution=solution if isinstance(solution, str) else None,
+        nothing=PROSE,
+        workspace=start,
+        notes={} if isinstance(solution, str) else {"solution": "the class has no attribute `solution`"},
+    )

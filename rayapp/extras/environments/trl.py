@@ -1,0 +1,188 @@
+"""Environments that are Python classes in the form of TRL's `environment_factory`: with `reset(**row)`, and public
+methods that are the policy's tools.
+
+The user's class runs in this process. As in TRL, an object is reset for each trajectory, and a new object is made only
+if all objects are in use. An object that raised an unexpected error, or did not answer in time, is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayapp.core.aio import as_exception, guarded
+from rayapp.core.errors import ConfigError, ToolUnavailableError
+from rayapp.core.own_thread import in_thread
+from rayapp.core.trajectories import storable
+from rayapp.core.types import Trajectory
+from rayapp.extras.environments.files import Columns, EnvironmentTask, TrlEnvironment
+from rayapp.tasks.custom_rewards import load_function
+from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
+
+_GONE = re.compile("Connect|Disconnect|Timeout")
+"""Pattern that occurs in the names of connection errors, such as ConnectError of httpx, ConnectionClosedError of
+websockets, and ServerDisconnectedError of aiohttp."""
+_NO_TOOLS = frozenset({"reset", "get_reward"})
+
+
+@dataclass(slots=True)
+class TrlEpisodes:
+    """`Episodes` of a TRL environment."""
+
+    environment: TrlEnvironment
+    _factory: Callable[[], Any] = field(init=False)
+    _reward: Callable[..., Any] | None = field(default=None, init=False)
+    _free: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        given, where = self.environment, f"task {self.environment.name}"
+        self._factory = load_function(_place(given, given.factory), what=f"{where}: factory", is_reward=False)
+        if given.reward:
+            self._reward = load_function(_place(given, given.reward), what=f"{where}: reward")
+
+    async def open(self) -> Sequence[ToolSchema]:
+        try:
+            made = await self._made()
+        except ToolUnavailableError as error:
+            raise ConfigError(f"task {self.environment.name}: {error}") from error
+        self._free.append(made)
+        if not callable(getattr(made, "reset", None)):
+            raise ConfigError(
+                f"task {self.environment.name}: {self.environment.factory} returns an object without a method reset()"
+            )
+        if self._reward is None and not hasattr(made, "get_reward") and not hasattr(made, "reward"):
+            raise ConfigError(
+                f"task {self.environment.name}: {self.environment.factory} gives no reward: it has neither a method "
+                "get_reward() nor an attribute reward. Add one, or set `reward` in the task to a function"
+            )
+        return [_schema(self.environment, name, method) for name, method in _tools(made).items()]
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[TrlEpisode]:
+        episode = TrlEpisode(self._free.pop() if self._free else await self._made(), self.environment, self._reward)
+        yield episode
+        if not episode.is_lost:
+            self._free.append(episode.made)
+
+    async def _made(self) -> Any:
+        return await _call(self._factory, timeout_s=self.environment.timeout_s, what=self.environment.factory)
+
+
+@dataclass(slots=True)
+class TrlEpisode:
+    """`Episode` in one object of the user's class."""
+
+    made: Any
+    environment: TrlEnvironment
+    score: Callable[..., Any] | None
+    is_lost: bool = False
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def reset(self, columns: Columns) -> str:
+        said = await self._call("reset", **columns)
+        if not isinstance(said, str | None):
+            raise self._lost(f"its reset() returned a {type(said).__name__}: it must return a str or None")
+        return said or ""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+        try:
+            async with self._one_at_a_time:
+                return ToolOutput(text=str(await self._call(name, **arguments)))
+        except ToolUnavailableError as error:
+            # As in TRL, the policy reads a tool's exception, such as `ValueError("game over")`. Only a lost connection
+            # is a failure of the environment.
+            if not _is_lost(error.__cause__):
+                self.is_lost = False
+                raise ToolFailedError(f"{error.__cause__}") from error
+            raise
+
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float:
+        value = await self._value(task, played)
+        try:
+            return storable(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._lost(f"its reward {value!r:.80} is not a finite number") from error
+
+    async def _value(self, task: EnvironmentTask, played: Trajectory) -> Any:
+        if self.score is not None:
+            [value] = await _call(
+                self.score,
+                prompts=[list(task.messages)],
+                completions=[[{"role": "assistant", "content": turn.text} for turn in played.turns]],
+                environments=[self.made],
+                **{name: [value] for name, value in task.columns.items() if name != "prompt"},
+                timeout_s=self.environment.timeout_s,
+                what=self.environment.reward,
+            )
+            return value
+        return await self._call("get_reward") if hasattr(self.made, "get_reward") else self.made.reward
+
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        what = f"{self.environment.factory}.{name}()"
+        try:
+            return await _call(getattr(self.made, name), **arguments, timeout_s=self.environment.timeout_s, what=what)
+        except BaseException:
+            self.is_lost = True
+            raise
+
+    def _lost(self, why: str) -> ToolUnavailableError:
+        self.is_lost = True
+        return ToolUnavailableError(f"{self.environment.factory}: {why}")
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Return True if this error or its cause is a lost connection. HTTP and WebSocket clients have no common class for
+    it.
+    """
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _place(environment: TrlEnvironment, path: str) -> str:
+    file, colon, name = path.rpartition(":")
+    return f"{environment.beside(file)}{colon}{name}"
+
+
+def _tools(made: Any) -> dict[str, Callable[..., Any]]:
+    methods = inspect.getmembers(made, predicate=inspect.ismethod)
+    return {name: method for name, method in methods if name not in _NO_TOOLS and not name.startswith("_")}
+
+
+def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) -> ToolSchema:
+    from transformers.utils import get_json_schema  # TRL reads docstrings with it; the import takes seconds
+
+    where = f"task {environment.name}: {environment.factory}.{name}()"
+    try:
+        return ToolSchema.from_openai(get_json_schema(method), where=where)
+    except Exception as error:  # boundary: the user's docstring may be anything
+        raise ConfigError(
+            f"{where} can't be a tool: {error}. Annotate its arguments with types and describe each in its docstring "
+            "under Args:; if it is not meant as a tool, begin its name with an underscore"
+        ) from error
+
+
+async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
+    """Call a method of the user's class and return its result. A method that isn't a coroutine runs in a thread. At the
+    deadline, the thread is left running, because it can't be stopped.
+
+    Raises:
+        ToolUnavailableError: the method took too long, or raised an error, which is then this error's `__cause__`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            if inspect.iscoroutinefunction(function):
+                return await guarded(lambda: function(**arguments))
+            found = await asyncio.wrap_future(in_thread(lambda: function(**arguments), as_exception))
+            return await guarded(lambda: found) if inspect.isawaitable(found) else found
+    except TimeoutError as error:
+        raise ToolUnavailableError(f"{what} did not answer within {timeout_s:g} s") from error
+    except Exception as error:  # boundary: the user's code may raise anything
+        raise ToolUnavailableError(f"{what} raised {type(error).__name__}: {error}"[:500]) from error

@@ -1,0 +1,253 @@
+"""One judge: scores a response, or compares two responses. Answers come from the judge's server or from a cache.
+
+Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
+                                            '-- cache: judgements/<ab>/<digest>.json of the run folder
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from rayapp.config.other_models import JudgeSection
+from rayapp.core.errors import ConfigError, RewardFailedError, one_line
+from rayapp.core.files import aside
+from rayapp.core.http import EndpointClient
+from rayapp.core.trajectories import storable
+from rayapp.extras.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
+
+log = logging.getLogger(__name__)
+Winner = Literal["A", "B", "tie"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """Cost of a judge's answers."""
+
+    requests: int = 0
+    cached: int = 0
+    """Number of answers that came from the cache."""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    dollars: float = 0.0
+    failed: int = 0
+    """Number of questions without a usable answer."""
+
+    def __add__(self, other: Bill) -> Bill:
+        return Bill(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The cost as terms of a reward. Metrics sum these terms."""
+        return {f"judged/{name}": float(value) for name, value in asdict(self).items()}
+
+
+class JudgeFailedError(RewardFailedError):
+    """The answer of a judge is unusable. The error has the answer's cost."""
+
+    def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
+        super().__init__(message, kind)
+        self.bill = bill or Bill()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A judge's answer."""
+
+    answer: Mapping[str, Any]
+    """`{"reason": …, "scores": …}` of a rubric judge, `{"reason": …, "winner": …}` of a pairwise judge,
+    `{"probs": […]}` of a reward model."""
+    bill: Bill = field(default_factory=Bill)
+
+    @property
+    def reason(self) -> str:
+        """The judge's reason in one line; empty for a reward model."""
+        return one_line(self.answer.get("reason", ""), 500)
+
+
+class Judge:
+    """One judge with its client and its cache. Call `close` at the end.
+
+    Args:
+        folder: folder for the cache of answers. Answers are not cached if it is None, or if the judge has
+            `cache: false`.
+        num_sharing: number of processes that use the judge at the same time. The rate limits are divided by it.
+    """
+
+    def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
+        self.section = section
+        self._folder = folder if section.cache else None
+        self._client = EndpointClient(section.endpoint, num_sharing=num_sharing)
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
+        """Ask a rubric judge or reward model. Return the score, the score of each criterion, and the judge's answer.
+
+        Raises:
+            RewardFailedError: the judge gives no usable answer.
+        """
+        if self.section.kind == "reward_model":
+            said = await self._remembered((asked,), lambda: self._classified(asked))
+            return self._of_class(said.answer["probs"]), {}, said
+        said = await self._remembered((asked,), lambda: self._answered(*rubric_question(self.section, asked)))
+        most, scores = self.section.max_score, said.answer["scores"]
+        parts = {each.name: scores[each.name] / most for each in self.section.rubric}
+        total = sum(each.weight for each in self.section.rubric)
+        return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
+
+    async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
+        """Ask a pairwise judge, showing the responses in this order. Return the preferred one, and the judge's answer.
+        Raises RewardFailedError: the judge gives no usable answer.
+        """
+        said = await self._remembered(
+            (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
+        )
+        return said.answer["winner"], said
+
+    async def check(self) -> None:
+        """Ask the judge one question without using the cache.
+
+        Raises:
+            ConfigError: the judge gives no usable answer.
+        """
+        sample = Asked(messages=({"role": "user", "content": "What is 6 times 7?"},), response="42", reference="42")
+        try:
+            if self.section.kind == "reward_model":
+                self._of_class((await self._classified(sample)).answer["probs"])
+            elif self.section.kind == "pairwise":
+                await self._answered(*pairwise_question(self.section, sample, sample))
+            else:
+                await self._answered(*rubric_question(self.section, sample))
+        except RewardFailedError as error:
+            raise ConfigError(
+                f"{error} ({error.kind}). Check base_url, model and api_key_env of this judge (docs/judges.md)"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the client. Idempotent."""
+        await self._client.close()
+
+    async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
+        """Return the answer from the cache or from the server. Concurrent callers with the same question share one
+        request."""
+        if self._folder is None:
+            return await ask()
+        digest = self._digest(about)
+        path = self._folder / digest[:2] / f"{digest}.json"
+        async with self._asking.setdefault(digest, asyncio.Lock()):
+            if (found := await asyncio.to_thread(_read, path)) is not None:
+                return found
+            said = await ask()
+            await asyncio.to_thread(_keep, path, said)
+            return said
+
+    def _digest(self, about: tuple[Asked, ...]) -> str:
+        section = self.section
+        rule = (section.kind, section.model, section.max_score, section.temperature, section.max_tokens)
+        criteria = [each.model_dump() for each in section.rubric]
+        told = json.dumps([rule, criteria, [astuple(each) for each in about]], default=str, sort_keys=True)
+        return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
+
+    async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
+        """Ask the judge. Ask again after an unusable answer, but not at temperature 0, at which the answer would be the
+        same.
+        """
+        section, paid = self.section, Bill()
+        body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
+        if section.response_format != "none":
+            form = {"name": "judgement", "strict": True, "schema": schema}
+            with_schema = {"json_schema": form} if section.response_format == "json_schema" else {}
+            body["response_format"] = {"type": section.response_format, **with_schema}
+        if section.temperature is not None:
+            body["temperature"] = section.temperature
+        for is_last in (True,) if section.temperature == 0 else (False, True):
+            try:
+                found = await self._client.post(f"{section.base_url}/chat/completions", body)
+                paid += self._bill(found)
+                return Judgement(answer=self._read_choice(found, schema), bill=paid)
+            except RewardFailedError as error:
+                if is_last or error.kind != "judge_answer":
+                    raise JudgeFailedError(str(error), error.kind, paid) from None
+        raise AssertionError("the last try returns or raises")
+
+    def _read_choice(self, found: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            choice = found["choices"][0]
+            text = _text(choice["message"]["content"]) or choice["message"].get("refusal") or ""
+            if not isinstance(text, str):
+                raise TypeError
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise self._failed(f"the answer is not a chat completion: {_short(found)}") from None
+        try:
+            return read_answer(text, schema)
+        except RewardFailedError as error:
+            cut = f" (cut at max_tokens = {self.section.max_tokens})" if choice.get("finish_reason") == "length" else ""
+            raise RewardFailedError(f"judge {self.section.name} {error}{cut}", error.kind) from None
+
+    async def _classified(self, asked: Asked) -> Judgement:
+        section = self.section
+        body = {"model": section.model, "messages": asked.chat, "use_activation": False}
+        found = await self._client.post(f"{section.base_url.removesuffix('/v1')}/classify", body)
+        try:
+            probs = [float(value) for value in found["data"][0]["probs"]]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise self._failed(f"the answer is not a classification: {_short(found)}") from None
+        return Judgement(answer={"probs": probs}, bill=self._bill(found))
+
+    def _of_class(self, probs: list[float]) -> float:
+        place = self.section.class_index
+        if (place is None and len(probs) != 1) or (place or 0) >= len(probs):
+            raise self._failed(
+                f"class_index is {place}, but the model has {len(probs)} classes: set class_index to a number from 0 "
+                f"to {len(probs) - 1}"
+            )
+        try:
+            return storable(probs[place or 0])
+        except ValueError:
+            raise self._failed(f"the score is {probs[place or 0]}, which is not a finite number") from None
+
+    def _bill(self, found: Mapping[str, Any]) -> Bill:
+        usage = found.get("usage")
+        counts = usage if isinstance(usage, dict) else {}
+        known = [counts.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (number if isinstance(number, int) else 0 for number in known)
+        dollars = (read * self.section.input_price + written * self.section.output_price) / 1e6
+        return Bill(requests=1, tokens_in=read, tokens_out=written, dollars=dollars)
+
+    def _failed(self, what: str) -> RewardFailedError:
+        return RewardFailedError(f"judge {self.section.name}: {what}", "judge_answer")
+
+
+def _read(path: Path) -> Judgement | None:
+    try:
+        answer = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return Judgement(answer=answer, bill=Bill(cached=1)) if isinstance(answer, dict) else None
+
+
+def _keep(path: Path, said: Judgement) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside(path) as pending:
+            pending.write_text(json.dumps(said.answer))
+    except OSError as error:  # on a full disk, the same question is only asked again later
+        log.warning("a judge's answer could not be cached: %s", error)
+
+
+def _short(found: Mapping[str, Any]) -> str:
+    return json.dumps(found)[:300]
+
+
+def _text(content: Any) -> Any:
+    """Return a message's text. Some servers send the text in parts."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") == "text")
+    return content

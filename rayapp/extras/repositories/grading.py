@@ -1,0 +1,117 @@
+"""Makes the verdict on changed files: hidden tests run in a fresh sandbox, which gets only the repository with the
+changes.
+
+    changed files -> repository with the changes -> one interpreter per test -> values of its probes -> compared outside
+
+No expected value enters the sandbox. Of an agent's workspace, only the changed files do: no process, no bytecode, no
+file that is not part of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import Reward
+from rayapp.extras.repositories.hidden_tests import PROBE, HiddenTest, all_hold
+from rayapp.tasks.text_process import holds
+
+_ENTRY = "_rayapp_entry"
+_INSIDE = f"""
+def {_ENTRY}(files, source, image_folder):
+    import os, shutil, sys, tempfile
+    folder = tempfile.mkdtemp()
+    if image_folder:
+        start = image_folder if os.path.isdir(image_folder) else os.getcwd()
+        shutil.copytree(start, folder, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns('.git'))
+    for path, text in files.items():
+        target = os.path.join(folder, path)
+        if os.path.lexists(target) and (text is None or os.path.islink(target)):
+            os.unlink(target)
+        if text is None:
+            continue
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, 'w', encoding='utf-8', newline='') as file:
+            file.write(text)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    values = []
+    def plain(value):
+        for kind in (bool, int, float, str, bytes):
+            if isinstance(value, kind):
+                return kind(value)
+        for kind in (list, tuple, set):
+            if isinstance(value, kind):
+                return kind([plain(part) for part in value])
+        if isinstance(value, dict):
+            return {{plain(key): plain(item) for key, item in value.items()}}
+        return value
+    names = {{'__name__': 'hidden', {PROBE!r}: lambda value: values.append(plain(value))}}
+    exec(compile(source, '<hidden test>', 'exec'), names)
+    return values
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestOutcome:
+    """Result of one hidden test on a repository."""
+
+    problem: str
+    """Reason why the test failed; empty if it passed."""
+    seconds: float
+
+
+async def run_tests(
+    sandbox: Sandbox,
+    repository: Mapping[str, str | None],
+    tests: Sequence[HiddenTest],
+    *,
+    timeout_s: float,
+    image_folder: str = "",
+) -> list[TestOutcome]:
+    """Run every test, each in its own interpreter.
+
+    Args:
+        repository: relative path -> text of the repository's files; None for a deleted file.
+        image_folder: folder of the image that holds the repository, to a copy of which `repository` is added. If the
+            sandbox has no such folder, its working folder is copied. Empty for no folder.
+        timeout_s: time limit for all tests together. Only the time in which tests run counts. Tests that have not run
+            when the limit is reached fail.
+    Raises:
+        SandboxError: the sandbox failed.
+        TextReadingFailedError: the text process, which checks the tests' conditions, can't be started.
+    """
+    left_s, outcomes = timeout_s, []
+    for test in tests:
+        if left_s <= 0:
+            outcomes.append(TestOutcome(problem="out of time", seconds=0.0))
+            continue
+        inputs = [[dict(repository), test.source, image_folder]]
+        report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=left_s)
+        (call,), ran = report.calls, report.exec
+        left_s -= ran.duration_s
+        problem = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
+        if not problem and not (ran.ok and call.ok and await holds(partial(all_hold, test.conditions), call.value)):
+            problem = "wrong value"
+        outcomes.append(TestOutcome(problem=problem, seconds=ran.duration_s))
+    return outcomes
+
+
+def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
+    """Return the verdict: 1 if all tests passed, else 0; with `pays_share`, the fraction of tests that passed.
+
+    Terms: `pass_rate` and `solved`.
+    """
+    failed = [(test, outcome) for test, outcome in zip(tests, outcomes, strict=True) if outcome.problem]
+    share = 1 - len(failed) / len(tests)
+    solved = float(not failed)
+    detail = f"{failed[0][0].name}: {failed[0][1].problem}" if failed else ""
+    return Reward(value=share if pays_share else solved, terms={"pass_rate": share, "solved": solved}, detail=detail)
+
+
+def no_answer(detail: str) -> Reward:
+    """Return the verdict 0 on a text that is not an answer."""
+    return Reward(value=0.0, terms={"pass_rate": 0.0, "solved": 0.0}, status="no_code", detail=detail)

@@ -1,0 +1,178 @@
+"""Makes what most tests need, with usual values: a test states only the values that it is about.
+
+Used as `make.group(make.trajectory([5, 9, 7, 2], 2, reward=1.0))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rayapp.config.config import Config
+from rayapp.core.types import (
+    Completion,
+    FloatArray,
+    Group,
+    GroupSummary,
+    Prompt,
+    RequestId,
+    Reward,
+    RolloutStatus,
+    SamplingParams,
+    Trajectory,
+    TurnRecord,
+)
+from rayapp.testing.engine import ScriptedEngine
+
+SMALL: dict[str, dict[str, Any]] = {
+    "cluster": {"device": "cpu"},
+    "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
+    "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 256},
+    "server": {"cpu_threads": 1, "kv_cache_gib": 0.1},
+}
+"""Sections of a run of a tiny model on a CPU."""
+
+
+def config(model: Path | str, **sections: Any) -> Config:
+    """Return the config of a small run on a CPU. `sections` adds keys to the usual ones: `learner={"lora": {...}}`."""
+    for name, usual in SMALL.items():
+        sections[name] = usual | sections.get(name, {})
+    return Config.model_validate({"model": {"path": str(model)}, **sections})
+
+
+def prompt(*token_ids: int, **fields: Any) -> Prompt:
+    return Prompt(**{"task": "t", "text": "", "token_ids": np.array(token_ids, np.int32), **fields})
+
+
+def completion(*token_ids: int, **fields: Any) -> Completion:
+    """Return a completion whose tokens have the log-probs -0.5, unless `fields` says otherwise."""
+    usual: dict[str, Any] = {
+        "token_ids": np.array(token_ids, np.int32),
+        "log_probs": np.full(len(token_ids), -0.5, np.float32),
+        "text": "",
+        "finish_reason": "stop",
+        "policy_version": 0,
+    }
+    return Completion(**usual | fields)
+
+
+def turn(start: int, end: int, **fields: Any) -> TurnRecord:
+    """Return the record of a turn whose tokens are at [start:end] of its trajectory."""
+    usual: dict[str, Any] = {
+        "text": "",
+        "finish_reason": "stop",
+        "policy_version": 0,
+        "started_at_s": 0.0,
+        "queued_s": 0.0,
+        "generate_s": 0.0,
+    }
+    return TurnRecord(start=start, end=end, **usual | fields)
+
+
+def trajectory(
+    token_ids: ArrayLike,
+    num_prompt_tokens: int = 1,
+    *,
+    reward: float | Reward = 0.0,
+    terms: dict[str, float] | None = None,
+    log_prob: float = 0.0,
+    policy_version: int = 0,
+    **fields: Any,
+) -> Trajectory:
+    """Return a completed trajectory: a prompt, and a response whose tokens all have the engine's log-prob
+    `log_prob`."""
+    tokens = np.asarray(token_ids, np.int32)
+    mask = fields.get("response_mask", np.arange(tokens.size) >= num_prompt_tokens)
+    usual: dict[str, Any] = {
+        "token_ids": tokens,
+        "response_mask": mask,
+        "rollout_log_probs": np.where(mask, log_prob, 0.0).astype(np.float32),
+        "completion_text": "",
+        "reward": reward if isinstance(reward, Reward) else Reward(value=reward, terms=terms or {}),
+        "status": RolloutStatus.COMPLETED,
+        "min_policy_version": policy_version,
+        "max_policy_version": policy_version,
+    }
+    return Trajectory(**usual | fields)
+
+
+def group(*trajectories: Trajectory, group_id: int = 0, **fields: Any) -> Group:
+    """Return a group of trajectories, whose prompt is the beginning of the first one, with these `fields`."""
+    first = trajectories[0]
+    shared = prompt(*first.token_ids[: first.num_prompt_tokens], **fields)
+    return Group(group_id=group_id, prompt=shared, trajectories=trajectories)
+
+
+def summary(rewards: Sequence[float] | FloatArray, **fields: Any) -> GroupSummary:
+    """Return the summary of a group with these rewards, all valid and scored, each with one prompt token and one
+    response token."""
+    size = len(rewards)
+    usual: dict[str, Any] = {
+        "group_id": 0,
+        "task": "t",
+        "rewards": np.array(rewards, np.float32),
+        "valid": np.ones(size, np.bool_),
+        "num_tokens": np.full(size, 2, np.int32),
+        "num_response_tokens": np.ones(size, np.int32),
+        "num_prompt_tokens": 1,
+        "statuses": ("completed",) * size,
+        "reward_statuses": ("scored",) * size,
+        "failure_kinds": ("",) * size,
+        "reward_terms": {},
+        "min_policy_version": 0,
+        "time_generate_s": 0.0,
+        "time_total_s": 0.0,
+    }
+    return GroupSummary(**usual | fields)
+
+
+Said = str | Sequence[int]
+
+
+def engine(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], Said], **options: Any) -> ScriptedEngine:
+    """Return an engine that says what `script` returns, and records the requests."""
+    made = ScriptedEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.decode,
+        script,
+        end_id=tokenizer.eos_token_id,
+        **options,
+    )
+    made.record = True
+    return made
+
+
+async def played(
+    problem: Any, agent: Any, engine: Any, *, group_id: int = 0, max_tokens: int = 2000, **options: Any
+) -> tuple[Group, GroupSummary]:
+    """Let an agent play a problem, by the path that a rollout worker takes.
+
+    Args:
+        options: arguments of `run_group`, and `request` in place of a training request for `group_id`.
+    """
+    from rayapp.rollout.group import run_group
+    from rayapp.rollout.order import GroupRequest
+
+    usual: dict[str, Any] = {
+        "sandboxes": None,
+        "sampling": SamplingParams(max_tokens=max_tokens),
+        "group_size": 1,
+        "seed": 0,
+        "deadline_s": 60.0,
+    }
+    request = options.pop("request", None) or GroupRequest(group_id=group_id, policy_version=0)
+    return await run_group(request, problem, agent, engine=engine, **usual | options)
+
+
+class Clock:
+    """A clock that moves only when a test sets `now`."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,0 +1,342 @@
+"""Findings of `rayapp task audit` on sound tasks, and on tasks with one fault each, in real local sandboxes."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import textwrap
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+import yaml
+
+from rayapp.cli.main import run
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Reward
+from rayapp.extras.audit.checks import AuditFinding, TaskReport, audit, with_solve_rates
+from rayapp.extras.audit.command import _page
+from rayapp.extras.audit.hunt import holds_expression, places_of
+from rayapp.extras.audit.subject import Attempt, Subject
+from rayapp.extras.audit.subjects import coding_subject, subjects_of, task_subject
+from rayapp.extras.generators.reasoning_gym import GeneratedTask
+from rayapp.sandbox.pool.build import open_pool
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.coding import CodingTask
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+DOUBLE: dict[str, Any] = {
+    "name": "double",
+    "prompt": "Write double(x), which returns twice the integer x.",
+    "func_name": "double",
+    "signature": "def double(x):",
+    "tests": ("-3", "7", "rng.randint(100, 999)", "rng.randint(1000, 9999)"),
+    "reference": "2 * x",
+}
+SLOW = "def double(x):\n    import time\n    time.sleep(2.2)\n    return 2 * x\n"
+SOLUTION = "def double(x):\n    twice_the_integer = x + x\n    return twice_the_integer\n"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandboxes() -> AsyncIterator[SandboxSource]:
+    async with open_pool(SandboxConfig(max_leases=2), "test-audit") as (source, _):
+        yield source
+
+
+@dataclass(frozen=True)
+class Found:
+    reports: list[TaskReport]
+
+    @property
+    def said(self) -> list[str]:
+        """`check: detail` of every finding."""
+        return [f"{each.check}: {each.detail}" for report in self.reports for each in report.findings]
+
+
+async def audited(sandboxes: SandboxSource, *subjects: Subject, runs: int = 2) -> Found:
+    return Found(await audit(subjects, sandboxes, runs=runs))
+
+
+async def of_task(sandboxes: SandboxSource, runs: int = 2, **changes: Any) -> Found:
+    return await audited(sandboxes, coding_subject(CodingTask(**DOUBLE | changes)), runs=runs)
+
+
+async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
+    found = await of_task(sandboxes, files={"notes.txt": "Twice means two times."}, demonstrations=[SOLUTION])
+
+    (report,) = found.reports
+    assert found.said == []
+    assert (report.nothing, report.solution, report.trivial, report.cheats) == (0.0, "2/2", 0.0, "0/16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tests": ("0", "0", "5")}, "trivial: `return x` earns 0.67, more than 0.5"),
+        ({"tests": ("0",), "reference": "0"}, "trivial: `return x` earns 1.00, more than 0.5"),
+        ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
+        ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in the agent's sandbox"),
+        ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: the prompt contains text"),
+        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests (slowest: test 1, 4"),
+    ],
+    ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
+)  # fmt: skip
+async def test_a_faulty_task_is_told_with_its_fault(sandboxes: SandboxSource, changes: Any, said: str) -> None:
+    found = await of_task(sandboxes, runs=2, **changes)
+
+    assert any(said in line for line in found.said), found.said
+
+
+async def test_a_flaky_task_is_told_with_the_test_that_fails_now_and_then(sandboxes: SandboxSource) -> None:
+    sometimes = "def double(x):\n    import os\n    return 2 * x if x != 7 or os.urandom(1)[0] < 128 else None"
+    found = await of_task(sandboxes, runs=16, demonstrations=[sometimes])
+
+    (told,) = [line for line in found.said if line.startswith("flaky")]
+    assert " of 16 times: it earns 0.75" in told
+
+
+async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxes: SandboxSource) -> None:
+    async def score(answer: str, source: SandboxSource, seed: int) -> Reward:
+        return Reward(value=float("os._exit" in answer))
+
+    cheat = Attempt(name="ends its process", text="os._exit(0)")
+    subject = Subject(
+        name="exits", kind="own", prompt="Do it.", tests_key="1", score=score, solution=None,
+        nothing=(Attempt(name="an empty answer", text=""),), cheats=(cheat,),
+    )  # fmt: skip
+    found = await audited(sandboxes, subject)
+
+    assert found.said == ["cheat: an answer that ends its process earns 1"]
+    assert found.reports[0].cheats == "1/1"
+
+
+async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: SandboxSource) -> None:
+    guessed, sound = (
+        GeneratedTask(name="sums", prompt=f"{n} + 1?", answer=str(n + 1), options="{}", index=n, is_compared=True)
+        for n in (0, 6570)
+    )
+    found = await audited(sandboxes, *map(task_subject, (guessed, sound)))
+
+    assert found.said == ["trivial: `the answer 1` earns 1.00, more than 0.5"]
+    assert [(report.task, report.solution) for report in found.reports] == [("sums[0]", "2/2"), ("sums[6570]", "2/2")]
+
+
+async def test_a_generated_problem_without_an_answer_of_its_own_has_no_solution(sandboxes: SandboxSource) -> None:
+    task = GeneratedTask(name="boxes", prompt="Move?", answer=None, options="{}", index=0, is_compared=True)
+
+    (report,) = (await audited(sandboxes, task_subject(task))).reports
+    assert (report.solution, report.findings) == ("none", ())
+
+
+async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
+    sandboxes: SandboxSource, tmp_path: Path
+) -> None:
+    (tmp_path / "walk.yaml").write_text("{environment: openenv, url: 'http://127.0.0.1:1', size: 1}")
+    with pytest.raises(InputError, match="walk is an environment: it scores only trajectories"):
+        await audited(sandboxes, *await subjects_of([str(tmp_path / "walk.yaml")], AnswerRewards(), cache=tmp_path))
+
+
+async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_noted(sandboxes: SandboxSource) -> None:
+    prompts = ("Write double(x).", "write  DOUBLE(x).\n", "Implement double(x).")
+    tasks = [
+        coding_subject(CodingTask(**DOUBLE | {"name": f"d{number}", "prompt": prompt}))
+        for number, prompt in enumerate(prompts)
+    ]
+    found = await audited(sandboxes, *tasks, runs=1)
+
+    assert found.said == ["duplicate: the prompt equals the prompt of d0"]
+    assert [report.notes.get("tests") for report in found.reports] == [None, *["the same tests as in d0"] * 2]
+
+
+async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: SandboxSource, tmp_path: Path) -> None:
+    sums = {"inputs": ["1 2\n", "30 4\n", "5 6\n"], "outputs": ["3\n", "34\n", "11\n"]}
+    zeros = {"inputs": ["1\n", "2\n"], "outputs": ["0\n", "0\n"]}
+    right = "print(sum(map(int, input().split())))  # of the two numbers"
+    rows = [
+        {
+            "data_source": "apps",
+            "prompt": [{"role": "user", "content": f"Problem {number}"}],
+            "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+            "extra_info": {"reference": reference},
+        }
+        for number, (truth, reference) in enumerate([(sums, right), (sums, "print(3)"), (zeros, "print(0)")])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    subjects = await subjects_of([str(tmp_path / "rows.parquet")], AnswerRewards(), cache=tmp_path)
+    good, wrong, constant = (await audited(sandboxes, *subjects)).reports
+
+    assert (good.solution, good.cheats, good.findings) == ("2/2", "0/11", ())
+    (told,) = wrong.findings
+    assert told.check == "solution"
+    assert "test 2, input '30 4\\n': wrong output" in told.detail
+    assert [finding.check for finding in constant.findings] == ["trivial"]
+    assert (constant.trivial, constant.trivial_answer) == (1.0, "print('0')")
+
+
+PAYS_ALL = """
+from rayapp.core.types import Reward
+
+
+class PaysAll:
+    name = "pays_all"
+
+    def render(self, tokenizer): ...
+
+    async def score(self, prompt, completion_text, sandboxes, *, seed):
+        return Reward(value=1.0)
+
+
+TASK = PaysAll()
+"""
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import asyncio
+
+    task = tmp_path / "pays_all.py"
+    task.write_text(PAYS_ALL)
+
+    assert await asyncio.to_thread(run, ["task", "audit", str(task), "--json"]) == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["task"], report["kind"], report["nothing"]) == ("pays_all", "PaysAll", 1.0)
+    assert {finding["check"] for finding in report["findings"]} == {"nothing"}
+    assert await asyncio.to_thread(run, ["task", "audit", "sort_numbers", "--runs", "1"]) == 0
+    assert "1 tasks audited, 0 with findings" in capsys.readouterr().out
+    assert await asyncio.to_thread(run, ["task", "audit", "sort_number"]) == 2
+    assert "did you mean sort_numbers?" in capsys.readouterr().err
+
+
+async def test_a_reference_that_the_prompts_own_example_contradicts_is_told(sandboxes: SandboxSource) -> None:
+    prompt = "Write double(x).\n\n    >>> double(4)\n    8\n\n`double(0)` returns 0. double(x) == x + x"
+    wrong = await of_task(sandboxes, prompt=prompt, reference="x ** 2 if x else 1")
+    right = await of_task(sandboxes, prompt=prompt)
+
+    assert [line for line in wrong.said if line.startswith("solution")] == [
+        "solution: task double: the reference fails the prompt's example, double(4) gives 8: it gives `16`",
+        "solution: task double: the reference fails the prompt's example, double(0) gives 0: it gives `1`",
+    ]
+    assert right.said == []
+    assert "not checked: there is no demonstration" in (await of_task(sandboxes)).reports[0].notes["reference"]
+    assert "reference" not in right.reports[0].notes
+
+
+async def test_a_solution_that_is_right_this_year_alone_is_told(sandboxes: SandboxSource) -> None:
+    dated = "def double(x):\n    import datetime\n    return x * (2 if datetime.date.today().year < {} else 3)\n"
+    this_year = datetime.date.today().year  # noqa: DTZ011
+    now, always = [
+        await of_task(sandboxes, demonstrations=[dated.format(year)], tests=("4", "1000"))
+        for year in (this_year + 1, this_year + 9)
+    ]
+
+    (told,) = now.said
+    assert told.startswith("clock: the solution passes today and fails with the clock a year ahead: test 1, 4")
+    assert always.said == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_told"),
+    [("It is x**3.", True), ("It is `x ** 3`.", True), ("It is max**3 or x**30.", False), ("Cube x.", False)],
+)
+async def test_a_short_solution_in_the_prompt_is_told_white_space_aside(prompt: str, is_told: bool) -> None:
+    assert holds_expression(prompt, "x ** 3") is is_told
+
+
+async def test_a_function_of_one_letter_is_no_finding(sandboxes: SandboxSource) -> None:
+    f: dict[str, Any] = {"prompt": "Write f(x), which returns twice x.", "func_name": "f", "signature": "def f(x):"}
+
+    assert (await of_task(sandboxes, **f)).said == []
+
+
+ORACLE = """
+def total(values):
+    result = 0
+    for number, value in enumerate(values):
+        if value is not None and number % 2 == 0:
+            result += value * 17
+    return result
+"""
+RENAMED = ORACLE.replace("total", "f").replace("values", "xs").replace("result", "r").replace("number", "i")
+WRAPPED = "\n".join(textwrap.wrap(base64.b64encode(ORACLE.encode()).decode(), 76))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# notes\n{ORACLE}\n# end",
+        ORACLE.replace(" ", "  ").replace("\n", "\n\n"),
+        f"import os\n{RENAMED}",
+        f"a note\n{WRAPPED}\n",
+        f"KEY = '{base64.urlsafe_b64encode(ORACLE.encode()).decode()}'",
+        f"dump: {ORACLE.encode().hex()}",
+        base64.b64encode(RENAMED.encode()).decode(),
+    ],
+    ids=[
+        "verbatim",
+        "other white space",
+        "renamed",
+        "base64 in lines",
+        "base64 in a string",
+        "hex",
+        "renamed in base64",
+    ],
+)
+async def test_a_leak_is_found_in_any_of_its_forms(text: str) -> None:
+    other = {"other.py": ORACLE.replace("17", "18"), "prose.txt": "The total of all values, times seventeen. " * 20}
+
+    assert places_of([ORACLE], {"leak.txt": text, **other}) == ["leak.txt"]
+    assert places_of([ORACLE[1:]], {"leak.py": RENAMED}, public=[ORACLE]) == []
+
+
+def test_the_report_is_a_page_that_shows_what_a_task_wrote_as_text() -> None:
+    finding = AuditFinding(task="<b>bad</b>", check="cheat", detail="an answer that <script>x</script> earns 1")
+    good = TaskReport(task="good", kind="coding", nothing=0.0, solution="2/2", cheats="0/17")
+    page = _page([good, TaskReport(task="<b>bad</b>", kind="coding", findings=(finding,))])
+
+    assert "2 tasks audited, 1 with findings" in page
+    assert "<script>" not in page
+    assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td>")
+    assert "<td>0</td><td>2/2</td>" in page
+    assert "cheat: an answer that &lt;script&gt;" in page
+
+
+def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(
+    namespaces: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = "name: NAME\nprompt: Say one.\nfunc_name: f\nsignature: 'def f(x):'\ntests: ['0']\nreference: '0 * x'\n"
+    double = yaml.safe_dump(DOUBLE | {"tests": list(DOUBLE["tests"])})
+    for name, text in (("constant", same.replace("NAME", "constant")), ("double", double)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    kept, page = tmp_path / "kept.txt", tmp_path / "audit.html"
+    command = ["task", "audit", str(tmp_path / "constant.yaml"), str(tmp_path / "double.yaml"), "--runs", "1"]
+
+    written = ["--kept", str(kept), "--html", str(page), "--json-file", str(tmp_path / "audit.json")]
+    assert run([*command, "--json", *written]) == 1
+    reports = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "audit.json").read_text()) == reports
+    assert [report["properties"]["cheatable"] for report in reports] == [True, False]
+    assert reports[1]["properties"]["solvable"] is True
+    assert kept.read_text() == "double\n"
+    assert "<th>order dependent</th>" in page.read_text()
+    assert run([*command, "--max-bad-ratio", "0.5"]) == 0
+    assert run([*command, "--run", str(tmp_path)]) == 2
+
+
+def test_a_task_that_a_policy_always_or_never_solves_is_told() -> None:
+    reports = [TaskReport(task=name, kind="coding") for name in ("never", "often", "unknown")]
+    never, often, unknown = with_solve_rates(reports, {"never": 0.0, "often": 0.5}, least=0.1, most=0.9)
+
+    assert [finding.check for finding in never.findings] == ["difficulty"]
+    assert "0% of its trajectories, outside 10% to 90%" in never.findings[0].detail
+    assert (often.solve_rate, often.findings, unknown.solve_rate) == (0.5, (), None)

@@ -1,0 +1,114 @@
+"""Sentinels: hidden tests with one wrong expectation, which right code fails and forged verdicts pass."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from rayapp.extras.repositories.sentinels import draw, run_by, with_sentinels
+
+LIBRARY = Path(__file__).parents[4] / "rayapp" / "tasks" / "library" / "repositories"
+
+
+def sources(name: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((LIBRARY / name / "tests").glob("*.py"))}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in LIBRARY.iterdir()))
+def test_the_solution_fails_every_sentinel_of_its_tests_and_no_other_test(tmp_path: Path, name: str) -> None:
+    files, wanted = sources(name), {}
+    for part in ("environment", "solution"):
+        for path in (LIBRARY / name / part).rglob("*.py"):
+            place = tmp_path / path.relative_to(LIBRARY / name / part)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(path.read_bytes())
+    for number, sentinel in enumerate(draw(files, list(files), random.Random(name))):
+        copy = f"test_copy_{number}.py"
+        (tmp_path / copy).write_bytes(with_sentinels(files, [sentinel])[sentinel.file])
+        wanted[copy.removesuffix(".py")] = sentinel.test
+
+    failed = failures(tmp_path)
+    assert len(wanted) >= 4
+    assert {copy: failed.get(copy) for copy in wanted} == {copy: [test] for copy, test in wanted.items()}
+
+
+def failures(folder: Path) -> dict[str, list[str]]:
+    """Return the names of the tests that fail, by module."""
+    report = folder / "report.xml"
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--rootdir=."]
+    subprocess.run([*argv, *sorted(path.name for path in folder.glob("test_copy_*.py"))], cwd=folder, check=False,
+                   capture_output=True, timeout=240)  # fmt: skip
+    found: dict[str, list[str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None:
+            found.setdefault(case.attrib["classname"].partition(".")[0], []).append(case.attrib["name"])
+    return found
+
+
+UNITTESTS = b"""
+import unittest
+class TestCart(unittest.TestCase):
+    def test_all(self):
+        for number in range(2):
+            self.assertEqual(total([number]), number)
+        self.assertTrue(is_open('d\xc3\xb6r'))
+        with self.subTest('x'):
+            self.assertIn(3, items)
+            self.assertAlmostEqual(0.125, third(), places=3)
+        with self.assertRaises(ValueError):
+            total(None)
+    @unittest.skipIf(windows, 'not there')
+    def test_skipped(self):
+        self.assertEqual(1, 1)
+def test_one():
+    assert not closed()
+    assert total([1]) == pytest.approx(2.0), 'of a list'
+    assert total(
+        [1]) in (1, 2)
+    assert name == 'it is'
+"""
+
+
+def test_a_sentinel_changes_one_expectation_and_nothing_else() -> None:
+    files = {"test_it.py": UNITTESTS}
+    changes: dict[str, set[str]] = {}
+    for seed in range(40):
+        for sentinel in draw(files, ["test_it.py"], random.Random(seed)):
+            changes.setdefault(UNITTESTS[sentinel.start : sentinel.end].decode(), set()).add(sentinel.wrong)
+            changed = with_sentinels(files, [sentinel])["test_it.py"]
+            compile(changed, "test_it.py", "exec")
+            assert changed != UNITTESTS
+
+    assert changes.keys() == {
+        "number", "self.assertTrue", "self.assertIn", "0.125", "ValueError",
+        "not closed()", "2.0", "total(\n        [1]) in (1, 2)", "'it is'",
+    }  # fmt: skip
+    assert changes["self.assertTrue"] == {"self.assertFalse"}
+    assert changes["not closed()"] == {"(closed())"}
+    assert "2.0" not in changes["2.0"]
+    assert "0.125" not in changes["0.125"]
+
+
+def test_every_test_has_a_sentinel_before_any_has_two() -> None:
+    drawn = draw(sources("fix_median"), ["test_hidden.py"], random.Random(3))
+
+    assert len({sentinel.test for sentinel in drawn[:5]}) == 5
+    assert len(drawn) == 9
+
+
+@pytest.mark.parametrize(
+    ("script", "tests"),
+    [
+        ("uvx pytest /tests/test_outputs.py -rA", ["test_outputs.py"]),
+        ("python3 -m unittest -q test_other", ["test_other.py"]),
+        ("pytest /tests", ["test_outputs.py", "test_other.py"]),
+        ("diff out.txt expected.txt", []),
+    ],
+)
+def test_only_tests_that_the_script_runs_have_sentinels(script: str, tests: list[str]) -> None:
+    assert run_by(script, ["test.sh", "test_outputs.py", "test_other.py", "helper.py"]) == tests

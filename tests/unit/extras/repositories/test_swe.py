@@ -1,0 +1,319 @@
+"""Tasks of a data set in SWE-bench's form: read, played and judged on a small repository with a real git history."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import shutil
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import yaml
+
+from rayapp.config.agent import is_data_file
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Prompt, Reward
+from rayapp.extras.audit.checks import audit
+from rayapp.extras.audit.subjects import task_subject
+from rayapp.extras.repositories.named_tests import touched_by
+from rayapp.extras.repositories.task import RepositoryTask, as_answer, read_answer
+from rayapp.sandbox.pool.build import open_pool
+from rayapp.tasks.loading import load_source
+from support.images import MachineImages
+from support.swe_rows import SOLVED, STATS, image_with_repository, make_mirrors, row, write
+
+real = pytest.mark.asyncio(loop_scope="module")
+CHEATS = yaml.safe_load((Path(__file__).parents[3] / "adversarial" / "agents.yaml").read_text())
+
+
+@pytest.fixture(scope="session")
+def mirrors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mirrors(tmp_path_factory.mktemp("mirrors"))
+
+
+def load(file: Path, mirrors: Path, more: str = "") -> RepositoryTask:
+    (task,) = load_source(f"swe:{file}?mirrors={mirrors}{more}")
+    assert isinstance(task, RepositoryTask)
+    return task
+
+
+@pytest.fixture
+def task(tmp_path: Path, mirrors: Path) -> RepositoryTask:
+    return load(write(tmp_path, row(mirrors)), mirrors)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandboxes(namespaces: None) -> AsyncIterator[SandboxSource]:
+    async with open_pool(SandboxConfig(max_leases=2), "test-swe") as (source, _):
+        yield source
+
+
+async def score(task: RepositoryTask, answer: str, sandboxes: SandboxSource) -> Reward:
+    return await task.score(Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32)), answer, sandboxes, seed=0)
+
+
+@real
+async def test_the_patch_earns_one_and_the_repository_as_it_was_nothing(
+    sandboxes: SandboxSource, task: RepositoryTask
+) -> None:
+    solved = await score(task, await task.solve(sandboxes) or "", sandboxes)
+    unchanged = await score(task, as_answer({}), sandboxes)
+
+    assert (solved.valid, solved.value, solved.terms["pass_rate"]) == (True, 1.0, 1.0), solved
+    assert (unchanged.valid, unchanged.value) == (True, 0.0), unchanged
+    assert (unchanged.terms["fail_to_pass"], unchanged.terms["pass_to_pass"]) == (0.0, 1.0)
+    assert "tests/test_stats.py::test_e" in unchanged.detail
+
+
+@real
+async def test_code_that_breaks_a_test_that_passed_earns_nothing(
+    sandboxes: SandboxSource, task: RepositoryTask
+) -> None:
+    broken = await score(
+        task, as_answer({"stats.py": SOLVED.replace("len(values)\n\n", "len(values) + 1\n\n")}), sandboxes
+    )
+
+    assert (broken.value, broken.terms["fail_to_pass"], broken.terms["pass_to_pass"]) == (0.0, 1.0, 0.5)
+
+
+@real
+async def test_changes_to_tests_and_to_files_that_control_them_do_not_count(
+    sandboxes: SandboxSource, task: RepositoryTask
+) -> None:
+    cheating = dict.fromkeys(
+        ["tests/test_stats.py", "tests/conftest.py", "conftest.py", "pytest.py"], "raise SystemExit(0)"
+    )
+    cheated = await score(task, as_answer({"stats.py": SOLVED} | cheating), sandboxes)
+    deleted = await score(task, as_answer({"stats.py": SOLVED, "tests/test_stats.py": None}), sandboxes)
+
+    assert (cheated.value, deleted.value) == (1.0, 1.0)
+
+
+@real
+async def test_an_agents_work_is_what_git_shows_without_ignored_files(
+    sandboxes: SandboxSource, task: RepositoryTask
+) -> None:
+    start = task.agent_start()
+    async with sandboxes.lease(task.spec, timeout_s=60.0) as sandbox:
+        for path, text in start.files.items():
+            await sandbox.write_file(path, text.encode())
+        await sandbox.run_command(start.setup, timeout_s=60.0)
+        told = await sandbox.run_command(["git", "log", "--all", "--oneline"], timeout_s=60.0)
+        commit = "git add -A; git -c user.name=a -c user.email=a@b commit -qm x"
+        work = f"echo 1 > new.py; echo 2 > a.log; rm conftest.py; {commit}"
+        await sandbox.run_command(["sh", "-c", work], timeout_s=60.0)
+        answer = read_answer(await task.collect(sandbox))
+
+    assert told.stdout.count("\n") == 1
+    assert answer == {"new.py": "1\n", "conftest.py": None}
+
+
+def test_an_agent_gets_nothing_of_the_tests_or_the_solution(task: RepositoryTask) -> None:
+    start = task.agent_start()
+    told = json.dumps([start.messages, dict(start.files), start.setup])
+
+    assert "test_even" not in told
+    assert "no values" not in told
+    assert set(start.files) == {"stats.py", "tests/test_stats.py", "conftest.py", ".gitignore"}
+    assert b"def mean" not in pickle.dumps(task.folder.repository)
+
+
+def is_forged(agent: dict[str, Any]) -> str:
+    body = f"    return {agent['median']}" if "median" in agent else "    return None"
+    return f"{agent.get('above', '')}\n{STATS.rpartition('    return')[0]}{body}\n"
+
+
+@real
+@pytest.mark.long
+@pytest.mark.parametrize("agent", CHEATS, ids=[each["name"] for each in CHEATS])
+async def test_no_cheating_agent_is_paid(sandboxes: SandboxSource, task: RepositoryTask, agent: dict[str, Any]) -> None:
+    files = {"stats.py": is_forged(agent)} if {"above", "median"} & set(agent) else {}
+    reward = await score(task, as_answer(files | agent.get("files", {})), sandboxes)
+
+    assert reward.value == 0.0, reward
+
+
+@real
+async def test_code_that_patches_pytest_is_forged(sandboxes: SandboxSource, task: RepositoryTask) -> None:
+    passes_all = (
+        "import _pytest.runner as r\nfrom _pytest.reports import TestReport\n"
+        "made = TestReport.from_item_and_call.__func__\n"
+        "def good(cls, item, call):\n    report = made(cls, item, call)\n"
+        "    report.outcome = 'passed'\n    return report\n"
+        "TestReport.from_item_and_call = classmethod(good)\n"
+    )
+    reward = await score(task, as_answer({"stats.py": passes_all + STATS}), sandboxes)
+
+    assert (reward.value, reward.status) == (0.0, "forged"), reward
+    assert "wrong expectation in tests/test_stats.py::" in reward.detail
+
+
+@real
+async def test_a_patch_that_does_not_fit_is_no_zero(sandboxes: SandboxSource, tmp_path: Path, mirrors: Path) -> None:
+    other = row(
+        mirrors, test_patch=row(mirrors)["test_patch"].replace("from stats import mean", "from stats import men")
+    )
+    reward = await score(load(write(tmp_path, other), mirrors), as_answer({"stats.py": SOLVED}), sandboxes)
+
+    assert (reward.valid, reward.failure_kind) == (False, "bad_test_patch")
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "it has no problem_statement": {"problem_statement": ""},
+    "names 'stats.Tests.test_x'": {"FAIL_TO_PASS": ["stats.Tests.test_x"]},
+    "FAIL_TO_PASS is not JSON": {"FAIL_TO_PASS": "['a']"},
+    "names no test": {"FAIL_TO_PASS": []},
+    "has no clone of me/other: `git clone --bare` it": {"repo": "me/other"},
+    "it must be OWNER/NAME": {"repo": "../../etc"},
+    f"has no commit {'0' * 40}: run `git fetch`": {"base_commit": "0" * 40},
+    "must be a commit's hexadecimal id": {"base_commit": "--output=/tmp/x"},
+    "its instance_id is 'a/b': it may have only letters": {"instance_id": "a/b"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_a_row_that_cannot_be_used_is_named_and_counted(
+    tmp_path: Path, mirrors: Path, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = row(mirrors) | {"instance_id": "bad-1"} | BAD[why]
+    file = write(tmp_path, row(mirrors), bad)
+
+    with pytest.raises(InputError, match=r"1 of 2 rows can't be used, but max_bad_ratio is 0\.05: ") as told:
+        load(file, mirrors)
+    with caplog.at_level(logging.WARNING):
+        task = load(file, mirrors, "&max_bad_ratio=0.5")
+    assert why in str(told.value)
+    assert f"{bad['instance_id']}: " in str(told.value)
+    assert task.name == "me__stats-1"
+    assert "1 of 2 rows left out" in caplog.text
+
+
+def test_git_starts_once_for_all_rows_of_a_clone(
+    tmp_path: Path, mirrors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = row(mirrors)
+    others = [first | {"instance_id": f"me__stats-{number}"} for number in range(2, 500)]
+    gone = first | {"instance_id": "gone", "base_commit": "f" * 40}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/git").write_text(f'#!/bin/sh\necho >> {tmp_path}/starts\nexec {shutil.which("git")} "$@"\n')
+    (tmp_path / "bin/git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+
+    tasks = load_source(f"swe:{write(tmp_path, first, gone, *others)}?mirrors={mirrors}")
+
+    assert len(tasks) == 499
+    assert "gone" not in {task.name for task in tasks}
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_columns_of_other_data_sets_are_read(tmp_path: Path, mirrors: Path) -> None:
+    names = {"repo": "repo_name", "patch": "gold_patch", "FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "P2P"}
+    theirs = {names.get(name, name): value for name, value in row(mirrors, docker_image="Org/Env:1").items()}
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([theirs]), tmp_path / "rows.parquet")
+    task = load(tmp_path / "rows.parquet", mirrors, "&workdir=/testbed")
+    (made,) = load_source(f"swe:{tmp_path / 'rows.parquet'}?image=Sweb.{{id_1776}}")
+
+    assert isinstance(made, RepositoryTask)
+    assert (task.spec.template, task.spec.workdir) == ("image:Org/Env:1", "/testbed")
+    assert (made.spec.template, dict(made.folder.repository)) == ("image:sweb.me_1776_stats-1", {})
+    assert task.folder.named is not None
+    assert len(task.folder.named.names) == 5
+
+
+def test_only_some_rows_are_taken_and_a_source_is_no_file_of_rows(tmp_path: Path, mirrors: Path) -> None:
+    file = write(tmp_path, row(mirrors), row(mirrors, instance_id="other"))
+    (tmp_path / "kept.txt").write_text("other\n")
+
+    assert load(file, mirrors, f"&only={tmp_path / 'kept.txt'}").name == "other"
+    assert not is_data_file(f"swe:{file}?mirrors=x.json")
+    with pytest.raises(InputError, match="unknown key mirror; did you mean mirrors"):
+        load_source(f"swe:{file}?mirror=x")
+    with pytest.raises(InputError, match="it names no image: give mirrors=FOLDER"):
+        load_source(f"swe:{file}")
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces")
+async def test_an_image_may_have_the_repository_and_its_tests_tools(
+    images: MachineImages, mirrors: Path, tmp_path: Path
+) -> None:
+    image = image_with_repository(Path(images.cache).parent / "swe", mirrors)
+    issue = row(mirrors, image=image)
+    (task,) = load_source(f"swe:{write(tmp_path, issue)}")
+    assert isinstance(task, RepositoryTask)
+
+    providers = [{"type": "local", "image_cache": images.cache}]
+    async with open_pool(SandboxConfig.model_validate({"providers": providers}), "test-swe-image") as (source, _):
+        solved = await score(task, await task.solve(source) or "", source)
+        unchanged = await score(task, as_answer({"conftest.py": None, "new.py": "1"}), source)
+        start = task.agent_start()
+        async with source.lease(task.spec, timeout_s=60.0) as sandbox:
+            await sandbox.run_command(start.setup, timeout_s=60.0)
+            history = await sandbox.run_command(["git", "log", "--all", "--oneline"], timeout_s=60.0)
+            await sandbox.run_command(["sh", "-c", "echo 1 > new.py; echo 2 > built.log"], timeout_s=60.0)
+            answer = read_answer(await task.collect(sandbox))
+
+    assert dict(start.files) == {}
+    assert (solved.value, unchanged.value, unchanged.terms["pass_to_pass"]) == (1.0, 0.0, 1.0), (solved, unchanged)
+    assert history.stdout.count("\n") == 1, history
+    assert answer == {"new.py": "1\n"}
+
+
+def test_the_files_of_a_diff_are_found() -> None:
+    diff = "diff --git a/x/old.py b/x/new.py\nrename from x/old.py\n--- /dev/null\n+++ b/plain.py\t2024\n"
+
+    assert touched_by(diff) == {"x/old.py", "x/new.py", "plain.py"}
+
+
+DEPENDENT = (
+    "import time\nfrom stats import median\nseen = []\n\n\ndef test_a():\n    seen.append(median([1, 2]))\n"
+    "    assert seen == [1.5]\n\n\ndef test_b():\n    assert seen == [1.5]\n\n\n"
+    "def test_year():\n    assert time.gmtime().tm_year == YEAR and median([1, 2]) == 1.5\n"
+)
+OFFLINE = "import socket\n\n\ndef test_it():\n    socket.getaddrinfo('a.b', 1)\n"
+
+
+@real
+async def test_an_audit_finds_what_the_tests_of_an_issue_depend_on(
+    sandboxes: SandboxSource, tmp_path: Path, mirrors: Path
+) -> None:
+    dependent = DEPENDENT.replace("YEAR", str(time.gmtime().tm_year))
+    rows = [row(mirrors)] + [
+        row(mirrors, instance_id=name, test_patch=new_file(f"tests/test_{name}.py", tests), PASS_TO_PASS=[])
+        | {"FAIL_TO_PASS": [f"tests/test_{name}.py::{test}" for test in names]}
+        for name, tests, names in (
+            ("dependent", dependent, ["test_a", "test_b", "test_year"]),
+            ("offline", OFFLINE, ["test_it"]),
+        )
+    ]
+    tasks = load_source(f"swe:{write(tmp_path, *rows)}?mirrors={mirrors}&sentinels=0")
+    subjects = [replace(task_subject(task), cheats=(), trivial=(), nothing=()) for task in tasks]
+    reports = await audit(subjects, sandboxes, runs=1)
+
+    faults = dict.fromkeys(["cheatable", "flaky", "order_dependent", "time_dependent", "network_dependent"], False)
+    wanted = [
+        {"solvable": True},
+        {"solvable": True, "order_dependent": True, "time_dependent": True},
+        {"solvable": False, "network_dependent": True},
+    ]
+    assert [report.properties for report in reports] == [faults | each for each in wanted], reports
+    told = [finding.detail for finding in reports[1].findings]
+    assert any("fails in reverse: tests/test_dependent.py::test_b" in each for each in told)
+
+
+def new_file(path: str, text: str) -> str:
+    lines = text.splitlines()
+    return f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(f"+{line}\n" for line in lines)
