@@ -26,6 +26,7 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.config.loading import renamed_keys, to_yaml
+from rayapp.config.sections import CheckpointSection
 from rayapp.core import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
@@ -115,7 +116,7 @@ def check_same_training(config: Config, stored: Path) -> None:
     before = usual | dict(flat_keys(made_with))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = {
-        key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
+        key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config.learner.optimizer.schedule)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not _is_among(key, free)
     }
@@ -140,10 +141,10 @@ def _is_among(key: str, free: Sequence[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in free)
 
 
-def _reason(key: str, config: Config) -> str:
+def _reason(key: str, schedule: str) -> str:
     if key != "train.num_steps":
         return ""
-    return f" (learner.optimizer.schedule is {config.learner.optimizer.schedule}: each step's learning rate follows)"
+    return f" (learner.optimizer.schedule is {schedule}: each step's learning rate follows)"
 
 
 def flat_keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -234,13 +235,12 @@ class Mirror(Protocol):
 
 
 @contextmanager
-def _mirroring(config: Config, path: Path) -> Iterator[Mirror | None]:
+def _mirroring(uri: str, path: Path, section: CheckpointSection, *, must_be_new: bool) -> Iterator[Mirror | None]:
     """Mirror the folder at `path` while the block runs; None for a run on a local disk."""
-    if not Location.parse(config.run.output_dir).is_remote:
+    if not Location.parse(uri).is_remote:
         yield None
         return
-    mirroring = load_extra("s3.mirror:mirroring")
-    with mirroring(config.run_uri, path, config.checkpoint, must_be_new=config.run.resume == "never") as mirror:
+    with load_extra("s3.mirror:mirroring")(uri, path, section, must_be_new=must_be_new) as mirror:
         yield mirror
 
 
@@ -289,7 +289,8 @@ class RunFolder:
                 # Remove unfinished files of a killed process: this process holds the lock, so no other one writes now.
                 for place in (path, path / "checkpoints", *(path / name for name in RECORDED)):
                     remove_pending(place)
-            folder = cls(path, config, opened.enter_context(_mirroring(config, path)))
+            mirroring = _mirroring(config.run_uri, path, config.checkpoint, must_be_new=config.run.resume == "never")
+            folder = cls(path, config, opened.enter_context(mirroring))
             check_format(path)
             folder._check_resume()
             with explain_unwritable(path):

@@ -142,7 +142,7 @@ def mlflow(config: Config, path: Path, first_step: int) -> MlflowTracker:
         uri=section.mlflow_uri,
         experiment=section.project,
         parameters=flattened(config),
-        load_decode=lambda: partial(load_tokenizer(config).decode, skip_special_tokens=False),
+        load_decode=lambda: partial(load_tokenizer(config.model).decode, skip_special_tokens=False),
         trace_ratio=section.trace_ratio,
         seed=config.run.seed,
     )
