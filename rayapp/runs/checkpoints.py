@@ -60,12 +60,8 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """`checkpoints/` of a run; has one writer, which holds the run's lock.
-
-    Args:
-        path: the folder; made with the first checkpoint.
-        section: number of checkpoints to keep, and the contents of each.
-        in_use: returns True for a checkpoint that must not be deleted now, whatever its age.
+    """`checkpoints/` of a run; has one writer, which holds the run's lock. `in_use` returns True for a checkpoint that
+    must not be deleted now.
     """
 
     def __init__(
@@ -86,15 +82,11 @@ class CheckpointFolder:
         return sorted((c for c in found if c is not None), key=lambda c: c.version)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint."""
         return max(self.whole(), key=lambda c: c.version, default=None)
 
     def verified(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Blocks,
-        because it reads every byte of a checkpoint once.
-
-        Raises:
-            RunFolderError: there are checkpoints, and none of them is usable.
+        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Blocks: reads
+        every byte of a checkpoint once. Raises RunFolderError: there are checkpoints, and none of them is usable.
         """
         while (newest := self.latest()) is not None and newest.path not in self._verified:
             found = damage(newest.path)
@@ -128,7 +120,6 @@ class CheckpointFolder:
         return bool(newer)
 
     def what_is_safe(self) -> str:
-        """Return a sentence for users: the checkpoint from which the next start continues."""
         newest = self.latest()
         if newest is None:
             return "There is no complete checkpoint yet: the next run starts over."
@@ -204,7 +195,7 @@ def _remove(folder: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Return how the files of a complete checkpoint differ from the manifest; None if they don't. Reads every byte."""
+    """Return how files of a complete checkpoint differ from the manifest; None if they don't. Reads every byte."""
     manifest = json.loads((path / MANIFEST).read_text())
     expected = manifest[XXH3]
     try:
@@ -289,11 +280,7 @@ class KeptGroups:
 
     @classmethod
     def read(cls, checkpoint: Path) -> KeptGroups:
-        """Read from a complete checkpoint; empty if it has no such folder.
-
-        Raises:
-            InputError: a file is not readable.
-        """
+        """Read from a complete checkpoint; empty if it has no such folder."""
         folder = checkpoint / FOLDER
         if not folder.exists():
             return cls()

@@ -98,11 +98,8 @@ judge.
 
 
 def check_same_training(config: Config, stored: Path) -> None:
-    """Compare the configuration with the one that made the run folder.
-
-    Raises:
-        RunFolderError: keys that change the training differ, with both values of each; or the folder has keys of an
-            older version.
+    """Compare the configuration with the one that made the run folder. Raises RunFolderError: keys that change the
+    training differ, with both values of each; or the folder has keys of an older version.
     """
     made_with = yaml.safe_load(stored.read_text()) or {}
     if old := renamed_keys(made_with):
@@ -164,7 +161,6 @@ FORMAT = 1
 
 
 def check_format(folder: Path) -> None:
-    """Check the folder's format. Raises RunFolderError: a newer version wrote it, or its format file is damaged."""
     file = folder / FORMAT_FILE
     if file.exists():
         check_format_text(file.read_bytes(), str(folder))
@@ -187,7 +183,6 @@ def check_format_text(text: bytes, where: str) -> None:
 
 
 def write_format(folder: Path) -> None:
-    """Write the format into the folder."""
     text = json.dumps({"format": FORMAT, "written_by": f"rayapp {__version__}"})
     file = folder / FORMAT_FILE
     if not file.exists() or file.read_text() != text:
@@ -245,13 +240,7 @@ def _mirroring(uri: str, path: Path, section: CheckpointSection, *, must_be_new:
 
 
 class RunFolder:
-    """An open run folder; make one with `RunFolder.open`.
-
-    Args:
-        path: the folder, which exists and whose lock is held.
-        config: configuration of the run.
-        mirror: copies the folder to object storage; None for a run on a local disk.
-    """
+    """An open run folder, whose lock is held; make one with `RunFolder.open`. `mirror` copies it to object storage."""
 
     def __init__(self, path: Path, config: Config, mirror: Mirror | None = None) -> None:
         self.path = path
@@ -333,18 +322,14 @@ class RunFolder:
 
     @property
     def exported_step(self) -> int | None:
-        """Return the step of the model in `final/`; None if there is no model, or its marker is unreadable."""
+        """Step of the model in `final/`; None if there is none."""
         try:
             return int(json.loads((self.path / FINAL / EXPORTED).read_text())["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def storage_metrics(self) -> dict[str, float]:
-        """Return `storage/*` metrics of a run on s3://.
-
-        Raises:
-            RunFolderError: another run has taken the remote folder over.
-        """
+        """Return `storage/*` metrics of a run on s3://. Raises RunFolderError: another run has taken it over."""
         return self._mirror.metrics() if self._mirror is not None else {}
 
     def truncate_after(self, version: int) -> int:

@@ -29,7 +29,6 @@ class StepFile:
 
     step: int
     path: str
-    """Path in the source's file system."""
     stamp: tuple[int, int]
     """Size in bytes and time of change in ns: a different stamp means different content."""
     purpose: Purpose = "train"
@@ -37,13 +36,7 @@ class StepFile:
 
 
 class RunSource:
-    """The files of a run, read only.
-
-    Args:
-        files: pyarrow's file system.
-        root: the run folder in it.
-        name: name of the run, for display.
-    """
+    """The files of a run: the folder `root` in one of pyarrow's file systems."""
 
     def __init__(self, files: Any, root: str, name: str) -> None:
         self.files = files
@@ -94,11 +87,7 @@ MOST_RUNS = 30
 
 
 def run_uris(uri: str) -> list[str]:
-    """Return the run at `uri`, or the runs in a folder of runs, last written first.
-
-    Returns:
-        `[uri]` if it is neither: `open_source` reports the error.
-    """
+    """Return the run at `uri`, or the runs in a folder of runs, last written first. `open_source` reports errors."""
     location = Location.parse(uri)
     folder = Path(location.key).expanduser()
     if location.is_remote or _is_run(folder) or not folder.is_dir():
@@ -112,12 +101,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def open_source(uri: str) -> RunSource:
-    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment, as in all commands.
+    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment.
 
     Raises:
         InputError: there is no run.
         RunFolderError: a newer version wrote it.
-        StorageConfigError: the location or the settings are invalid.
     """
     location = Location.parse(uri)
     if location.is_remote:
@@ -137,7 +125,6 @@ def open_source(uri: str) -> RunSource:
 
 
 def _s3() -> Any:
-    """Return pyarrow's S3 with the storage layer's settings."""
     settings = settings_from_environment()
     options: dict[str, Any] = {
         "access_key": settings.access_key_id,

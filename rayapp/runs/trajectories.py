@@ -251,12 +251,8 @@ def _json(value: Any) -> str:
 
 
 def read_groups(path: Path | str, files: Any = None) -> list[Group]:
-    """Read the groups of a file, exactly as they were written.
-
-    Args:
-        files: pyarrow's file system of the path; None: this machine's.
-    Raises:
-        InputError: not a file of this schema version.
+    """Read the groups of a file of pyarrow's file system, exactly as they were written. Raises InputError: not a file of
+    this schema version.
     """
     try:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
@@ -388,11 +384,7 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
 
 
 def solve_rates(run: Path) -> dict[str, float]:
-    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept.
-
-    Raises:
-        InputError: the run kept no trajectories, or one of its files can't be read.
-    """
+    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept."""
     files = _step_files(run)
     solved: dict[str, list[float]] = {}
     for group in (group for file in files for group in read_groups(file)):

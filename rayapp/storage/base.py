@@ -41,11 +41,8 @@ class Storage(Protocol):
     def uri(self) -> str: ...
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Write a small object.
-
-        Raises:
-            StorageExistsError: `if_absent` is set and another object exists. If several writers create it at the same
-                time, exactly one succeeds.
+        """Write a small object. Raises StorageExistsError: `if_absent` is set and another object exists. If several
+        writers create it at the same time, exactly one succeeds.
         """
         ...
 
@@ -58,10 +55,8 @@ class Storage(Protocol):
         ...
 
     async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
-        """Read an object into `path`, which appears only when it is complete and its checksum is right.
-
-        Args:
-            sha256: expected checksum; empty: the one that is stored with the object, if there is one.
+        """Read an object into `path`, which appears only when it is complete and has the checksum `sha256`, or the one
+        that is stored with the object.
         """
         ...
 
@@ -95,16 +90,12 @@ def hash_bytes(data: bytes) -> str:
 
 
 async def hash_file(path: Path) -> str:
-    """Return the hex SHA-256 of a file's contents. Raises OSError: the file can't be read."""
+    """Return the hex SHA-256 of a file's contents."""
     return await asyncio.to_thread(_digest, path, SHA256)
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the XXH3 of files in a folder, by name, in hex. This blocking function reads several files at once.
-
-    Raises:
-        OSError: a file can't be read.
-    """
+    """Return the XXH3 of files in a folder, by name, in hex. Blocks; reads several files at once."""
     wanted = list(names)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="checksums") as threads:
         return dict(zip(wanted, threads.map(lambda name: _digest(folder / name, XXH3), wanted), strict=True))

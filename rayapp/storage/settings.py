@@ -31,16 +31,12 @@ class Transfer:
     num_parallel: int = 4
     """Maximum number of parts of one file that are in memory at the same time."""
     max_attempts: int = 6
-    """Maximum number of attempts of one request."""
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
-    """Maximum seconds for which the server may send nothing within one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """Settings of an S3 client. Its repr leaves the secrets out."""
-
     endpoint_url: str | None = None
     region: str | None = None
     access_key_id: str | None = None
@@ -56,12 +52,7 @@ class S3Settings:
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None) -> S3Settings:
-    """Return the settings from the environment variables.
-
-    Raises:
-        StorageConfigError: the preset is unknown, or the endpoint that it needs is not set.
-        StorageCredentialsError: only one half of a key pair is set.
-    """
+    """Return the settings from the environment variables. Raises StorageConfigError, StorageCredentialsError."""
     env = os.environ if environment is None else environment
     preset = env.get("RAYAPP_S3_PRESET", "aws").lower()
     builders = {"aws": _aws, "minio": _minio, "oss": _oss}

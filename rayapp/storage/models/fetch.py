@@ -193,12 +193,7 @@ def with_local_model(config: Config) -> Config:
 
 
 def check_remote_model(uri: str) -> None:
-    """Check that the remote folder holds a model, without fetching it.
-
-    Raises:
-        InputError: the remote folder holds no model.
-        StorageError: the remote folder can't be read.
-    """
+    """Check that the remote folder holds a model, without fetching it. Raises InputError, StorageError."""
     _run_coroutine(_look(uri))
 
 
@@ -213,11 +208,7 @@ async def _look(uri: str) -> None:
 
 
 async def _listing(storage: Storage) -> dict[str, int]:
-    """Return the size in bytes of every file of a remote folder, by key.
-
-    Raises:
-        InputError: the folder holds no model.
-    """
+    """Return the size in bytes of every file of a remote folder, by key. Raises InputError: it holds no model."""
     found = {info.key: info.num_bytes async for info in storage.list()}
     if "config.json" not in found or not any(key.endswith(".safetensors") for key in found):
         some = f"it holds {', '.join(sorted(found)[:5])}" if found else "nothing is there"
