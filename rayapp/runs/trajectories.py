@@ -251,8 +251,8 @@ def _json(value: Any) -> str:
 
 
 def read_groups(path: Path | str, files: Any = None) -> list[Group]:
-    """Read the groups of a file of pyarrow's file system, exactly as they were written. Raises InputError: not a file of
-    this schema version.
+    """Read the groups of a file of a pyarrow file system, exactly as they were written. Raises InputError: the file has
+    another schema version.
     """
     try:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
