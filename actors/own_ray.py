@@ -175,45 +175,6 @@ def _options(config: Config) -> dict[str, Any]:
     return options
 
 
-@contextmanager
-def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[None]:
-    """Context manager for a connection to the Ray that executes the run of this configuration. The run is not affected.
-
-    Searches the Ray that the config names; if it names none, every Ray of this machine.
-
-    Raises:
-        ConfigError: no Ray that was searched executes the run.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-    from ray._private.services import find_gcs_addresses
-
-    named = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
-    addresses = [named] if named not in ("", "local", "auto") else sorted(find_gcs_addresses())
-    for address in addresses:
-        report(f"looking for run {config.run.name} in the Ray at {address}")
-        try:
-            _check_reachable(address)
-            with _own_sigterm():
-                ray.init(address=address, **_options(config))
-            ray.get_actor(server_names(config)[0])
-        except (OSError, ValueError, RuntimeError) as error:
-            log.info("no run %s in the Ray at %s: %s", config.run.name, address, first_line(error))
-            ray.shutdown()
-            continue
-        hand_over()
-        try:
-            yield
-        finally:
-            ray.shutdown()
-        return
-    raise ConfigError(
-        f"no run {config.run.name} is in progress in {' or '.join(addresses) or 'any Ray of this machine'}. Use the "
-        "config.yaml in the run's folder, and set cluster.address if the run's Ray is on another machine. To serve a "
-        "model or a checkpoint, leave --running out."
-    )
-
-
 def server_names(config: Config) -> list[str]:
     """Return the names of a run's servers, in its namespace."""
     return [f"vllm-server-{index}" for index in range(config.server.num_servers)]

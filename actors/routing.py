@@ -20,7 +20,7 @@ import numpy as np
 
 from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
-from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
 
@@ -65,30 +65,6 @@ class Router:
             "routing/groups_max": float(max(self._in_flight)),
             "routing/groups_min": float(min(self._in_flight)),
         }
-
-
-class AnyServer:
-    """`RolloutEngine` over several servers: each request goes to the server with the fewest requests.
-
-    Args:
-        is_up: returns True if the server of this index is available.
-    """
-
-    def __init__(self, engines: Sequence[RolloutEngine], *, is_up: Callable[[int], bool] = lambda server: True) -> None:
-        self._engines = engines
-        self._router = Router(len(engines), is_up=is_up)
-
-    async def generate(
-        self,
-        request_id: RequestId,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        """Sample one completion, see `RolloutEngine.generate`."""
-        with self._router.placed(_ALONE) as placed:
-            assert placed.server is not None
-            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling, on_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
             f"Ray actor {name} already runs in namespace {namespace} of this Ray: another run has the same run.name. "
-            "Stop that run (rayapp stop, ray job stop), or choose another run.name."
+            "Stop that run (Ctrl-C, ray job stop), or choose another run.name."
         ) from None
 
 

@@ -220,21 +220,15 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
 
 
 def spawn_servers(
-    config: Config,
-    started: Started,
-    placement: Placement,
-    *,
-    must_sync: bool,
-    adapters: Mapping[str, str] = MappingProxyType({}),
+    config: Config, started: Started, placement: Placement, *, must_sync: bool
 ) -> tuple[VllmServerHandle, ...]:
-    """Start the vLLM servers; `adapters` are the adapters that requests may name: name -> folder."""
     share = placement.server
     return tuple(
         started.add(
             _server(
                 config,
                 name,
-                started.spawn("vllm-server", name, config, index, must_sync, dict(adapters), share=share(index)),
+                started.spawn("vllm-server", name, config, index, must_sync, share=share(index)),
             )
         )
         for index, name in enumerate(server_names(config))
@@ -251,11 +245,6 @@ def spawn_model_servers(
         actor = spawn("model-server", name, config, section, key, share=placement.model_server(section.name))
         handles[section.name] = started.add(ModelServerHandle(actor, name))
     return handles
-
-
-def running_servers(config: Config) -> tuple[VllmServerHandle, ...]:
-    """Return the handles of the servers of a run that is going on in this namespace."""
-    return tuple(_server(config, name, ray.get_actor(name)) for name in server_names(config))
 
 
 def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:

@@ -21,7 +21,7 @@ from rayapp.core.logs import about, label_logs
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.vllm_arguments import NO_ADAPTERS, gpu_bytes
+from rayapp.engine.vllm_arguments import gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
 from rayapp.runs.profiles import Profile
@@ -58,7 +58,6 @@ class VllmServer(Restartable):
         config: config of the run.
         index: number in the actor's name.
         must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
-        adapters: adapters that requests may name: name -> folder in peft's form.
         start_engine: starts the engine; by default `VllmEngine.start`.
     """
 
@@ -67,11 +66,10 @@ class VllmServer(Restartable):
         config: Config,
         index: int,
         must_sync: bool = False,
-        adapters: Mapping[str, str] = NO_ADAPTERS,
         start_engine: StartEngine = VllmEngine.start,
     ) -> None:
         label_logs(config.run.name)
-        self._config, self._adapters = config, adapters
+        self._config = config
         self._index = index
         self._start_engine = start_engine
         self._engine: VllmEngine | None = None
@@ -92,7 +90,7 @@ class VllmServer(Restartable):
         # Use a different seed for each server: with equal seeds, servers would sample the same completions.
         self._config = await asyncio.to_thread(with_planned_share, self._config)
         seed = self._config.run.seed + self._index
-        self._engine = await self._start_engine(self._config, adapters=self._adapters, seed=seed)
+        self._engine = await self._start_engine(self._config, seed=seed)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
 

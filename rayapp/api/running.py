@@ -4,7 +4,7 @@ In a script the functions run in the calling thread, which receives the signals.
 loop, as in a notebook, they run in a separate thread, and the calling thread waits for it.
 
 `with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
-made with the base model that the run's config.yaml names. `with_adapter_folders` does so for adapters.
+made with the base model that the run's config.yaml names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rayapp.core.errors import InputError
 from rayapp.core.names import giving
 from rayapp.core.own_thread import work_apart
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_torn
-from rayapp.storage.models.check import adapter_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -169,47 +168,6 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
     with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as folder:
         _convert(path, Path(folder))
         yield with_values(config, model={"path": folder})
-
-
-@contextmanager
-def with_adapter_folders(config: Config, adapters: Mapping[str, Path]) -> Iterator[dict[str, str]]:
-    """Yield name -> folder in peft's form for each adapter. Folders of checkpoints are temporary.
-
-    Args:
-        adapters: name -> a folder in peft's form, or a checkpoint (`checkpoints/step=…`) of a run that trains adapters.
-    Raises:
-        InputError: a path is neither, or the checkpoint's run adapts a model other than this config's.
-        CheckpointError: the adapters of a checkpoint can't be read.
-    """
-    with tempfile.TemporaryDirectory(prefix="rayapp-adapters-") as scratch:
-        folders = dict[str, str]()
-        for name, path in adapters.items():
-            try:
-                folders[name] = str(_adapter_folder(config, path, Path(scratch) / name))
-                adapter_rank(Path(folders[name]))
-            except InputError as error:
-                raise InputError(f"adapter {name}: {error}") from error
-        yield folders
-
-
-def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
-    if not path.is_dir():
-        raise InputError(f"folder {path} does not exist")
-    if not path.name.startswith("step="):
-        return path.absolute()
-    from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch, which takes seconds
-
-    _whole(path, config)
-    own = _config_of_run(path)
-    if own.learner.lora.rank == 0:
-        raise InputError(f"checkpoint {path} has no adapter: its run trains all weights. Serve it with --model.")
-    if Path(own.model.path).absolute() != Path(config.model.path).absolute():
-        raise InputError(
-            f"checkpoint {path} is an adapter of {own.model.path}, but {config.model.path} is served: give --model "
-            f"{own.model.path}"
-        )
-    checkpoint_to_adapter(own, path / "learner", out)
-    return out
 
 
 def _whole(path: Path, config: Config) -> Checkpoint:

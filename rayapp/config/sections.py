@@ -349,8 +349,7 @@ class EvalSection(FrozenModel):
     """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
     affect training. 0: never evaluate."""
     before_training: bool = False
-    """Also evaluate the model from which training starts, as step 0; with a warm-up, also the model before the warm-up,
-    as the warm-up's step 0."""
+    """Also evaluate the model from which GRPO starts, after a warm-up, as step 0."""
     samples_per_task: int = Field(16, ge=1)
     """Completions per task or data row. pass@k is reported for k = 1, 2, 4, … up to this number."""
     temperature: float = Field(1.0, ge=0.0)

@@ -32,7 +32,7 @@ class RequestId(NamedTuple):
     `str()` gives the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
     """
 
-    purpose: Literal["group", "eval", "serve"]
+    purpose: Literal["group", "eval"]
     """Use of the completion; only `group` is trained on. Evaluation and training use separate queues and prefix caches
     in each server."""
     group: int
@@ -81,14 +81,8 @@ class SamplingParams:
     wants_allowed: bool = False
     """True to return which tokens of the vocabulary `structured_outputs` allowed at each position. Training needs
     them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
     is_streamed: bool = False
     """Report tokens while the completion is sampled."""
-    num_top_log_probs: int = 0
-    """Number of likeliest tokens to return at each sampled token; see `Completion.top_log_probs`."""
-    adapter: str = ""
-    """Name of an adapter of `rayapp serve` that samples in the policy's place; empty: the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +126,6 @@ class Completion:
     routed_experts: ExpertArray | None = None
     """(N, layers, k) with `learner.router_replay`: the experts of N tokens. These are the prompt's tokens after the
     first `SamplingParams.num_routed`, and all sampled tokens but the last, which no forward pass has read."""
-    top_ids: Int32Array | None = None
-    """(T, k) the k likeliest tokens at each sampled position, if `SamplingParams.num_top_log_probs` requests them; else
-    None."""
-    top_log_probs: FloatArray | None = None
-    """(T, k) log-probs of the tokens in `top_ids`, largest first."""
     allowed: AllowedTokens | None = None
     """Tokens of the vocabulary that the form allowed at each sampled position, if `SamplingParams.wants_allowed`."""
     time_queued_s: float = 0.0

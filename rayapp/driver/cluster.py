@@ -13,15 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
-from actors.own_ray import RayConnection, one_connection, ray_session, session_of_run
+from actors.own_ray import RayConnection, one_connection, ray_session
 from actors.placement import Placement, uses_gpus, wait_for_gpus
-from actors.routing import AnyServer, GroupCalls, Router
+from actors.routing import Router
 from actors.starting import (
     NO_STAND_INS,
     ModelServerMember,
@@ -34,7 +33,6 @@ from actors.starting import (
     all_ready,
     dump_stacks,
     ready_pool,
-    running_servers,
     spawn_learners,
     spawn_model_servers,
     spawn_pool,
@@ -46,11 +44,9 @@ from rayapp.config.config import Config, explain_number_formats, with_addresses,
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
-    DeadlineError,
     LearnersLostError,
     ObjectsLostError,
     ProcessDiedError,
-    ProcessUnavailableError,
     RayappError,
     RestartsUsedUpError,
     first_error,
@@ -70,7 +66,6 @@ from rayapp.engine.weights.sync import (
     transfer_plan,
 )
 from rayapp.rollout.images import ImagePlacement, PromptImages
-from rayapp.rollout.order import ANY_VERSION
 
 __all__ = [
     "Cluster",
@@ -81,8 +76,6 @@ __all__ = [
     "one_connection",
     "open_cluster",
     "open_learners",
-    "open_running_servers",
-    "open_servers",
     "ready_pool",
     "spawn_pool",
 ]
@@ -444,74 +437,3 @@ async def open_learners(
         handles = await spawn_learners(asking, started, placement)
         await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
         yield LearnerGroup(handles, config, processor=processor_of(on_gpu=on_gpu))
-
-
-@asynccontextmanager
-async def open_servers(
-    config: Config,
-    *,
-    adapters: Mapping[str, str] = MappingProxyType({}),
-    report: Report = lambda text: None,
-    stand_ins: StandIns = NO_STAND_INS,
-) -> AsyncIterator[AnyServer]:
-    """Start only the servers, with the model's own weights, and yield them as one engine. A lost server is replaced;
-    all end with the block.
-
-    Args:
-        adapters: adapters that requests may name: name -> folder in peft's form.
-        report: gets a line for the start of the actors, and for each actor that is ready.
-        stand_ins: replacements of real actors.
-    Raises:
-        ConfigError: Ray can't be reached, or has fewer GPUs than the servers need.
-    """
-    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    config = config.model_copy(update={"model_servers": ()})  # judges and teachers: nothing calls them
-    async with _session(config, report, stand_ins) as (_, started):
-        config, placement, _ = await _reserve(config, started, report, with_learners=False)
-        servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)
-        report(f"starting: {', '.join(started.names)}")
-        await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
-        members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
-        revive_s = timeout_s + config.server.sync_timeout_s
-        supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report)
-        async with supervisor.watching():
-            yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
-
-
-@asynccontextmanager
-async def open_running_servers(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[AnyServer]:
-    """Yield the servers of this configuration's run, which is in progress, as one engine; the run is not affected.
-
-    Raises:
-        ConfigError: no such run is in progress.
-        ProcessDiedError: raised from the block: the run has ended.
-    """
-    with session_of_run(config, report):
-        servers = running_servers(config)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(_until_gone(servers[0], config.recovery.ping_every_s))
-                yield _any_of(servers)
-                watch.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
-
-
-async def _keep_weights(server: VllmServerHandle) -> None:
-    return
-
-
-async def _until_gone(server: VllmServerHandle, every_s: float) -> None:
-    """Wait until the server is gone for good, and raise ProcessDiedError. A busy server, or a server that is being
-    replaced, is not gone."""
-    while True:
-        await asyncio.sleep(every_s)
-        try:
-            await server.incarnation(every_s)
-        except (ProcessUnavailableError, DeadlineError):
-            continue
-
-
-def _any_of(servers: Sequence[VllmServerHandle], **options: Any) -> AnyServer:
-    engines = [GroupCalls(server, min_policy_version=ANY_VERSION, cohort_size=1) for server in servers]
-    return AnyServer(engines, **options)

@@ -32,6 +32,7 @@ from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
 from rayapp.driver.run import Store, Training, open_run, profiling_server, write_profiles
 from rayapp.driver.saving import is_due, saving, saving_when_stopped, saying_what_is_saved
+from rayapp.driver.serving import serve_command
 from rayapp.driver.sft import warm_up
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import unstalled
@@ -223,6 +224,7 @@ async def _run(
             with folder.pending_final(step) as pending:
                 await cluster.export_hf(pending)
             tracker.note(f"final model: {folder.uri}/final; look at the run with: rayapp view {folder.uri}")
+            tracker.note(f"serve it with: {await asyncio.to_thread(serve_command, config, f'{folder.uri}/final')}")
     write_reward_plot(folder.path)
 
 

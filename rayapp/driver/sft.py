@@ -27,10 +27,8 @@ from rayapp.core.timing import Phases
 from rayapp.core.types import Trajectory
 from rayapp.driver.budget import read_costs, within_budget
 from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
-from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.run import restore
 from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped, saying_what_is_saved
-from rayapp.rollout.check import check_inputs
 from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
 from rayapp.rollout.order import index_in_epochs
 from rayapp.runs.folder import RunFolder, note_machine
@@ -53,8 +51,6 @@ def run_sft(config: Config) -> None:
         )
     start_logs(config.run.name, config.tracking.log_format)
     check_model(with_local_model(config))
-    if config.eval.before_training:
-        check_inputs(config, training=False)
     with one_connection():
         warm_up(config)
 
@@ -75,7 +71,7 @@ def warm_up(config: Config) -> tuple[Config, float]:
         if folder.exported_step == section.train.num_steps:
             print(f"{folder.uri} has completed its {section.train.num_steps} steps on demonstrations", flush=True)
         else:
-            run_until_done(_run(config, section, folder))
+            run_until_done(_run(section, folder))
         cost = sum(read_costs(folder.path).values())
     return after_warmup(config), cost
 
@@ -133,12 +129,10 @@ def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Demonstrations to train on, and metrics of the model before the first step."""
+    """Demonstrations to train on and to measure the loss on."""
 
     learned: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
-    evaluated: dict[str, float]
-    """`eval/*` of the model before the first step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,24 +182,13 @@ def _demonstrations(section: Config) -> tuple[Demonstrations, Sequence[Trajector
     return found, read_demonstrations(local, files).rows if files else ()
 
 
-async def _run(config: Config, section: Config, folder: RunFolder) -> None:
+async def _run(section: Config, folder: RunFolder) -> None:
     found, held_out = await asyncio.to_thread(_demonstrations, section)
     with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.note(_what_is_learned(section, found))
-        evaluated = await _evaluated(config, folder, tracker) if folder.checkpoints.latest() is None else {}
-        rows = _Rows(learned=found.rows, held_out=held_out, evaluated=evaluated)
+        rows = _Rows(learned=found.rows, held_out=held_out)
         await _learn_through_losses(section, folder, tracker, rows)
     write_reward_plot(folder.path)
-
-
-async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> dict[str, float]:
-    """Return `eval/*` of the model before the warm-up if the config asks for it; empty otherwise."""
-    if not config.eval.before_training:
-        return {}
-    tracker.phase("eval")
-    with folder.recording_evaluation(0) as record:
-        metrics = await evaluate_model(config, report=tracker.note, record=record)
-    return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def _what_is_learned(config: Config, found: Demonstrations) -> str:
@@ -250,7 +233,7 @@ async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learner
         config=config, folder=folder, tracker=tracker, learners=learners, saver=saver, rows=rows, version=version
     )
     async with saving(saver), saving_when_stopped(saver, folder, state, partial(_Learning.begin_checkpoint, state)):
-        if version == 0 and (before := rows.evaluated | await state.validation()):
+        if version == 0 and (before := await state.validation()):
             tracker.log(0, before)
         for step in range(version + 1, config.train.num_steps + 1):
             with about(step=step):

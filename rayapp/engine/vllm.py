@@ -36,10 +36,8 @@ from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
 from rayapp.engine.vllm_arguments import (
-    NO_ADAPTERS,
     adapter_request,
     check_gpu,
-    folder_requests,
     is_adapter,
     is_on_gpu,
     set_process_environment,
@@ -92,8 +90,6 @@ class VllmEngine:
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
         """LoRA adapter of the policy, as vLLM's LoRARequest; None until an adapter is loaded."""
-        self._named_adapters: dict[str, Any] = {}
-        """LoRARequests of the adapters that a request may name, by name."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._forms = FormReader(engine)
@@ -109,14 +105,13 @@ class VllmEngine:
         engine."""
 
     @classmethod
-    async def start(cls, config: Config, adapters: Mapping[str, str] = NO_ADAPTERS, **engine_args: Any) -> VllmEngine:
+    async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
         """Load the model and be ready to generate.
 
         Args:
-            adapters: adapters that requests may name: name -> folder in peft's form.
             engine_args: vLLM's engine arguments that override those from the configuration.
         Raises:
-            EngineError: vLLM could not start, or can't load an adapter; the message has the reason.
+            EngineError: vLLM could not start; the message has the reason.
             ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
         """
         check_installed_engine_args(config.server.engine_args)
@@ -131,27 +126,13 @@ class VllmEngine:
             gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
-            args = AsyncEngineArgs(**vllm_args(config, adapters) | engine_args)
+            args = AsyncEngineArgs(**vllm_args(config) | engine_args)
             engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # vLLM raises whatever its dependencies raise
             why = f"{type(error).__name__}: {error}{output.cause()}"
             raise EngineError(f"vLLM did not start with {config.model.path}: {why}{way_out(why)}") from error
-        started = cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
-        await started._load_adapters(adapters)
-        return started
-
-    async def _load_adapters(self, adapters: Mapping[str, str]) -> None:
-        for name, request in folder_requests(adapters).items() if adapters else ():
-            try:
-                await self._engine.add_lora(request)
-                await self._engine.collective_rpc("check_adapter", args=(request.lora_int_id,))
-            except Exception as error:  # vLLM may raise anything
-                raise EngineError(
-                    f"adapter {name} ({request.lora_path}) can't be loaded into the engine: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
-            self._named_adapters[name] = request
+        return cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:
         """Return the metrics of `EngineLoad.scalars` and `Gate.scalars`."""
@@ -264,8 +245,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
             params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
-            adapter = self._adapter if not (name := request.sampling.adapter) else self._named_adapters[name]
-            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=adapter)
+            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue
         except Exception as error:  # vLLM may raise anything

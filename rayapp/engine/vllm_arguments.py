@@ -4,8 +4,7 @@ workers.
 `VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
 
 With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes
-and takes tensors from shared memory, because vLLM's own loader reads adapters only from folders. The adapters of
-`rayapp serve` are folders, which vLLM loads once at the start.
+and takes tensors from shared memory, because vLLM's own loader reads adapters only from folders.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rayapp.config.agreement import gpu_problems
@@ -26,29 +23,18 @@ from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
-from rayapp.storage.models.check import adapter_rank
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
-NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers; an adapter of another rank uses part of the next larger buffer."""
 
 
-def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; empty without adapters.
-
-    Args:
-        adapters: adapters to load at the start: name -> folder in peft's form.
-    """
-    ranks = [config.learner.lora.rank] if config.learner.lora.sends_adapter else []
-    ranks += [adapter_rank(Path(folder)) for folder in adapters.values()]
-    if not ranks:
+def adapter_args(config: Config) -> dict[str, Any]:
+    """Return vLLM's engine arguments for LoRA; empty without adapters."""
+    if not config.learner.lora.sends_adapter:
         return {}
-    rank = next(size for size in RANKS if size >= max(ranks))
-    # On a CPU vLLM 0.30 computes requests without an adapter with the last slot (index -1 in torch_ops/lora_ops.py) if
-    # their batch has adapters. So the last slot stays empty: its matrices are zero.
-    num_slots = len(ranks) + (bool(adapters) and not is_on_gpu(config))
-    return {"enable_lora": True, "max_loras": num_slots, "max_lora_rank": rank}
+    rank = next(size for size in RANKS if size >= config.learner.lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:
@@ -61,16 +47,6 @@ def adapter_request() -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
-
-
-def folder_requests(adapters: Mapping[str, str]) -> dict[str, Any]:
-    """Return a LoRARequest for each adapter in a folder, by name."""
-    from vllm.lora.request import LoRARequest
-
-    return {
-        name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=folder)
-        for number, (name, folder) in enumerate(adapters.items(), start=ADAPTER_ID + 1)
-    }
 
 
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
@@ -106,19 +82,10 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     return len(own)
 
 
-def check_adapter(model_runner: Any, adapter_id: int) -> None:
-    """Raise ValueError if vLLM, which loaded this adapter from a folder, ignores some of its matrices."""
-    manager = model_runner.lora_manager._adapter_manager  # noqa: SLF001 - as in `load_adapter`
-    # vLLM has packed the matrices by now: they have the names of its own modules.
-    loras = manager.get_adapter(adapter_id).loras
-    check_places(loras, manager.modules, {}, way_out="This is an adapter of another model.")
-
-
 def check_places(
     loras: Mapping[str, Any],
     modules: Mapping[str, Any],
     packed: Mapping[str, Sequence[str]],
-    way_out: str = "Leave these modules out of learner.lora.target_modules, or set learner.lora.send: merged.",
 ) -> None:
     """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
     adapter.
@@ -128,7 +95,8 @@ def check_places(
     if lost:
         raise ValueError(
             f"vLLM's model lacks {len(lost)} of the {len(loras)} modules that the adapter changes: "
-            f"{', '.join(lost[:3])}. {way_out}"
+            f"{', '.join(lost[:3])}. Leave these modules out of "
+            "learner.lora.target_modules, or set learner.lora.send: merged."
         )
 
 
@@ -166,12 +134,8 @@ def gpu_bytes() -> int:
     return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
-def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
-
-    Args:
-        adapters: adapters to load at the start: name -> folder in peft's form.
-    """
+def vllm_args(config: Config) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration."""
     server, on_gpu = config.server, is_on_gpu(config)
     return {
         "model": config.model.path,
@@ -201,7 +165,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
         "kv_cache_dtype": server.kv_cache_dtype,
         **_profiler_args(config),
         **_transfer_args(config),
-        **adapter_args(config, adapters),
+        **adapter_args(config),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.core.errors import EngineError
-from rayapp.core.types import Completion, FloatArray, Int32Array, RequestId, SamplingParams, VersionSpan
+from rayapp.core.types import Completion, FloatArray, RequestId, SamplingParams, VersionSpan
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
@@ -218,7 +218,6 @@ def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
 
     form = dict(sampling.structured_outputs)
     return VllmSamplingParams(
-        **sampling.options,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -226,7 +225,7 @@ def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
         seed=sampling.seed if with_seed else None,
         stop=list(sampling.stop),
         routed_experts_prompt_start=sampling.num_routed,
-        logprobs=sampling.num_top_log_probs,
+        logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.CUMULATIVE if sampling.is_streamed else RequestOutputKind.FINAL_ONLY,
         structured_outputs=StructuredOutputsParams(**form) if form else None,
@@ -255,7 +254,6 @@ def whole_completion(
             f"{output.finish_reason})"
         )
     token_ids = np.array(output.token_ids, np.int32)
-    log_probs, top_ids, top_log_probs = _log_probs(output.logprobs, token_ids.size)
     experts = None if num_routed is None else output.routed_experts
     if num_routed is not None and (experts is None or len(experts) != num_routed):
         found = 0 if experts is None else len(experts)
@@ -265,33 +263,20 @@ def whole_completion(
         )
     return Completion(
         token_ids=token_ids,
-        log_probs=log_probs,
+        log_probs=_log_probs(output.logprobs, token_ids.size),
         text=output.text,
         finish_reason=output.finish_reason,
         policy_version=spans[0].policy_version if spans else policy_version,
         version_spans=spans if len(spans) > 1 else (),
         routed_experts=experts,
-        top_ids=top_ids,
-        top_log_probs=top_log_probs,
         time_queued_s=queued_s,
         time_generate_s=generate_s,
     )
 
 
-def _log_probs(flat: Any, num_tokens: int) -> tuple[FloatArray, Int32Array | None, FloatArray | None]:
-    """Return the log-prob of each sampled token, and the ids and log-probs of the likeliest tokens (None if not
-    requested).
-
-    Args:
-        flat: vLLM's FlatLogprobs: rows of the sampled token and the k likeliest.
-    """
+def _log_probs(flat: Any, num_tokens: int) -> FloatArray:
+    """Return the log-prob of each sampled token from vLLM's FlatLogprobs."""
     values = np.array(flat.logprobs, np.float32)
-    if num_tokens == 0 or values.size % num_tokens or values.size < num_tokens:
-        raise EngineError(
-            f"vLLM returned {values.size} log-probs for {num_tokens} sampled tokens: each token needs the same number, "
-            "at least 1"
-        )
-    rows = values.reshape(num_tokens, -1)
-    if rows.shape[1] == 1:
-        return values, None, None
-    return rows[:, 0].copy(), np.array(flat.token_ids, np.int32).reshape(rows.shape)[:, 1:], rows[:, 1:]
+    if num_tokens == 0 or values.size != num_tokens:
+        raise EngineError(f"vLLM returned {values.size} log-probs for {num_tokens} sampled tokens: each needs one")
+    return values

@@ -16,7 +16,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from rayapp.engine.vllm_arguments import check_adapter, is_adapter, load_adapter
+from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
 from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
@@ -73,10 +73,6 @@ class WeightUpdateExtension:
         arrivals: Arrivals = model.arrivals
         model.arrivals = Arrivals()
         return arrivals.check(checksums)
-
-    def check_adapter(self, adapter_id: int) -> None:
-        """Raise ValueError if the engine ignores some of an adapter's matrices."""
-        check_adapter(self.model_runner, adapter_id)
 
     def leave_weight_group(self) -> None:
         """Destroy the weight group, if there is one, before joining another: vLLM would leak the group's GPU memory."""

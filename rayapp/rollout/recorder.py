@@ -320,8 +320,6 @@ def cut_completion(completion: Completion, num_tokens: int) -> Completion:
         routed_experts=None if experts is None else experts[: len(experts) - num_cut],
         token_ids=completion.token_ids[:num_tokens],
         log_probs=completion.log_probs[:num_tokens],
-        top_ids=None if completion.top_ids is None else completion.top_ids[:num_tokens],
-        top_log_probs=None if completion.top_log_probs is None else completion.top_log_probs[:num_tokens],
         allowed=None if completion.allowed is None else completion.allowed.of(slice(num_tokens)),
         finish_reason="length",
         version_spans=tuple(spans),

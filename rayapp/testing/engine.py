@@ -80,13 +80,10 @@ class ScriptedEngine:
         token_ids = [*self._encode(said), self._end_id] if isinstance(said, str) else list(said)
         is_cut = len(token_ids) > sampling.max_tokens
         token_ids = token_ids[: sampling.max_tokens]
-        num_top = sampling.num_top_log_probs
         if on_tokens is not None:
             await self._stream(token_ids, on_tokens)
         return Completion(
             token_ids=np.array(token_ids, np.int32),
-            top_ids=np.tile(np.arange(num_top, dtype=np.int32), (len(token_ids), 1)) if num_top else None,
-            top_log_probs=np.tile(-1 - np.arange(num_top, dtype=np.float32), (len(token_ids), 1)) if num_top else None,
             log_probs=(-0.5 - np.arange(len(token_ids)) / 1000).astype(np.float32),
             text=said if isinstance(said, str) and not is_cut else self._decode(token_ids),
             finish_reason="length" if is_cut else "stop",

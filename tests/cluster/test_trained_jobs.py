@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.cli.kuberay.render import Release, render
+from rayapp.cli.values import rendered
 from rayapp.config.config import Config
+from rayapp.config.loading import to_yaml
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -47,7 +48,7 @@ def test_rendered_rayjob_trains_when_it_is_run_as_its_sidecar_would_run_it(
         "run": {"overrides": ["train.num_steps=1", "cluster.device=cpu"]},
         "storage": {"models": {"kind": "none"}, "outputs": {"mountPath": str(tmp_path)}},
     }
-    files = render(config, Release(name="rendered", namespace="rl"), values)
+    files = rendered(to_yaml(config), values, name="rendered", namespace="rl")
     spec = yaml.safe_load(files["rayjob.yaml"])["spec"]
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"])

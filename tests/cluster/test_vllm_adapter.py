@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
-from rayapp.core.errors import EngineError, WeightSyncError
+from rayapp.core.errors import WeightSyncError
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
@@ -99,73 +98,6 @@ async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(
         await _refuses_what_has_no_place(server, steps[0][0], references)
     finally:
         await server.close()
-
-
-async def test_adapters_in_folders_are_served_beside_the_model_each_under_its_name(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    models: dict[str, Any] = {"": AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)}
-    for number, (name, rank) in enumerate([("early", 4), ("late", 12)]):
-        torch.manual_seed(number)
-        base: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        settings: Any = {"r": rank, "lora_alpha": 32, "init_lora_weights": False}
-        models[name] = get_peft_model(base, LoraConfig(**settings, target_modules=["q_proj", "down_proj"]))
-        models[name].save_pretrained(tmp_path / name)
-    folders = {name: str(tmp_path / name) for name in models if name}
-    # In float32, because adapters with random matrices enlarge rounding errors.
-    exact = {"server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "dtype": "float32"}}
-    values = make_config(tiny_model).model_dump() | {"learner": {"cpu_threads": 1}} | exact
-    server = VllmServer(Config.model_validate(values), 0, adapters=folders)
-
-    async def sampled_by(name: str, number: int) -> tuple[str, Any]:
-        sampling = SamplingParams(max_tokens=8, seed=number, adapter=name)
-        return name, await server.generate(RequestId("serve", number), TOKENS[:4], sampling)
-
-    try:
-        await server.start()
-        names = ["late", "", "early", "late"]
-        found = await asyncio.gather(*(sampled_by(name, number) for number, name in enumerate(names)))
-    finally:
-        await server.close()
-
-    expected = dict[str, Any]()
-    for name, completion in found:
-        ids = torch.tensor([[*TOKENS[:4], *completion.token_ids.tolist()]])
-        for each, model in models.items():
-            with torch.no_grad():
-                rows = model(ids).logits[0, 3:-1].log_softmax(-1)
-            expected[each] = rows.gather(1, ids[0, 4:, None])[:, 0].numpy()
-        distances = {each: np.abs(completion.log_probs - values).max() for each, values in expected.items()}
-        others = [distance for each, distance in distances.items() if each != name]
-        assert distances[name] < 1e-3 < MAX_LOG_PROB_DIFFERENCE < min(others), (name, distances)
-
-
-async def test_an_adapter_of_another_model_is_refused_at_the_start(tiny_model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    await asyncio.to_thread(_save_adapter, tiny_model, tmp_path / "other")
-    file = tmp_path / "other" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    save_file({name.replace("layers.1", "layers.7"): tensor for name, tensor in tensors.items()}, file)
-    values = make_config(tiny_model).model_dump() | {"learner": {"cpu_threads": 1}}
-    server = VllmServer(Config.model_validate(values), 0, adapters={"other": str(tmp_path / "other")})
-    try:
-        with pytest.raises(EngineError, match=r"adapter other .*lacks.*layers\.7.*another model"):
-            await server.start()
-    finally:
-        await server.close()
-
-
-def _save_adapter(model: Path, folder: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base: Any = AutoModelForCausalLM.from_pretrained(model)
-    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
 
 
 async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBucket], references: References) -> None:

@@ -153,14 +153,13 @@ class ScriptedServer(VllmServer):
         config: Config,
         index: int,
         must_sync: bool,
-        adapters: Mapping[str, str],
         latency_s: float,
         scripts: Scripts = (),
     ) -> None:
         self._seeded = SeededEngine(latency_s, scripts)
-        super().__init__(config, index, must_sync, adapters, start_engine=cast("StartEngine", self._start_seeded))
+        super().__init__(config, index, must_sync, start_engine=cast("StartEngine", self._start_seeded))
 
-    async def _start_seeded(self, config: Config, *, adapters: Mapping[str, str], seed: int) -> SeededEngine:
+    async def _start_seeded(self, config: Config, *, seed: int) -> SeededEngine:
         return self._seeded
 
     async def stall(self) -> None:

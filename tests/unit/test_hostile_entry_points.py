@@ -29,7 +29,6 @@ import psutil
 import pytest
 from starlette.routing import Mount, Route
 
-from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import RewardFailedError, SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
@@ -44,8 +43,6 @@ from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.listening import bound
-from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.source import open_source
@@ -148,15 +145,6 @@ MESSAGES = (
     ),
 )
 INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
-PROMPTS = (
-    *JSON_BOMBS,
-    body(prompt="word " * 800_000),
-    body(prompt=[1] * 400_000),
-    body(prompt=[[1]] * 60_000),
-    body(prompt=[1 << 62, -1]),
-    body(prompt=["x" * 100_000] * 30, n=1 << 40),
-    body(prompt="\ud800" * 30_000, logprobs=1 << 40),
-)
 FIELDS = tuple(
     saying("hi", prompt="hi", **fields)
     for fields in (
@@ -197,24 +185,12 @@ QUERIES = (
 )
 BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     "gateway": {
-        "/{session}/v1/chat/completions": MESSAGES,
-        "/{session}/v1/completions": PROMPTS,
+        "/{session}/v1/chat/completions": (*MESSAGES, *FIELDS),
         "/{session}/v1/responses": INPUTS,
         "/{session}/v1/messages": MESSAGES,
         "/{session}/v1/messages/count_tokens": MESSAGES[6:9],
         "/{session}/v1/models": QUERIES,
         "/{session}/v1/models/{model}": QUERIES,
-    },
-    "serve": {
-        "/v1/chat/completions": (*MESSAGES, *FIELDS),
-        "/v1/completions": (*PROMPTS[6:], *FIELDS),
-        "/v1/responses": INPUTS[6:],
-        "/v1/messages": MESSAGES[6:],
-        "/v1/messages/count_tokens": MESSAGES[6:9],
-        "/v1/models": QUERIES,
-        "/v1/models/{model}": QUERIES,
-        "/metrics": QUERIES,
-        "/health": QUERIES,
     },
     "sandbox service": {
         "/mcp": JSON_BOMBS,
@@ -306,25 +282,6 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), ["k"])
-    opened = open_to_all(
-        formats(tokenizer),
-        AnyServer([engine(tokenizer)]),
-        model="m",
-        sampling=SamplingParams(max_tokens=32_768),
-        keys=["k"],
-        sockets=bound("127.0.0.1", 0),
-    )
-    async with opened as url:
-
-        async def asked(path: str, given: bytes | str) -> None:
-            await ask(url, {"x-api-key": "k"}, path.format(model="m" * 3000), given)
-
-        yield Asked(aiohttp_routes(open_application(door, "m")), asked)
-
-
-@asynccontextmanager
 async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
     async with serving(config, keys={"test": "k"}, more_routes=fusion_routes()) as address:
@@ -364,7 +321,6 @@ async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 SERVERS: dict[str, Callable[[Any, Path], AbstractAsyncContextManager[Asked]]] = {
     "gateway": gateway,
-    "serve": serve,
     "sandbox service": sandbox_service,
     "view": view,
 }

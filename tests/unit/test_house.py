@@ -178,8 +178,7 @@ def test_only_the_cluster_imports_actors() -> None:
 
 
 def test_only_processes_import_ray() -> None:
-    # cli/jobs.py is a client of Ray's jobs.
-    allowed = ("actors", "rayapp.driver.cluster", "rayapp.cli.jobs")
+    allowed = ("actors", "rayapp.driver.cluster")
 
     assert outside(importers("ray"), *allowed) == []
 

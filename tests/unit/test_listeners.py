@@ -22,10 +22,8 @@ LISTENING_CALLS = {
 """Names of functions and classes; a call of one of them listens, or prepares to."""
 TRIED = {
     "actors/model_server.py": "tests/unit/test_listeners.py",
-    "rayapp/cli/serve.py": "tests/unit/rollout/gateway/test_open_server.py",
     "rayapp/extras/view/command.py": "tests/unit/extras/view/test_view_server.py",
     "rayapp/rollout/gateway/listening.py": "tests/unit/rollout/gateway/test_server.py",
-    "rayapp/rollout/gateway/open_server.py": "tests/unit/rollout/gateway/test_open_server.py",
     "rayapp/rollout/gateway/server.py": "tests/unit/rollout/gateway/test_server.py",
     "rayapp/sandbox/service/app.py": "tests/contracts/test_mcp_server.py",
 }

@@ -1,10 +1,10 @@
 """Packs weights for sending, into a few large buffers in place of hundreds of tensors.
 
-learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
+learner rank 0: tensors in server.dtype -> WeightBucket -> object store -> server actor -> shared memory -> workers
 
 Checksums of a sample of tensors prove that a server loads the tensors that the learners sent: the learner computes them
-when it sends, and the engine's workers as the tensors arrive, always in bfloat16. Tests prove that the pinned vLLM then
-computes with these tensors (`tests/support/read_back.py`).
+when it sends, and the engine's workers as the tensors arrive. Tests prove that the pinned vLLM then computes with these
+tensors (`tests/support/read_back.py`).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def part_of(name: str, tensor: Tensor) -> Tensor:
 
 
 def checksum_of(part: Tensor) -> int:
-    """Return the CRC-32 of the values as bfloat16, in row-major order on any device; -0 counts as 0."""
+    """Return the CRC-32 of the values in row-major order on any device; -0 counts as 0."""
     import torch
 
-    values = part.detach().reshape(-1)[:MAX_VALUES].bfloat16() + 0.0
+    values = part.detach().reshape(-1)[:MAX_VALUES] + 0.0
     return zlib.crc32(values.cpu().view(torch.uint8).numpy().data) if values.numel() else 0
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.core.errors import InputError
+from rayapp.core.machine import num_cores
 from rayapp.learner.memory.plan import (
     ADAM,
     ELEMENT_BYTES,
@@ -125,6 +127,35 @@ def learner_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPl
     if config.cluster.placement == "colocated":
         speeds["sleep, wake"] = sleep_and_wake(shape, config, server)
     return speeds
+
+
+def seconds_on_cpu(shape: ModelShape, config: Config) -> tuple[float, float]:
+    """Estimate the seconds in which this machine's processor generates and trains a step, from the measured speed of a
+    linear layer in the formats of the config. Takes a fraction of a second.
+    """
+    config = with_number_formats(config, on_gpu=False)
+    load, rates = step_load(config), dict[str, float]()
+    for dtype in {config.learner.compute_dtype, config.server.dtype}:
+        rates[dtype] = _products_per_s(shape, dtype)
+    layers, head = product_flops(shape, load.computed_tokens, load.predicted_tokens)
+    return (layers + head) / rates[config.server.dtype], 3 * (layers + head) / rates[config.learner.compute_dtype]
+
+
+def _products_per_s(shape: ModelShape, dtype: str, rows: int = 128) -> float:
+    """Measure the flops per second of a linear layer's forward and backward on this process's cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_cores())
+    layer = torch.nn.Linear(shape.hidden, 2 * shape.hidden, bias=False, dtype=getattr(torch, dtype))
+    inputs = torch.randn(rows, shape.hidden, dtype=layer.weight.dtype, requires_grad=True)
+    times = []
+    for _ in range(20):  # the first call prepares the kernels, and other programs may slow down some
+        started = time.perf_counter()
+        layer(inputs).sum().backward()
+        times.append(time.perf_counter() - started)
+    torch.set_num_threads(before)
+    return 3 * 2 * rows * layer.weight.numel() / min(times)
 
 
 def late(config: Config, generate_s: float) -> Iterator[str]:

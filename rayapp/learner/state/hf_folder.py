@@ -4,7 +4,7 @@ Transformers makes several of the hub's tensors out of one tensor of the model (
 file holds whole groups of such tensors, so that any process can write any file with only that file's tensors in memory.
 
 `checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`.
-`checkpoint_to_adapter` writes the adapters of a checkpoint, for `rayapp serve`. The driver calls both. They need no
+
 learners and no process group, and don't read the optimizer's state.
 """
 
@@ -31,7 +31,7 @@ from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
-from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight, peft_name
+from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
 FILE_BYTES = 5 * 10**9
@@ -209,40 +209,6 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
             "incomplete, was saved without `model` (checkpoint.save_contents), or belongs to another model."
         ) from error
     layout.describe(out)
-
-
-def checkpoint_to_adapter(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write the checkpoint's adapters as a folder in peft's form, which peft and vLLM load.
-
-    Args:
-        config: config of the run that saved it, for its base model and adapters.
-        learner_folder: `learner/` of the checkpoint.
-    Raises:
-        CheckpointError: the checkpoint holds no adapters, or they can't be read.
-    """
-    from peft import LoraConfig
-
-    try:
-        entries = FileSystemReader(learner_folder).read_metadata().state_dict_metadata
-        held = {
-            name: torch.empty(entry.size)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and name.startswith(_WEIGHTS) and ADAPTER in name
-        }
-        if not held:
-            raise ValueError("the folder has no adapter tensors")
-        load(held, checkpoint_id=learner_folder, no_dist=True)
-    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the adapters in {learner_folder} can't be read: {error}") from error
-    tensors = {peft_name(name.removeprefix(_WEIGHTS)): tensor for name, tensor in held.items()}
-    write_file(out / "adapter_model.safetensors", tensors)
-    LoraConfig(
-        r=config.learner.lora.rank,
-        lora_alpha=config.learner.lora.alpha,
-        target_modules=sorted({name.removeprefix(_WEIGHTS).partition(ADAPTER)[0] for name in held}),
-        base_model_name_or_path=config.model.path,
-        task_type="CAUSAL_LM",
-    ).save_pretrained(str(out))
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:

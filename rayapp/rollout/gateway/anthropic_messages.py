@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
-from rayapp.rollout.gateway.fields import names, other_fields, sampling
+from rayapp.rollout.gateway.fields import ignored_sampling, names, other_fields
 from rayapp.rollout.gateway.reading import (
     call_form,
     content,
@@ -56,15 +56,13 @@ class AnthropicMessages:
         head = (Said(role="system", text=system),) if system else ()
         said = (each for i, one in enumerate(objects(body.get("messages"), "messages")) for each in _said(one, i))
         form = json_form(output.get("format") or body.get("output_format"), "output_config.format")
-        distribution, options = sampling(body)
         return Ask(
             messages=(*head, *said),
             tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=stops(body.get("stop_sequences"), "stop_sequences"),
-            distribution=distribution,
-            options=options,
+            ignored_sampling=ignored_sampling(body),
             variables=template_variables(body.get("chat_template_kwargs"), output.get("effort")),
             form=_chosen_calls(chosen, brought, several=several)
             or form
@@ -74,11 +72,10 @@ class AnthropicMessages:
             is_stream=bool(body.get("stream")),
             wants_thoughts=thinking,
             not_followed=(
-                *others.not_followed,
+                *others,
                 *(["thinking"] if thinking else []),
                 *(f"output_config.{name}" for name in output if name not in ("effort", "format")),
             ),
-            unknown=others.unknown,
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:

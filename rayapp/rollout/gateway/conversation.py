@@ -91,9 +91,6 @@ class Ask:
     """One call of an API: everything that its request asks for."""
 
     messages: tuple[Said, ...] = ()
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    """Prompts to continue without a chat template, each as text or token ids (Completions API only). They replace
-    messages."""
     tools: tuple[ToolSchema, ...] = ()
     model: str = "policy"
     """Name of the model in the request. The reply repeats it; there is only one policy."""
@@ -101,14 +98,8 @@ class Ask:
     max_tokens: int | None = None
     """Maximum tokens of each choice. None allows as many tokens as the session has left."""
     stop: tuple[str, ...] = ()
-    distribution: Mapping[str, Any] = field(default_factory=dict)
-    """The request's temperature, top_p, top_k and seed. Sessions that are trained on ignore them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Other sampling settings, by vLLM's names. Sessions that are trained on refuse them."""
-    num_top_log_probs: int | None = None
-    """Number of likeliest tokens whose log-probs to return at each position, in addition to the sampled token's. None:
-    no log-probs at all.
-    """
+    ignored_sampling: tuple[str, ...] = ()
+    """Names of the request's sampling fields, which are ignored: the policy samples as the run's config says."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Values for variables of the chat template. Variables that the template doesn't read have no effect."""
     form: Form | None = None
@@ -120,8 +111,6 @@ class Ask:
     """Names of the request's fields that are ignored."""
     is_freed: bool = False
     """True if the request demanded a form, and the demand was dropped."""
-    unknown: tuple[str, ...] = ()
-    """Names of the request's fields that no dialect knows."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the reply repeats (Responses API only)."""
     is_stream: bool = False
@@ -136,16 +125,6 @@ class Ask:
     """True if a later call may continue from this call's reply by the reply's id (Responses API only)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogProb:
-    """A sampled token with its log-prob, and the likeliest tokens at its position."""
-
-    token: str
-    log_prob: float
-    top: tuple[tuple[str, float], ...] = ()
-    """Pairs (token, log-prob), likeliest first."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One completion as an API represents it."""
@@ -158,8 +137,6 @@ class Choice:
     is_stopped_by: str = ""
     """Stop text that ended the completion; empty if no stop text did."""
     num_tokens: int = 0
-    log_probs: tuple[TokenLogProb, ...] = ()
-    """Log-probs at each sampled token; empty if the call did not ask for them."""
 
     @property
     def said(self) -> Said:
@@ -457,6 +434,6 @@ def not_offered(wish: str) -> str:
 def not_in_training(wish: str, instead: str = "") -> str:
     """Return the error message for a request that is supported only if the policy is not trained on the answer."""
     return (
-        f"{wish} is not supported while the policy is trained on its answers; `rayapp serve` supports it. Leave it "
-        f"out{instead}"
+        f"{wish} is not supported while the policy is trained on its answers; `vllm serve RUN/final` supports it. "
+        f"Leave it out{instead}"
     )

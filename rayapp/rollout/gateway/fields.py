@@ -7,12 +7,11 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rayapp.rollout.gateway.conversation import RefusedError, not_offered
-from rayapp.rollout.order import MAX_SEED
+from rayapp.rollout.gateway.conversation import RefusedError, not_in_training, not_offered
 
 
 def names(text: str) -> frozenset[str]:
@@ -87,46 +86,29 @@ _DISTRIBUTION = names("temperature top_p top_k seed")
 SAMPLING_FIELDS = frozenset(SamplingFields.model_fields)
 
 
-class Sampling(NamedTuple):
-    """Sampling fields of one request."""
-
-    distribution: dict[str, Any]
-    """The given fields of `_DISTRIBUTION`."""
-    options: dict[str, Any]
-    """All other given sampling fields, without those whose value is the default."""
-
-
-def sampling(body: Mapping[str, Any]) -> Sampling:
-    """Read the request's sampling fields. Their names are those of vLLM's SamplingParams.
+def ignored_sampling(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the request's fields of `_DISTRIBUTION`, which have no effect.
 
     Raises:
-        RefusedError: a value is out of bounds.
+        RefusedError: a value is out of bounds, or another field would change how the policy samples.
     """
     given = {name: value for name in SAMPLING_FIELDS if (value := body.get(name)) is not None}
     if not given:
-        return Sampling({}, {})
+        return ()
     try:
         found = SamplingFields.model_validate(given).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part)[:40] for part in first["loc"])
         raise RefusedError("invalid", f"{where}: {first['msg']}, not {first['input']!r:.60}") from None
-    if "seed" in found:
-        found["seed"] %= MAX_SEED
-    distribution = {name: found.pop(name) for name in _DISTRIBUTION & found.keys()}
-    fields = SamplingFields.model_fields
-    return Sampling(distribution, {name: value for name, value in found.items() if value != fields[name].default})
+    for name, field in SamplingFields.model_fields.items():
+        if name in found and name not in _DISTRIBUTION and found[name] != field.default:
+            raise RefusedError("invalid", not_in_training(f"{name} {found[name]!r:.60}"))
+    return tuple(name for name in found if name in _DISTRIBUTION)
 
 
-class OtherFields(NamedTuple):
-    """Names of a request's fields that a dialect does not read."""
-
-    not_followed: tuple[str, ...]
-    unknown: tuple[str, ...]
-
-
-def other_fields(body: Mapping[str, Any], read: Collection[str]) -> OtherFields:
-    """Sort the fields that a dialect does not read.
+def other_fields(body: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the ignored fields, among those that a dialect does not read.
 
     Args:
         read: names of the fields that the dialect reads.
@@ -135,15 +117,15 @@ def other_fields(body: Mapping[str, Any], read: Collection[str]) -> OtherFields:
     """
     if len(body) > _MAX_FIELDS:
         raise RefusedError("invalid", f"the body has {len(body)} fields: at most {_MAX_FIELDS} are allowed")
-    not_followed, unknown = list[str](), list[str]()
+    not_followed = list[str]()
     for name, value in body.items():
         if value is None or name in read or name in _HARMLESS or name in SAMPLING_FIELDS:
             continue
         if name in _NOT_FOLLOWED:
             not_followed.append(name)
         elif name not in _NEUTRAL:
-            unknown.append(name[:60])
+            not_followed.append(name[:60])
         elif value not in _NEUTRAL[name]:
             instead = f" Send {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise RefusedError("invalid", not_offered(f"{name} {value!r:.60}") + instead)
-    return OtherFields(tuple(not_followed), tuple(unknown))
+    return tuple(not_followed)

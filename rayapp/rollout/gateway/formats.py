@@ -12,19 +12,16 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.core.types import Completion
 from rayapp.rollout.agent.build import MakeParser, sample_of, vllm_parser
 from rayapp.rollout.agent.calls import PARSING
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.text import readable
 from rayapp.rollout.agents import NoCalls
-from rayapp.rollout.gateway.conversation import Key, RefusedError, Said, TokenLogProb
+from rayapp.rollout.gateway.conversation import Key, RefusedError, Said
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
@@ -107,36 +104,6 @@ class Formats:
         while len(self._made) > _MOST_KEPT or sum(len(str(made)) for made in self._made) > _MOST_KEPT_CHARS:
             self._made.popitem(last=False)
         return found
-
-    def ids_of(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Return the token ids of a prompt of the Completions API. No chat template is applied.
-
-        Raises:
-            RefusedError: the prompt is empty, or has ids that the tokenizer doesn't have.
-        """
-        ids = self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise RefusedError("invalid", "prompt is empty: it must have at least one token")
-        if not 0 <= min(ids) <= max(ids) <= self._last_id:
-            raise RefusedError("invalid", f"prompt: token ids must be from 0 to {self._last_id}")
-        return ids
-
-    @cached_property
-    def _last_id(self) -> int:
-        return int(max(self._tokenizer.get_vocab().values()))
-
-    def log_probs(self, completion: Completion) -> tuple[TokenLogProb, ...]:
-        """Return the log-probs of a completion's tokens. Tokens are given as text."""
-
-        def text(token_id: int) -> str:
-            return readable(self._tokenizer.decode([token_id], skip_special_tokens=False))
-
-        tops: list[tuple[tuple[str, float], ...]] = [()] * completion.token_ids.size
-        if completion.top_ids is not None and completion.top_log_probs is not None:
-            rows = zip(completion.top_ids.tolist(), completion.top_log_probs.tolist(), strict=True)
-            tops = [tuple((text(each), value) for each, value in zip(*row, strict=True)) for row in rows]
-        sampled = zip(completion.token_ids.tolist(), completion.log_probs.tolist(), tops, strict=True)
-        return tuple(TokenLogProb(text(each), value, top) for each, value, top in sampled)
 
     def _make(self, key: Key, tools: tuple[ToolSchema, ...], variables: Mapping[str, Any]) -> Format:
         try:

@@ -1,7 +1,7 @@
 """Serves an application over HTTP to clients that may be hostile: the number of connections is limited, and idle
 connections are closed.
 
-The gateway uses this module for its own port and for the loopbacks of sandboxes; `rayapp serve` uses it too.
+The gateway uses this module for its own port and for the loopbacks of sandboxes.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
-from rayapp.rollout.gateway.fields import names, other_fields, sampling
+from rayapp.rollout.gateway.fields import ignored_sampling, names, other_fields
 from rayapp.rollout.gateway.reading import (
-    as_top_log_probs,
     call_form,
     content,
     event,
@@ -24,7 +23,6 @@ from rayapp.rollout.gateway.reading import (
     text,
     tool,
     tools,
-    top_log_probs,
 )
 from rayapp.rollout.gateway.streams import PartKind, StreamWriter
 from rayapp.tools.base import ToolSchema
@@ -41,8 +39,8 @@ _CODES: dict[Kind, tuple[str, str | None]] = {
     "engine": ("server_error", "policy_unavailable"),
 }
 _FIELDS = names("""
-    chat_template_kwargs logprobs max_completion_tokens max_tokens messages model n parallel_tool_calls
-    reasoning_effort response_format stop stream stream_options structured_outputs tool_choice tools top_logprobs
+    chat_template_kwargs max_completion_tokens max_tokens messages model n parallel_tool_calls
+    reasoning_effort response_format stop stream stream_options structured_outputs tool_choice tools
     """)
 
 
@@ -55,7 +53,6 @@ class OpenAIChat:
         brought = tools(body.get("tools"), _tool)
         several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
         form = json_form(body.get("response_format"), "response_format", "json_schema")
-        distribution, options = sampling(body)
         return Ask(
             messages=tuple(_said(message, i) for i, message in enumerate(objects(body.get("messages"), "messages"))),
             tools=brought,
@@ -64,9 +61,7 @@ class OpenAIChat:
             max_tokens=positive(body.get("max_completion_tokens"), "max_completion_tokens")
             or positive(body.get("max_tokens"), "max_tokens"),
             stop=stops(body.get("stop"), "stop"),
-            distribution=distribution,
-            options=options,
-            num_top_log_probs=top_log_probs(body, are_wanted=flag(body.get("logprobs"), "logprobs", default=False)),
+            ignored_sampling=ignored_sampling(body),
             variables=template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
             form=chosen_calls(body.get("tool_choice"), brought, several=several)
             or form
@@ -75,13 +70,12 @@ class OpenAIChat:
             several_calls=several,
             is_stream=bool(body.get("stream")),
             wants_usage=isinstance(stream, dict) and bool(stream.get("include_usage")),
-            not_followed=others.not_followed,
-            unknown=others.unknown,
+            not_followed=others,
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
         choices = [
-            {"index": i, "message": _message(choice), "logprobs": _logprobs(choice), "finish_reason": _reason(choice)}
+            {"index": i, "message": _message(choice), "logprobs": None, "finish_reason": _reason(choice)}
             for i, choice in enumerate(reply.choices)
         ]
         return _head(reply, "chat.completion") | {"choices": choices, "usage": usage(reply)}
@@ -102,8 +96,8 @@ class _Stream(StreamWriter):
     def _head(self) -> dict[str, Any]:
         return _head(self.begun, "chat.completion.chunk") | ({"usage": None} if self.ask.wants_usage else {})
 
-    def _chunk(self, index: int, delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(self, index: int, delta: Mapping[str, Any], reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return event(self._head | {"choices": [choice]})
 
     def begin(self) -> bytes:
@@ -119,7 +113,7 @@ class _Stream(StreamWriter):
             events.append(self.rest(index, choice))
             calls = ({"index": number} | _call(call) for number, call in enumerate(choice.calls))
             events += [self._chunk(index, {"tool_calls": [call]}) for call in calls]
-            events.append(self._chunk(index, {}, _reason(choice), _logprobs(choice)))
+            events.append(self._chunk(index, {}, _reason(choice)))
         if self.ask.wants_usage:
             events.append(event(self._head | {"choices": [], "usage": usage(reply)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
@@ -193,18 +187,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _logprobs(choice: Choice) -> dict[str, Any] | None:
-    if not choice.log_probs:
-        return None
-    return {"content": [as_top_log_probs(each) for each in choice.log_probs], "refusal": None}
-
-
 def _reason(choice: Choice) -> str:
     return "tool_calls" if choice.calls else choice.finish_reason
 
 
 def usage(reply: Reply) -> dict[str, Any]:
-    """Return the counts of tokens, as OpenAI's chat completions and completions write them."""
+    """Return the counts of tokens, as OpenAI's chat completions write them."""
     return {
         "prompt_tokens": reply.num_prompt_tokens,
         "completion_tokens": reply.num_tokens,

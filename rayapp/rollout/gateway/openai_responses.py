@@ -7,10 +7,9 @@ from itertools import count
 from typing import Any
 
 from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, RefusedError, Reply, Said, ToolCall
-from rayapp.rollout.gateway.fields import names, other_fields, sampling
+from rayapp.rollout.gateway.fields import ignored_sampling, names, other_fields
 from rayapp.rollout.gateway.openai_chat import OpenAIChat, chosen_calls
 from rayapp.rollout.gateway.reading import (
-    as_top_log_probs,
     content,
     event,
     flag,
@@ -24,7 +23,6 @@ from rayapp.rollout.gateway.reading import (
     text,
     tool,
     tools,
-    top_log_probs,
 )
 from rayapp.rollout.gateway.streams import PartKind, StreamWriter
 from rayapp.tools.base import ToolSchema
@@ -35,8 +33,8 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "function_call": {"arguments": ""},
 }
 _FIELDS = names("""
-    chat_template_kwargs include input instructions max_output_tokens model parallel_tool_calls previous_response_id
-    reasoning stop store stream structured_outputs text tool_choice tools top_logprobs
+    chat_template_kwargs input instructions max_output_tokens model parallel_tool_calls previous_response_id
+    reasoning stop store stream structured_outputs text tool_choice tools
     """)
 _ECHOED = (
     "instructions",
@@ -66,18 +64,14 @@ class OpenAIResponses:
         brought = tools(body.get("tools"), _tool)
         several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
         form = json_form(shape.get("format"), "text.format")
-        distribution, options = sampling(body)
-        reasoning, wants_log_probs = _effort(body.get("reasoning")), _wants_log_probs(body.get("include"))
         return Ask(
             messages=(*head, *_joined([said for i, item in enumerate(items) if (said := _said(item, i)) is not None])),
             tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
             stop=stops(body.get("stop"), "stop"),
-            distribution=distribution,
-            options=options,
-            num_top_log_probs=top_log_probs(body, are_wanted=wants_log_probs),
-            variables=template_variables(body.get("chat_template_kwargs"), reasoning),
+            ignored_sampling=ignored_sampling(body),
+            variables=template_variables(body.get("chat_template_kwargs"), _effort(body.get("reasoning"))),
             form=chosen_calls(body.get("tool_choice"), brought, several=several)
             or form
             or structured_form(body.get("structured_outputs")),
@@ -86,8 +80,7 @@ class OpenAIResponses:
             is_stream=bool(body.get("stream")),
             previous=text(body.get("previous_response_id"), "previous_response_id").removeprefix("resp_"),
             may_be_named=flag(body.get("store"), "store", default=True),
-            not_followed=(*others.not_followed, *(["text.verbosity"] if shape.get("verbosity") else [])),
-            unknown=others.unknown,
+            not_followed=(*others, *(["text.verbosity"] if shape.get("verbosity") else [])),
             echoed={name: body[name] for name in _ECHOED if body.get(name) is not None},
         )
 
@@ -197,12 +190,6 @@ def _effort(reasoning: Any) -> Any:
     return (reasoning or {}).get("effort")
 
 
-def _wants_log_probs(include: Any) -> bool:
-    if include is not None and not isinstance(include, list):
-        raise refuse(f"include must be a list, not {include!r:.40}")
-    return "message.output_text.logprobs" in (include or ())
-
-
 def _said(item: Mapping[str, Any], index: int) -> Said | None:
     """Return an item of the input as a message; None for thoughts, which the policy does not read again."""
     where, kind = f"input[{index}]", item.get("type", "message")
@@ -264,8 +251,7 @@ def _thoughts(begun: Begun, thoughts: str) -> dict[str, Any]:
 
 
 def _message(begun: Begun, choice: Choice) -> dict[str, Any]:
-    logprobs = [as_top_log_probs(each) for each in choice.log_probs]
-    part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": logprobs}
+    part: dict[str, Any] = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
     return {"type": "message", "id": f"msg_{begun.id}", "role": "assistant", "status": "completed", "content": [part]}
 
 

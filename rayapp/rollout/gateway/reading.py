@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, TokenLogProb, without_surrogates
+from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, without_surrogates
 from rayapp.rollout.gateway.streams import StreamWriter
 from rayapp.tools.base import ToolSchema
 
@@ -25,8 +25,6 @@ _FORMS: dict[str, Any] = {
     "structural_tag": (str,),
 }
 """Field of vLLM's StructuredOutputsParams that a request may set -> type of its value."""
-MAX_TOP_LOG_PROBS = 20
-"""Maximum value of a request's `top_logprobs`, the same as vLLM's."""
 _MAX_VARIABLES = 16
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
@@ -265,30 +263,6 @@ def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
     if effort is None:
         return variables
     return {"reasoning_effort": text(effort, "reasoning_effort")[:60], "enable_thinking": effort != "none"} | variables
-
-
-def top_log_probs(body: Mapping[str, Any], *, are_wanted: bool) -> int | None:
-    """Return the number of likeliest tokens that `top_logprobs` asks for; None if the request wants no log-probs."""
-    number = body.get("top_logprobs")
-    if number is None:
-        return 0 if are_wanted else None
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_TOP_LOG_PROBS:
-        raise refuse(f"top_logprobs must be an integer from 0 to {MAX_TOP_LOG_PROBS}, not {number!r:.40}")
-    if number and not are_wanted:
-        raise refuse("top_logprobs needs logprobs: true")
-    return number if are_wanted else None
-
-
-def as_top_log_probs(token: TokenLogProb) -> dict[str, Any]:
-    """Return a token's log-probs as OpenAI's chat completions and responses write them."""
-    top = [_log_prob(each, value) for each, value in token.top]
-    return _log_prob(token.token, token.log_prob) | {"top_logprobs": top}
-
-
-def _log_prob(token: str, value: float) -> dict[str, Any]:
-    # JSON can't represent -inf. Write -9999 instead, as vLLM's servers do.
-    written = token.encode("utf-8", "surrogateescape")
-    return {"token": token, "logprob": max(value, -9999.0), "bytes": list(written)}
 
 
 def flag(value: Any, name: str, *, default: bool) -> bool:

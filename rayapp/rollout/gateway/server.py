@@ -6,8 +6,6 @@ worker has one.
 
 A session's key (in the header Authorization: Bearer, or x-api-key) is valid only for that session. The server has no
 other routes. Streams send text while it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
-
-`Api` handles the requests of this server, and of the server of `rayapp serve` (`open_server.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import hashlib
 import hmac
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +31,6 @@ from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.forwarding import Forwarder
 from rayapp.rollout.gateway.listening import Listening, bound, send
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
-from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect
 from rayapp.rollout.gateway.session import MODEL, Sending, Session, SessionLimits, Structured
@@ -52,30 +49,22 @@ _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
 """Maximum connections of one sandbox. Each connection holds at most one request body in memory."""
 _PING = b": the policy is sampling\n\n"
-_CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages()
+_CHAT, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAIResponses(), AnthropicMessages()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
 """Function that returns a context manager with the session of a request. The request is answered inside the context.
 Entering it raises RefusedError if the request gets no session."""
 
 
 class Api:
-    """The HTTP handlers of all APIs. `door` finds the session of each request.
+    """The HTTP handlers of all APIs. `door` finds the session of each request."""
 
-    Args:
-        model: name of the policy in the list of models. Without adapters, calls may use any name.
-        adapters: further models in the list, which are adapters of the policy. With adapters, calls must use a name of
-            the list, or `policy`.
-    """
-
-    def __init__(self, door: Door, *, model: str = MODEL, adapters: Sequence[str] = ()) -> None:
+    def __init__(self, door: Door) -> None:
         self._door = door
-        self._names = (model, *adapters)
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
         """Return the web application. It has all routes, below `prefix`, and refuses every other path."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
-        app.router.add_post(f"{prefix}/v1/completions", partial(self._answer, dialect=_COMPLETIONS))
         app.router.add_post(f"{prefix}/v1/responses", partial(self._answer, dialect=_RESPONSES))
         app.router.add_post(f"{prefix}/v1/messages", partial(self._answer, dialect=_MESSAGES))
         count = partial(self._answer, dialect=_MESSAGES, only_counts=True)
@@ -88,19 +77,12 @@ class Api:
         try:
             with self._door(request):
                 if (name := request.match_info.get("model")) is None:
-                    models = [_model_object(each) for each in self._names]
-                    return web.json_response({"object": "list", "data": models})
-                self._check_name(name, self._names)
-                return web.json_response(_model_object(name))
+                    return web.json_response({"object": "list", "data": [_model_object(MODEL)]})
+                if name != MODEL:
+                    raise RefusedError("no_model", f"there is no model {name[:200]!r}; the model is {MODEL!r}")
+                return web.json_response(_model_object(MODEL))
         except RefusedError as refused:
             return _refusal(_CHAT, refused)
-
-    def _check_name(self, name: str, known: Sequence[str]) -> None:
-        if name not in known:
-            told = "the model is" if len(self._names) == 1 else "the models are"
-            raise RefusedError(
-                "no_model", f"there is no model {name[:200]!r}; {told} {', '.join(map(repr, self._names))}"
-            )
 
     async def _answer(self, request: web.Request, dialect: Dialect, *, only_counts: bool = False) -> web.StreamResponse:
         try:
@@ -117,8 +99,6 @@ class Api:
             ask = await session.read(partial(_read, dialect), body)
             if not isinstance(ask, Ask):
                 return await _forwarded(request, session, ask)
-            if len(self._names) > 1:
-                self._check_name(ask.model, (*self._names, MODEL))
             if only_counts:
                 return web.json_response({"input_tokens": await session.count(ask)})
             live = Live() if ask.is_stream else None
@@ -309,7 +289,7 @@ def _read(dialect: Dialect, body: Mapping[str, Any]) -> Ask:
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
     """Return the response header that names the request's fields without effect; no header if there are none."""
-    ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
+    ignored = [*ask.not_followed, *ask.ignored_sampling]
     ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
 

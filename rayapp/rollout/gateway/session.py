@@ -15,13 +15,12 @@ import secrets
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rayapp.core.aio import side_by_side
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens, RolloutEngine
 from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
@@ -162,8 +161,6 @@ class Session:
     """Sampling settings of every turn. They fix the sampling distribution: the agent can only set the number of tokens,
     the number of choices, and stop texts."""
     limits: SessionLimits
-    follows_requests: bool = False
-    """True if requests may also set the sampling distribution, because the session is not trained on."""
     request_id: RequestId
     """Id of the trajectory. Turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -180,8 +177,6 @@ class Session:
     """Client of the endpoint that answers calls under other models' names; None if there is none."""
     structured: Structured = "refuse"
     """Treatment of calls that demand a form of the answer; see `agent.external.structured`."""
-    adapters: Collection[str] = ()
-    """Models besides the policy that a call may name: adapters of the engine."""
     counts: Counter[str] = field(default_factory=Counter)
     """Kind of call -> number of this session's calls of the kind, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
@@ -257,7 +252,7 @@ class Session:
         try:
             yield task
         except (asyncio.CancelledError, ConnectionError):
-            if not self.follows_requests and (task.done() or sending.has_timed_out):
+            if task.done() or sending.has_timed_out:
                 self._keep(task, sending.key)
             else:
                 task.cancel()
@@ -338,31 +333,20 @@ class Session:
     async def _asked(self, ask: Ask, live: Live | None) -> Reply:
         messages = self._messages(ask)
         self._check(ask, messages)
-        wanted = await self._prompts(ask) if ask.prompts else [await self._wanted(ask, messages)]
-        num_cached = sum(len(each.prompt_ids) - self.tree.num_new(each.after, each.read_ids) for each in wanted)
+        wanted = await self._wanted(ask, messages)
+        num_prompt_tokens = len(wanted.prompt_ids)
+        num_cached = num_prompt_tokens - self.tree.num_new(wanted.after, wanted.read_ids)
         if ask.is_freed:
             self.counts["structured_dropped"] += 1
-        if ask.form is not None and not self.follows_requests:
+        if ask.form is not None:
             self.counts["structured_guided"] += 1
-        num_prompt_tokens = sum(len(each.prompt_ids) for each in wanted)
         begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
         if live is not None:
             live.begun = begun
-        sampled = await side_by_side(
-            self._sampled(ask, messages, each, live, i * ask.num_choices) for i, each in enumerate(wanted)
-        )
-        reply = Reply.of(begun, tuple(choice for choices in sampled for choice in choices))
+        reply = Reply.of(begun, await self._sampled(ask, messages, wanted, live))
         if ask.may_be_named:
             self.replies.add(reply.id, (*messages, reply.choices[0].said))
         return reply
-
-    async def _prompts(self, ask: Ask) -> list[_Wanted]:
-        """Return the prompts of a call of the Completions API, which are texts or token ids."""
-        num_chars = sum(map(len, ask.prompts))
-        if num_chars > self.limits.max_chars:
-            raise self._too_long(f"the prompts have {num_chars} characters")
-        read = await self._beside(num_chars, lambda: [self.formats.ids_of(prompt) for prompt in ask.prompts])
-        return [_Wanted(format=self.formats.plain, after=-1, read_ids=ids, prompt_ids=ids) for ids in read]
 
     async def count(self, ask: Ask) -> int:
         """Return the number of tokens in the prompt of a call. Nothing is sampled or recorded."""
@@ -428,22 +412,14 @@ class Session:
 
     def _check(self, ask: Ask, messages: Sequence[Said]) -> None:
         self._check_open()
-        if not ask.prompts and (not messages or messages[-1].role == "assistant"):
+        if not messages or messages[-1].role == "assistant":
             raise RefusedError("invalid", "the last message must have the role user or tool: the policy replies to it")
-        if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
-            what = "n times the number of prompts" if len(ask.prompts) > 1 else "n"
-            raise RefusedError("invalid", f"{what} is {num_choices}: it must be from 1 to {MOST_CHOICES}")
-        if ask.options and not self.follows_requests:
-            name, value = next(iter(ask.options.items()))
-            raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
-        if ask.form is not None and self.structured != "guide" and not self.follows_requests:
+        if not 1 <= ask.num_choices <= MOST_CHOICES:
+            raise RefusedError("invalid", f"n is {ask.num_choices}: it must be from 1 to {MOST_CHOICES}")
+        if ask.form is not None and self.structured != "guide":
             raise RefusedError("invalid", not_in_training(ask.form.field, _DESCRIBE))
         if ask.form is not None and (problem := ask.form.problem or too_large(ask.form.structured)):
             raise RefusedError("invalid", f"{ask.form.field}: {problem}")
-        if ask.unknown and self.follows_requests:
-            raise RefusedError(
-                "invalid", f"unknown fields: {', '.join(ask.unknown[:9])}. Leave them out: they have no effect"
-            )
 
     def _take_turns(self, number: int) -> range:
         """Return the numbers of the next turns, which count as used. Raises RefusedError: too many turns are used or
@@ -472,8 +448,7 @@ class Session:
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         self._note_results(found, messages)
-        if not self.follows_requests:
-            self._note_drift(chat_format.key, messages, found)
+        self._note_drift(chat_format.key, messages, found)
         read_ids = await self._beside(num_chars, lambda: _read_ids(chat_format, found, messages, sampled_ids))
         prompt_ids = self.tree.context(found.after) + read_ids
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
@@ -536,37 +511,31 @@ class Session:
         self.tree.turns[found.turn] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
 
     async def _sampled(
-        self, ask: Ask, messages: Sequence[Said], wanted: _Wanted, live: Live | None, first: int
+        self, ask: Ask, messages: Sequence[Said], wanted: _Wanted, live: Live | None
     ) -> tuple[Choice, ...]:
-        """Sample the choices after one prompt. `first` is the number of the first choice."""
         left = self._left(wanted)
         sampling = replace(
             self.sampling,
             max_tokens=min(self.sampling.max_tokens, left, ask.max_tokens or left),
             stop=(*self.sampling.stop, *ask.stop),
-            **(ask.distribution if self.follows_requests else {}),
-            options=ask.options,
             structured_outputs=ask.form.structured if ask.form is not None else {},
-            wants_allowed=not self.follows_requests,
-            num_top_log_probs=ask.num_top_log_probs or 0,
-            adapter=ask.model if ask.model in self.adapters else "",
+            wants_allowed=True,
         )
         choices, splitters = list[Choice](), list[Splitter]()
         if live is not None:
             is_thinking = wanted.format.is_thinking(wanted.prompt_ids)
             splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
-        listeners = [] if live is None else [live.listener(first + i, each) for i, each in enumerate(splitters)]
+        listeners = [] if live is None else [live.listener(i, each) for i, each in enumerate(splitters)]
         for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
             choice = await self._choice(ask, wanted.format, turn, splitters[i].text_start if splitters else None)
-            if messages:
-                self._conversations.record(
-                    wanted.format.key,
-                    messages,
-                    prompt_end=turn.prompt_end,
-                    reply=choice.said,
-                    turn=turn.number,
-                    end=turn.end,
-                )
+            self._conversations.record(
+                wanted.format.key,
+                messages,
+                prompt_end=turn.prompt_end,
+                reply=choice.said,
+                turn=turn.number,
+                end=turn.end,
+            )
             choices.append(choice)
         return tuple(choices)
 
@@ -602,8 +571,8 @@ class Session:
             self._check_open()
             raise
         except RayappError as error:
-            is_own = sampling.structured_outputs or sampling.options
-            if is_own and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
+            is_alive = isinstance(error, EngineError) and not isinstance(error, EngineDeadError)
+            if sampling.structured_outputs and is_alive:
                 raise RefusedError("invalid", f"the engine can't follow this request: {error!s:.300}") from error
             self.fail(error)
             raise RefusedError("engine", f"the engine failed: {type(error).__name__}") from error
@@ -639,11 +608,10 @@ class Session:
         record = self.tree.turns[turn.number]
         text, stopped_by = _before_stop(record.text, ask.stop)
         if text_start is None or text_start > len(text):
-            said, thoughts = (text, "") if ask.prompts else (after_thoughts(text), thoughts_of(text))
+            said, thoughts = after_thoughts(text), thoughts_of(text)
         else:
             said, thoughts = text[text_start:], thoughts_of(text[:text_start])
         calls, said = await self._calls(ask, chat_format, readable(said), turn.number)
-        log_probs = () if ask.num_top_log_probs is None else self.formats.log_probs(turn.completion)
         return Choice(
             text=said,
             thoughts=readable(thoughts),
@@ -651,7 +619,6 @@ class Session:
             finish_reason=record.finish_reason,
             is_stopped_by=stopped_by,
             num_tokens=record.end - record.start,
-            log_probs=log_probs,
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:

@@ -53,7 +53,7 @@ class Splitter:
         """Number of token ids whose text is in `_text`."""
         self._text = ""
         self._num_sent: dict[PartKind, int] = {"thoughts": 0, "text": 0}
-        self._is_raw, self._is_thinking = bool(ask.prompts), is_thinking
+        self._is_thinking = is_thinking
         has_calls = bool(ask.tools) and ask.reads_calls and ask.form is None
         is_called = ask.form is not None and ask.form.is_calls
         self._marks = (*ask.stop, *([chat_format.parser.start] if has_calls and chat_format.parser.start else []))
@@ -94,7 +94,7 @@ class Splitter:
     def _thoughts(self) -> Iterator[tuple[PartKind, str]]:
         begun = self._text.lstrip()
         closed = self._text.find(_CLOSE)
-        if self._is_raw or not (self._is_thinking or _OPEN.startswith(begun[: len(_OPEN)])):
+        if not (self._is_thinking or _OPEN.startswith(begun[: len(_OPEN)])):
             self.text_start = 0
             return
         start = len(self._text) - len(begun[len(_OPEN) :].lstrip()) if begun.startswith(_OPEN) else None

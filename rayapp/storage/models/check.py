@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config, alone, frozen_models, with_values
-from rayapp.config.learner import MAX_ADAPTER_RANK
 from rayapp.config.other_models import DistillationSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError, first_line
@@ -250,28 +249,6 @@ def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
-
-
-def adapter_rank(folder: Path) -> int:
-    """Return the rank of the LoRA adapter in a folder in peft's form.
-
-    Raises:
-        InputError: the folder holds no adapter, or one that vLLM can't serve.
-    """
-    file = folder / "adapter_config.json"
-    try:
-        found = json.loads(file.read_bytes())
-        kind, rank = str(found["peft_type"]), int(found["r"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{file} is not an adapter configuration of peft: {type(error).__name__}: {error}") from error
-    wrong = ""
-    if kind != "LORA":
-        wrong = f"peft_type is {kind}, but vLLM serves only LORA"
-    elif not 1 <= rank <= MAX_ADAPTER_RANK:
-        wrong = f"the rank r is {rank}, but vLLM serves ranks from 1 to {MAX_ADAPTER_RANK}"
-    if wrong:
-        raise InputError(f"{file}: {wrong}. Merge the adapter into its model, and serve that model.")
-    return rank
 
 
 SERVER_TIMEOUT_S = 10.0

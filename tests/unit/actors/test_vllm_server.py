@@ -23,7 +23,7 @@ async def weights(version: int) -> WeightBucket:
 
 
 async def started(*, must_sync: bool = False) -> ScriptedServer:
-    server = ScriptedServer(Config.model_validate({"recovery": {"stall_replace_s": 1e-9}}), 0, must_sync, {}, 0.0)
+    server = ScriptedServer(Config.model_validate({"recovery": {"stall_replace_s": 1e-9}}), 0, must_sync, 0.0)
     await server.start()
     return server
 

@@ -5,31 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from dataclasses import astuple
-from datetime import UTC, datetime
-from enum import Enum
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rayapp.cli.jobs import RUNTIME_ENV, _state, plan_job, token_for
-from rayapp.cli.main import run
+from rayapp.cli.jobs import RUNTIME_ENV, check_paths, sbatch_command, token_mode
 from rayapp.config.config import Config
+from rayapp.config.loading import load_config
 from rayapp.core.aio import finish_then_cancel
 from rayapp.core.errors import ConfigError, RunFolderError
 from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped
 from rayapp.driver.store import TrajectoryStore
 from rayapp.runs.folder import RunFolder
-
-
-class Status(Enum):
-    """Part of Ray's job status."""
-
-    FAILED = "FAILED"
-
-
-NOW = datetime(2026, 11, 21, 8, 0, 0, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -41,37 +29,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_job_says_what_runs_and_with_which_config(folder: Path) -> None:
-    job = plan_job(folder / "run.yaml", ["train.num_steps=3", "tasks=[a b.py]"], python="python3", now=NOW)
-
-    assert job.submission_id == "a-20261121-080000"
-    assert job.entrypoint == "python3 -m rayapp train run.yaml train.num_steps=3 'tasks=[a b.py]'"
-    assert job.metadata["run_name"] == job.metadata["job_name"] == "a"
-    assert yaml.safe_load(job.metadata["config"])["train"]["num_steps"] == 3
-    assert job.runtime_env["working_dir"] == "."
-    # Ray kills after 3 s unless told otherwise.
-    assert float(job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
-
-
 def test_the_guide_names_the_environment_that_rayapp_submit_uses() -> None:
     root = Path(__file__).parents[3]
     (named,) = re.findall(r"ray job submit .* --runtime-env (\S+)", (root / "docs" / "operate.md").read_text())
 
     assert root / named == RUNTIME_ENV
     assert "env_vars" in yaml.safe_load((root / named).read_text())
-
-
-def test_state_of_a_job_is_what_a_person_asks_for() -> None:
-    class Details:
-        submission_id, status, message = "a-1", Status.FAILED, "Job entrypoint failed\nTraceback"
-        metadata, start_time, end_time = {"run_name": "a"}, 1_000, 4_500
-
-    class Other(Details):
-        metadata, start_time, end_time, message = None, None, None, None
-
-    # 4500 ms - 1000 ms = 3.5 s
-    assert astuple(_state(Details, NOW)) == ("a-1", "a", "FAILED", 3.5, "Job entrypoint failed")
-    assert astuple(_state(Other, NOW)) == ("a-1", "", "FAILED", 0.0, "-")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +49,7 @@ def test_what_would_fail_over_there_is_refused_here(folder: Path, override: str,
     (folder / "models" / "tiny").mkdir(parents=True)
 
     with pytest.raises(ConfigError, match=message):
-        plan_job(folder / "run.yaml", [override], python="python", now=NOW)
+        check_paths(load_config(folder / "run.yaml", [override]), folder / "run.yaml")
 
 
 def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,15 +57,7 @@ def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytes
     monkeypatch.chdir(folder / "below")
 
     with pytest.raises(ConfigError, match="is not below"):
-        plan_job(folder / "run.yaml", [], python="python", now=NOW)
-
-
-def test_address_that_is_no_dashboard_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["submit", "run.yaml", "--address", "ray://127.0.0.1:10001"]) == 2
-    assert (
-        "must begin with http:// or https://: give the URL of Ray's dashboard, e.g. http://127.0.0.1:8265"
-        in capsys.readouterr().err
-    )
+        check_paths(load_config(folder / "run.yaml"), folder / "run.yaml")
 
 
 def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
@@ -115,14 +70,6 @@ def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
     with pytest.raises(RunFolderError, match="Ray deletes that folder"), RunFolder.open(Config()):
         pass
     assert not (copy / "outputs").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"), [(["stop"], "no job is given"), (["stop", "a", "--all"], "--all stops every job")]
-)
-def test_stop_wants_jobs_or_all_of_them(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 2
-    assert reason in capsys.readouterr().err
 
 
 async def test_what_has_begun_ends_before_a_cancellation_takes_effect() -> None:
@@ -228,14 +175,22 @@ def test_the_token_of_this_machines_ray_is_read_for_an_address_of_this_machine_a
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert token_for("http://127.0.0.1:8265") == ""
+    assert token_mode("http://127.0.0.1:8265") == {}
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret\n")
 
-    assert token_for("http://127.0.0.1:8265") == token_for("http://localhost:8265") == "secret"
-    assert token_for("http://[::1]:8265") == "secret"
-    assert token_for("https://ray.example.com") == "", "it is no business of another machine"
+    sends = {"RAY_AUTH_MODE": "token"}
+    assert token_mode("http://127.0.0.1:8265") == token_mode("http://[::1]:8265") == sends
+    assert token_mode("https://ray.example.com") == {}, "it is no business of another machine"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
-    assert token_for("https://ray.example.com") == "given"
+    assert token_mode("https://ray.example.com") == sends
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert token_for("http://127.0.0.1:8265") == ""
+    assert token_mode("http://127.0.0.1:8265") == {}
+
+
+def test_sbatch_gets_the_runs_name_its_options_and_the_script(folder: Path) -> None:
+    config = load_config(folder / "run.yaml")
+    command = sbatch_command(config, Path("run.yaml"), ["train.num_steps=3"], ["--nodes=2 --mem=0"], follow=True)
+    assert command[:6] == ["sbatch", "--parsable", "--job-name=a", "--wait", "--nodes=2", "--mem=0"]
+    assert command[6].endswith("configs/slurm/train.sh")
+    assert command[7:] == ["run.yaml", "train.num_steps=3"]

@@ -6,7 +6,6 @@ Prometheus operator's two kinds against short schemas of the fields that we use 
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import os
@@ -14,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.cli.kuberay.render import CHART, Release, check_rayjob, merged, read_values, render
 from rayapp.cli.main import run
+from rayapp.cli.values import CHART, merged, rendered
 from rayapp.config.config import Config
-from rayapp.config.loading import load_config
-from rayapp.core.errors import ConfigError, InputError
-from scripts.kuberay_examples import CONFIGS, FOLDER, STORED, render_example, stored_example
+from rayapp.config.loading import load_config, to_yaml
+from rayapp.core.errors import ConfigError
 
 helm_python = pytest.importorskip("helm_python")
 jsonschema = pytest.importorskip("jsonschema")
@@ -36,7 +34,12 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 ROOT = Path(__file__).parents[3]
 CRDS = ROOT / "tests" / "data" / "crds"
 KUBERNETES = "1.33"
-RELEASE = Release(name="grpo", namespace="rl")
+FOLDER = ROOT / "configs" / "kuberay"
+CONFIGS: dict[str, Path] = {
+    "single-node-ack": FOLDER / "coding_8gpu_kruise.yaml",
+    **dict.fromkeys(("head-worker-s3", "autoscaling", "kueue", "volcano"), FOLDER.parent / "coding_8gpu.yaml"),
+}
+"""Example (a file in the chart's examples/) -> config of its run."""
 ACK = FOLDER / "examples" / "single-node-ack.yaml"
 HEAD_WORKER: dict[str, Any] = {"layout": "head-worker", "head": {"gpus": 0}}
 Manifest = dict[str, Any]
@@ -85,12 +88,17 @@ def validate(document: Manifest) -> None:
 
 @cache
 def example(name: str) -> tuple[tuple[str, str], ...]:
-    return tuple(render_example(name).items())
+    values = yaml.safe_load((FOLDER / "examples" / f"{name}.yaml").read_text())
+    return tuple(rendered(to_yaml(load_config(CONFIGS[name])), values).items())
 
 
 @cache
 def config() -> Config:
     return load_config(FOLDER.parent / "coding_8gpu.yaml")
+
+
+def render(values: Manifest) -> dict[str, str]:
+    return rendered(to_yaml(config()), values, name="grpo", namespace="rl")
 
 
 def documents(files: dict[str, str]) -> Iterator[Manifest]:
@@ -105,7 +113,7 @@ def only(kind: str, files: dict[str, str], name: str = "") -> Manifest:
 
 
 def rayjob(values: Manifest | None = None) -> Manifest:
-    return only("RayJob", render(config(), RELEASE, values or {}))
+    return only("RayJob", render(values or {}))
 
 
 # --- the chart
@@ -113,7 +121,8 @@ def rayjob(values: Manifest | None = None) -> Manifest:
 
 def test_chart_lints_without_warnings_under_every_example() -> None:
     for name in CONFIGS:
-        values = merged({"run": {"config": "run: {}\n"}}, read_values([FOLDER / "examples" / f"{name}.yaml"], ()))
+        given = yaml.safe_load((FOLDER / "examples" / f"{name}.yaml").read_text())
+        values = merged({"run": {"config": "run: {}\n"}}, given)
 
         report = helm_python.lint(str(CHART), values, strict=True, namespace="rl")
 
@@ -128,12 +137,6 @@ def test_every_document_of_an_example_passes_its_schema(name: str) -> None:
     assert len(made) >= 3
     for document in made:
         validate(document)
-
-
-def test_the_rendered_example_is_that_of_the_chart() -> None:
-    stored = {path.name: path.read_text() for path in STORED.iterdir()}
-
-    assert stored == stored_example(), "run `python -m scripts.kuberay_examples`"
 
 
 def test_every_value_is_documented_and_has_a_schema() -> None:
@@ -185,12 +188,12 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"head": {"gpus": 99}}, "head.gpus: maximum: got 99, want 16"),
-        ({"head": {"gpu": 8}}, "head: additional properties 'gpu' not allowed"),
-        ({"run": {"stopGraceSeconds": 3}}, "run.stopGraceSeconds: minimum: got 3, want 10"),
-        ({"run": {"overrides": ["run.seed=$(id)"]}}, "run.overrides.0: 'run.seed=$(id)' does not match pattern"),
+        ({"head": {"gpus": 99}}, "maximum: got 99, want 16"),
+        ({"head": {"gpu": 8}}, "additional properties 'gpu' not allowed"),
+        ({"run": {"stopGraceSeconds": 3}}, "minimum: got 3, want 10"),
+        ({"run": {"overrides": ["run.seed=$(id)"]}}, "'run.seed=$(id)' does not match pattern"),
         ({"image": {"tag": "latest"}}, "name a version or a digest"),
-        ({"head": {"tolerations": [{"key": "gpu"}]}}, "head.tolerations.0: missing property 'operator'"),
+        ({"head": {"tolerations": [{"key": "gpu"}]}}, "missing property 'operator'"),
         ({"layout": "head-worker"}, "head.gpus is 8, but layout head-worker has its GPUs in the workers"),
         ({"autoscaling": {"enabled": True}}, "autoscaling.enabled needs layout=head-worker"),
         ({"queue": {"kind": "kueue"}}, "queue.kind is kueue, but queue.name is empty"),
@@ -206,66 +209,18 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
         ({"storage": {"models": {"kind": "s3"}}}, "set storage.models.bucket and storage.models.endpoint"),
         ({"storage": {"outputs": {"create": False}}}, "run folders must outlive the pods"),
         ({"secrets": {"create": True}}, "secrets.data is empty"),
-        ({"head": {"gpus": 4}}, "8 servers x TP 1 on those of 8 learners = 8 GPUs, but cluster.num_gpus is 4"),
     ],
 )
 def test_impossible_values_are_refused_with_the_reason(values: Manifest, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        render(config(), RELEASE, values)
-
-
-def test_name_that_is_too_long_for_kuberay_is_refused() -> None:
-    # 48 characters: KubeRay appends 6 and keeps 63 for the longest of its services' names.
-    with pytest.raises(ConfigError, match="has 48 characters: at most 47 are allowed"):
-        render(config(), Release(name="x" * 48, namespace="rl"), {})
-
-
-def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", str(tmp_path), "--set", "head.cpu=8"]
-
-    assert run(command) == 0
-
-    assert {path.stem for path in tmp_path.iterdir()} == {"configmap", "networkpolicy", "rayjob", "storage"}
-    assert str(tmp_path / "rayjob.yaml") in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--values", "missing.yaml"], "values file missing.yaml can't be read: "),
-        (["--values", "list.yaml"], "values file list.yaml must hold sections such as `run:`, not a list"),
-        (["--set", "head.gpus"], "--set 'head.gpus' is not of the form key.sub=value: "),
-        (["--set", "head.gpus=99"], "head.gpus: maximum: got 99, want 16"),
-        (["--out", "list.yaml"], "list.yaml can't be written: "),
-        (["--chart", "nowhere"], "there is no Helm chart in nowhere"),
-    ],
-)
-def test_command_refuses_with_the_reason(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("list.yaml").write_text("[a, b]")
-
-    assert run(["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", "made", *options]) == 2
-
-    assert message in capsys.readouterr().err
-    assert not Path("made").exists()
-
-
-def test_chart_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no Helm chart in"):
-        render(config(), RELEASE, {}, chart=tmp_path)
+        render(values)
 
 
 # --- what the manifests say
 
 
 def test_entrypoint_trains_the_config_of_the_config_map() -> None:
-    files = render(config(), RELEASE, {"run": {"overrides": ["train.num_steps=7"], "model": "qwen"}})
+    files = render({"run": {"overrides": ["train.num_steps=7"], "model": "qwen"}})
     words = shlex.split(only("RayJob", files)["spec"]["entrypoint"])
 
     assert words[:5] == ["python", "-m", "rayapp", "train", "/var/configs/run.yaml"]
@@ -381,13 +336,13 @@ def test_only_the_runs_own_pods_the_operator_and_prometheus_reach_its_pods() -> 
 def test_the_policys_peers_are_what_the_values_say() -> None:
     proxy = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}
     given = {"operatorNamespace": "kuberay", "dashboardClients": [proxy], "nodeCidrs": ["10.0.0.0/16"]}
-    made = render(config(), RELEASE, {"networkPolicy": given})
+    made = render({"networkPolicy": given})
     own, operator = only("NetworkPolicy", made, "-run")["spec"]["ingress"]
 
     assert own["from"][1:] == [{"ipBlock": {"cidr": "10.0.0.0/16"}}]
     assert operator["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "kuberay"}
     assert operator["from"][1:] == [proxy]
-    assert "networkpolicy.yaml" not in render(config(), RELEASE, {"networkPolicy": {"enabled": False}})
+    assert "networkpolicy.yaml" not in render({"networkPolicy": {"enabled": False}})
 
 
 def test_sandbox_that_died_is_not_restarted_in_the_warm_pool() -> None:
@@ -444,7 +399,7 @@ def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
         toleration["operator"] == "Exists" or "value" in toleration
         for toleration in spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["tolerations"]
     )
-    elsewhere = render(config(), Release(name="rayapp", namespace="other"), read_values([ACK], ()))
+    elsewhere = rendered(to_yaml(config()), yaml.safe_load(ACK.read_text()), namespace="other")
     volumes = {
         d["metadata"]["name"] for f in (files, elsewhere) for d in documents(f) if d["kind"] == "PersistentVolume"
     }
@@ -471,7 +426,7 @@ def test_keys_stand_in_secrets_only() -> None:
 
 
 def dataset_job(values: Manifest) -> Manifest:
-    files = render(config(), RELEASE, merged({"dataset": {"enabled": True}}, values))
+    files = render(merged({"dataset": {"enabled": True}}, values))
     container: Manifest = only("Job", files)["spec"]["template"]["spec"]["containers"][0]
     return container
 
@@ -528,89 +483,32 @@ def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) ->
     assert rows[0]["extra_info"]["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"]
 
 
-# --- KubeRay's admission rules
-
-
-@cache
-def head_worker() -> Manifest:
-    return rayjob(HEAD_WORKER)
-
-
-def broken(change: Callable[[Manifest, Manifest], None]) -> list[str]:
-    job = copy.deepcopy(head_worker())
-    change(job["spec"], job["spec"]["rayClusterSpec"])
-    return check_rayjob(job)
+# --- what fits
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("values", "misfit"),
     [
-        (lambda job, ray: job.update(shutdownAfterJobFinishes=False), "needs shutdownAfterJobFinishes"),
-        (lambda job, ray: job.update(ttlSecondsAfterFinished=-1), "must be at least 0"),
-        (lambda job, ray: job.update(deletionStrategy={"deletionRules": [{}]}), "exclude each other"),
-        (lambda job, ray: job.update(clusterSelector={"ray.io/cluster": "x"}), "exactly one of"),
-        (lambda job, ray: job.update(submitterPodTemplate={"spec": {}}), "SidecarMode and submitterPodTemplate"),
-        (lambda job, ray: job.update(submitterConfig={"backoffLimit": 1}), "SidecarMode and submitterConfig"),
-        (lambda job, ray: job.update(submissionMode="InteractiveMode"), "backoffLimit is 2, but must be 0"),
-        (lambda job, ray: job.update(backoffLimit=-1), "backoffLimit is -1"),
-        (lambda job, ray: job.update(activeDeadlineSeconds=0), "activeDeadlineSeconds is 0"),
-        (lambda job, ray: job.update(entrypoint="python -m rayapp train x && rm -r y"), "entrypoint has '&'"),
-        (lambda job, ray: ray["headGroupSpec"].update(resources={"CPU": "1"}), "resources are both in the group"),
-        (lambda job, ray: ray["headGroupSpec"]["rayStartParams"].update(labels="a=b"), "labels belong in the group"),
-        (lambda job, ray: ray["headGroupSpec"]["template"]["spec"].update(restartPolicy="Always"), "must be Never"),
-        (lambda job, ray: ray["workerGroupSpecs"][0].update(minReplicas=5), "minReplicas 5 is above maxReplicas 1"),
-        (
-            lambda job, ray: ray["workerGroupSpecs"][0]["template"]["spec"].update(containers=[]),
-            "there is no container",
-        ),
-        (lambda job, ray: ray.update(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, but rayVersion is 2.51.0"),
-        (lambda job, ray: ray.update(rayVersion=""), "but rayVersion is not set"),
+        ("{}", ""),
+        ("head: {memory: 64Gi}", "head.memory is 64Gi, but a pod of 8 GPUs needs 150 GiB"),
+        ("head: {gpus: 4}", "8 servers x TP 1 on those of 8 learners = 8 GPUs, but cluster.num_gpus is 4"),
+        ("run: {overrides: [tasks=/rows/mine.parquet]}", "tasks: /rows/mine.parquet is on no volume of the pods"),
     ],
 )
-def test_what_kuberay_refuses_is_found(change: Callable[[Manifest, Manifest], None], complaint: str) -> None:
-    assert broken(lambda job, ray: None) == []
-
-    assert [text for text in broken(change) if complaint in text], broken(change)
-
-
-def test_autoscaling_and_kueue_exclude_each_other() -> None:
-    job = only("RayJob", dict(example("autoscaling")))
-    assert check_rayjob(job) == []
-
-    job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
-    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["restartPolicy"] = "Always"
-
-    assert [text.partition(":")[0] for text in check_rayjob(job)] == ["enableInTreeAutoscaling", "workerGroupSpecs gpu"]
-
-
-def test_what_must_be_there_before_the_manifests_are_applied_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_doctor_says_where_a_config_and_values_do_not_fit(
+    values: str, misfit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = str(ROOT / "configs" / "coding_8gpu.yaml")
+    monkeypatch.setattr("rayapp.cli.doctor.machine", lambda: iter(()))
+    file, model = tmp_path / "values.yaml", ROOT / "tests" / "data" / "architectures" / "qwen2.5-3b.json"
+    file.write_text(values)
+    command = ["doctor", str(FOLDER.parent / "coding_8gpu.yaml"), "--values", str(file), "--model-config", str(model)]
 
-    assert run(["render-k8s", config, "--out", str(tmp_path), "--namespace", "rl", "--set", "image.tag=v7"]) == 0
-    told = capsys.readouterr().err
-
-    assert f"before `kubectl apply --namespace rl -f {tmp_path}` there must be:" in told
-    assert "image registry.example.com/rayapp:v7: built" in told
-    assert "kubectl create secret generic rayapp-credentials --namespace rl" in told
-    assert "PersistentVolumeClaim models in namespace rl" in told
-    assert "PersistentVolumeClaim rayapp-outputs" not in told, "it is among the manifests"
-    assert "every pod fetches it from the hub, although /var/models is mounted" in told
-
-    assert run(["render-k8s", config, "--out", str(tmp_path), "--set", "run.model=Qwen"]) == 0
-    assert "hub" not in capsys.readouterr().err
+    assert run(command) == (1 if misfit else 0)
+    assert (misfit or "fits the values") in capsys.readouterr().out
 
 
-def test_a_pod_without_the_memory_of_its_processes_is_refused_with_the_sum(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ROOT / "tests" / "data" / "architectures" / "qwen2.5-3b.json"
-    command = ["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", str(tmp_path)]
-    command += ["--model-config", str(model), "--set"]
-    assert run([*command, "head.memory=64Gi"]) == 2
-    error = capsys.readouterr().err
-    assert "head.memory is 64Gi, but a pod of 8 GPUs needs 150 GiB = 69 sleeping servers' weights + 34" in error
-    assert "Set head.memory=150Gi" in error
-    assert run([*command, "head.memory=151Gi"]) == 0
-    assert run([*command, "head.cpu=64"]) == 0  # the chart's own memory
+def test_values_that_can_not_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "list.yaml").write_text("[a, b]")
+    for file in ("list.yaml", "missing.yaml"):
+        assert run(["doctor", str(FOLDER.parent / "coding_8gpu.yaml"), "--values", str(tmp_path / file)]) == 2
+        assert f"{file} can't be read" in capsys.readouterr().err

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.engine import vllm_arguments
 from rayapp.engine.vllm_arguments import adapter_args, check_places, is_adapter
 
 PACKED = {"model.layers.0.self_attn.qkv_proj": ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]}
@@ -22,17 +18,6 @@ def lora(rank: int, send: str = "adapter") -> Config:
 @pytest.mark.parametrize(("rank", "buffers"), [(1, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_vllm_gets_the_smallest_buffers_that_hold_the_rank(rank: int, buffers: int) -> None:
     assert adapter_args(lora(rank)) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": buffers}
-
-
-def test_adapters_in_folders_get_a_place_each_and_buffers_for_the_largest(tmp_path: Path) -> None:
-    for name, rank in (("a", 4), ("b", 40)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
-    folders = {name: str(tmp_path / name) for name in "ab"}
-    on_gpu = vllm_arguments.is_on_gpu(lora(0))
-    found, more = adapter_args(lora(0), folders), adapter_args(lora(100), folders)
-    assert (found["max_loras"], found["max_lora_rank"]) == (2 if on_gpu else 3, 64)  # the last slot of a CPU is empty
-    assert (more["max_loras"], more["max_lora_rank"]) == (3 if on_gpu else 4, 128)
 
 
 def test_the_ranks_are_those_that_vllm_takes() -> None:

@@ -179,7 +179,17 @@ spec:
         preStop:
           exec:
             # When the pod is evicted or preempted, the run first saves a checkpoint and releases its sandboxes.
-            command: [python, -m, rayapp, stop, --all, --address, "http://127.0.0.1:8265", --timeout-s, {{ $values.run.stopGraceSeconds | quote }}]
+            command:
+              - python
+              - -c
+              - |
+                import sys, time
+                from ray.job_submission import JobSubmissionClient
+                ray, end = JobSubmissionClient("http://127.0.0.1:8265"), time.monotonic() + float(sys.argv[1])
+                jobs = [job.submission_id for job in ray.list_jobs() if not job.status.is_terminal()]
+                for job in jobs: ray.stop_job(job)
+                while time.monotonic() < end and not all(ray.get_job_status(job).is_terminal() for job in jobs): time.sleep(1)
+              - {{ $values.run.stopGraceSeconds | quote }}
       {{- else }}
       ports:
         - {name: metrics, containerPort: 8080}

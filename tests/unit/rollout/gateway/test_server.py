@@ -30,8 +30,6 @@ from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.forwarding import Forwarder
-from rayapp.rollout.gateway.listening import bound
-from rayapp.rollout.gateway.open_server import open_to_all
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.testing.engine import ScriptedEngine
@@ -463,21 +461,25 @@ def other_model(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     @asynccontextmanager
     async def opened(**section: Any) -> AsyncIterator[tuple[Forwarder, ScriptedEngine]]:
-        monkeypatch.setenv("HELPERS_KEY", "the-helpers-key")
         engine = make.engine(
             chat_tokenizer,
             lambda name, ids: "a title",
             token_s=0.001,
         )
         formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
-        shared: Any = {"model": "helper", "sampling": SamplingParams(max_tokens=900), "sockets": bound("127.0.0.1", 0)}
-        async with open_to_all(formats, engine, keys=["the-helpers-key"], adapters=["other"], **shared) as url:
-            given = {"base_url": f"{url}/v1", "model": "helper", "api_key_env": "HELPERS_KEY", **section}
+        gateway, limits = Gateway(formats), SessionLimits(max_tokens=9000, max_turns=99)
+        await gateway.start()
+        sampling, request_id = SamplingParams(max_tokens=900), RequestId("group", 1)
+        with gateway.session(engine=engine, sampling=sampling, limits=limits, request_id=request_id) as session:
+            monkeypatch.setenv("HELPERS_KEY", session.key)
+            base_url = f"{gateway.url_of(session)}/v1"
+            given = {"base_url": base_url, "model": "helper", "api_key_env": "HELPERS_KEY", **section}
             forwarder = Forwarder(EndpointSection(**given))
             try:
                 yield forwarder, engine
             finally:
                 await forwarder.close()
+                await gateway.close()
 
     return opened
 
@@ -489,7 +491,7 @@ async def test_another_model_answers_calls_under_its_name_in_every_api_and_they_
         serve("the answer", max_turns=2) as served,
         served.openai() as client,
         served.anthropic() as other,
-        other_model() as (forwarder, engine),
+        other_model() as (forwarder, _),
     ):
         served.session.forwarder = forwarder
         title = await client.chat.completions.create(model="small", messages=HI)
@@ -513,7 +515,6 @@ async def test_another_model_answers_calls_under_its_name_in_every_api_and_they_
     assert answer.choices[0].message.content == "the answer"
     assert [turn.text for turn in played.turns] == ["the answer"]
     assert played.agent_counts == {"side_calls": 9, "endpoint_errors": 1}
-    assert all(sampling.adapter == "" for _, _, sampling in engine.requests)
 
 
 async def test_an_endpoint_that_fails_is_an_error_of_the_call_and_keeps_its_key(
