@@ -1,4 +1,4 @@
-"""Storage in a folder of a bucket, on aioboto3's managed transfers. `rayapp.storage.opening` makes it.
+"""Storage in a folder of a bucket, on aioboto3. `rayapp.storage.opening` makes it.
 
 Every object has its SHA-256 in its metadata: reads verify it, and writes of files compare it afterwards. Large files
 are sent and fetched in parallel parts; a file appears only when it is complete. botocore repeats failed requests;
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from aiobotocore.config import AioConfig
 from boto3.s3.transfer import TransferConfig
 from botocore import exceptions as boto
 
+from rayapp.core.aio import together
 from rayapp.core.errors import (
     StorageBucketError,
     StorageConfigError,
@@ -47,6 +49,12 @@ def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
     """Return `part_bytes`, or the smallest multiple of 1 MiB with which the file has at most 10,000 parts."""
     least = math.ceil(num_bytes / MAX_PARTS)
     return part_bytes if least <= part_bytes else math.ceil(least / (1 << 20)) * (1 << 20)
+
+
+def _read_part(path: Path, start: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(size)
 
 
 class S3Storage:
@@ -82,19 +90,41 @@ class S3Storage:
             return await self.put_bytes(await asyncio.to_thread(path.read_bytes), key)
         location, sha256 = self._location(key), await hash_file(path)
         wanted = ObjectInfo(key=key, num_bytes=before.st_size, sha256=sha256)
-        extra = {"Metadata": {SHA256: sha256}}
         async with self._slots:
-            with self._explained(location), path.open("rb") as file:
-                await self._client.upload_fileobj(
-                    file, location.bucket, location.key, ExtraArgs=extra, Config=self._parts(before.st_size)
-                )
-        after = await asyncio.to_thread(path.stat)
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            await self.delete(key)
-            raise StorageCorruptError(f"{path} changed while it was uploaded to {location}. Upload the file again")
+            # A completion whose first answer was lost finds no upload when it is repeated.
+            with suppress(StorageNotFoundError), self._explained(location):
+                await self._upload(path, before, location, {SHA256: sha256})
         if await self.info(key) != wanted:
             raise StorageCorruptError(f"{location} is not stored as it was sent from {path}. Upload the file again")
         return wanted
+
+    async def _upload(self, path: Path, before: os.stat_result, location: Location, metadata: dict[str, str]) -> None:
+        """Send a file in parallel parts. aioboto3's own upload holds up to a hundred parts in memory, and hangs where a
+        part fails while its queue is full.
+        """
+        place = {"Bucket": location.bucket, "Key": location.key}
+        size = part_bytes_for(before.st_size, self._settings.transfer.part_bytes)
+        parts: dict[int, dict[str, Any]] = {}
+        started = await self._client.create_multipart_upload(**place, Metadata=metadata)
+        upload = place | {"UploadId": started["UploadId"]}
+
+        async def send(number: int) -> None:
+            data = await asyncio.to_thread(_read_part, path, (number - 1) * size, size)
+            answer = await self._client.upload_part(**upload, PartNumber=number, Body=data)
+            parts[number] = {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            numbers = range(1, math.ceil(before.st_size / size) + 1)
+            await together(send, numbers, at_once=self._settings.transfer.num_parallel)
+            after = await asyncio.to_thread(path.stat)
+            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise StorageCorruptError(f"{path} changed while it was uploaded to {location}. Upload the file again")
+            listed = {"Parts": [parts[number] for number in numbers]}
+            await self._client.complete_multipart_upload(**upload, MultipartUpload=listed)
+        except BaseException:
+            with suppress(Exception):  # the bucket's lifecycle rule ends it
+                await self._client.abort_multipart_upload(**upload)
+            raise
 
     async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
         location = self._location(key)
