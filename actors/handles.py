@@ -56,18 +56,9 @@ T = TypeVar("T")
 
 
 async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
-    """Await the result of a remote call.
-
-    Args:
-        ref: result of `.remote()`.
-        timeout_s: deadline of the call.
-        what: name of the call for messages, such as `vllm-server-0.load_weights`.
-    Raises:
-        DeadlineError: no answer in time.
-        ProcessDiedError: the actor's process is gone or can't be reached.
-        ObjectsLostError: an argument or the result was in a process or on a node that is gone.
-        RayappError: the error that our own code raised in the actor, unchanged.
-    """
+    """Await the result of a remote call; `what` names the call in messages. Raises DeadlineError, ProcessDiedError (the
+    process is gone or can't be reached), ObjectsLostError (an argument or the result was on a node that is gone), or
+    the RayappError that our code raised in the actor."""
     try:
         async with asyncio.timeout(timeout_s):
             return await ref
@@ -124,12 +115,10 @@ def _out_of_memory(error: OutOfMemoryError, what: str) -> ProcessDiedError:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return a traceback's last line, which has the error."""
     return str(error).strip().rpartition("\n")[2].strip()
 
 
 def _first_lines(error: BaseException, num_lines: int = 3) -> str:
-    """Return the first lines of a long error message of Ray, which state the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:num_lines])
 
@@ -169,11 +158,7 @@ class Handle:
         return _found, (type(self), self.name, others)
 
     async def call(self, method: str, *args: Any, timeout_s: float, label: str | None = None) -> Any:
-        """Call the actor's method and return its result.
-
-        Args:
-            label: text that the dashboard shows with the call; None: Ray's default name.
-        """
+        """Call the actor's method and return its result. The dashboard shows `label` with the call."""
         bound = getattr(self.actor, method) if label is None else self.labelled(method, label)
         return await self.answered(method, bound.remote(*args), timeout_s)
 
@@ -181,7 +166,6 @@ class Handle:
         return await answer(ref, timeout_s=timeout_s, what=f"{self.name}.{method}")
 
     def labelled(self, method: str, label: str, **options: Any) -> Any:
-        """Return the actor's method, whose calls the dashboard lists by actor, method and `label`."""
         return getattr(self.actor, method).options(name=f"{self.name}.{method} {label}".rstrip(), **options)
 
     async def incarnation(self, timeout_s: float) -> str:
@@ -201,8 +185,6 @@ def _found(kind: type[Handle], name: str, others: tuple[Any, ...]) -> Handle:
 
 @dataclass(frozen=True, slots=True)
 class VllmServerHandle(Handle):
-    """Handle of `actors.vllm_server.VllmServer`."""
-
     request_timeout_s: float
     sync_timeout_s: float
 
@@ -212,12 +194,9 @@ class VllmServerHandle(Handle):
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
-        """Yield the completions of requests that start together, as soon as each ends, with the request's position in
-        `requests`. For streamed requests, yield new tokens before that.
-
-        Raises:
-            EngineDeadError: the server is gone, and with it the completions that were not yielded yet.
-        """
+        """Yield the completions of requests that start together, as soon as each ends, with the request's position. For
+        streamed requests, yield new tokens before that. Raises EngineDeadError: the completions that were not yielded
+        yet are lost."""
         name = f"{self.name}.generate {requests[0][0]}"
         method = self.actor.generate_many.options(num_returns="streaming", name=name)
         try:
@@ -234,9 +213,6 @@ class VllmServerHandle(Handle):
         return await self.call("load_weights", version, refs, timeout_s=self.sync_timeout_s, label=f"step={version}")
 
     async def go_on(self, timeout_s: float) -> int:
-        """Let the server sample with the weights of a complete update. Returns the policy version that the server
-        holds; -1 for none.
-        """
         return await self.call("go_on", timeout_s=timeout_s)
 
     async def sleep(self) -> bool:
@@ -254,8 +230,6 @@ class VllmServerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class ModelServerHandle(Handle):
-    """Handle of `actors.model_server.ModelServer`."""
-
     async def ready(self, timeout_s: float, address: tuple[str, int] | None = None) -> tuple[str, int]:
         return await self.call("start", address, timeout_s=timeout_s, label="")
 
@@ -265,7 +239,7 @@ class ModelServerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class LearnerHandle(Handle):
-    """Handle of `actors.learner.Learner`, which is one rank. `actors.learner_group.LearnerGroup` calls all ranks."""
+    """Handle of one rank. `actors.learner_group.LearnerGroup` calls all ranks."""
 
     step_timeout_s: float
 
@@ -295,7 +269,6 @@ class LearnerHandle(Handle):
         return self.labelled("export_weights", f"step={version}", num_returns="streaming").remote(version, bucket_bytes)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
-        """Return the address of this learner's node, and a port that is free there now."""
         return await self.call("free_address", timeout_s=timeout_s)
 
     async def open_weight_group(
@@ -313,7 +286,6 @@ class LearnerHandle(Handle):
         await self._of_step("begin_checkpoint", folder, version, label=f"step={version}")
 
     async def checkpoint_done(self) -> bool:
-        """Return whether the checkpoint is written. A learner answers between two steps."""
         return await self._of_step("checkpoint_done")
 
     async def load_checkpoint(self, folder: str) -> int:
@@ -328,8 +300,6 @@ class LearnerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class SandboxReaperHandle(Handle):
-    """Handle of `actors.sandbox_pool.SandboxReaper`."""
-
     async def beat(self, labels: dict[str, str], timeout_s: float = 10.0) -> None:
         await self.call("beat", labels, timeout_s=timeout_s)
 
@@ -339,10 +309,7 @@ class SandboxReaperHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):
-    """Handle of `actors.sandbox_pool.PoolActor`."""
-
     async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
-        """Set the reaper that gets the pool's heartbeats. Call it before `ready`."""
         await self.call("guard", reaper, timeout_s, timeout_s=timeout_s + 10.0)
 
     async def ready(self, timeout_s: float) -> Facts:
@@ -360,7 +327,6 @@ class SandboxPoolHandle(Handle):
         await self.call("heartbeat", holder, timeout_s=10.0)
 
     async def reclaim(self, holder: str) -> int:
-        """Take back the leases of a holder that is dead."""
         return await self.call("reclaim", holder, timeout_s=10.0)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
@@ -375,8 +341,6 @@ class SandboxPoolHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkerHandle(Handle):
-    """Handle of `actors.rollout_worker.RolloutWorker`."""
-
     group_deadline_s: float
 
     async def ready(self, timeout_s: float) -> Facts:
@@ -396,15 +360,12 @@ class RolloutWorkerHandle(Handle):
         return await self.answered(method, summary_ref, self.group_deadline_s + GROUP_MARGIN_S), group_ref
 
     async def prefetch(self, images: Sequence[str], timeout_s: float = 30.0) -> None:
-        """Let the worker's node pull images before sandboxes need them; returns at once."""
         await self.call("prefetch", list(images), timeout_s=timeout_s)
 
     async def num_eval_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
-        """Return the number of prompts of an evaluation, by source."""
         return await self.call("num_eval_prompts", timeout_s=timeout_s)
 
     async def num_train_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
-        """Return the number of prompts of an epoch, by source."""
         return await self.call("num_train_prompts", timeout_s=timeout_s)
 
     async def close(self, timeout_s: float = 10.0) -> None:

@@ -64,11 +64,8 @@ class ServersClient:
         self._version, self._source = version, source
 
     def check(self) -> None:
-        """Check that every server is up: vLLM's rendezvous over NCCL waits 300 s for a server that is gone.
-
-        Raises:
-            WeightSyncError: a server is not up; the message names it.
-        """
+        """Raise WeightSyncError if a server is not up: vLLM's rendezvous over NCCL waits 300 s for a server that is
+        gone."""
         self._all("ping", [server.actor.ping.remote() for server in self._servers])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -78,9 +75,7 @@ class ServersClient:
         )
 
     def init_infos(self, init_info: dict[str, Any]) -> list[tuple[VllmServerHandle, dict[str, Any]]]:
-        """Return each server with its init info. The ranks in it are distinct, while vLLM gives rank 1 to every
-        server.
-        """
+        """Return each server with its init info. Ranks in it are distinct; vLLM gives rank 1 to every server."""
         if "rank_offset" not in init_info:
             return [(server, init_info) for server in self._servers]
         offsets = self._plan.rank_offsets
@@ -102,11 +97,7 @@ class ServersClient:
         self.num_loaded = num_sent
 
     def _all(self, what: str, refs: list[Any]) -> list[Any]:
-        """Return every server's answer. Ends when one has failed: the others may be waiting for the failed one.
-
-        Raises:
-            WeightSyncError: a server is gone, refused the call, or did not answer in time; the message names it.
-        """
+        """Return every server's answer. Ends when one has failed: the others may be waiting for the failed one."""
         name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
         deadline, late, answers = time.monotonic() + self._timeout_s, refs, []
         while late:
@@ -205,7 +196,6 @@ class Learner:
         give_back_memory(self._config, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
-        """Return facts for the log."""
         parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
         ranks = self._learner.ranks
         return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
@@ -214,13 +204,7 @@ class Learner:
         self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
         """Train one step on all groups of `summaries`. This rank computes `shares[data rank]`, and `groups` are the
-        groups of that share, in its order.
-
-        Returns:
-            Metrics; on rank 0 they cover all ranks.
-        Raises:
-            LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
-        """
+        groups of that share, in its order. Metrics of rank 0 cover all ranks."""
         from rayapp.learner.memory.token_budget import beside_plan
 
         learner, memory = self._learner, dict[str, float]()
@@ -241,20 +225,16 @@ class Learner:
         return metrics
 
     def supervised_loss(self, rows: tuple[Trajectory, ...]) -> float:
-        """Return the loss of demonstrations over all ranks, without training on them."""
         from rayapp.learner.supervised import supervised_loss
 
         with self._borrowing_gpu():
             return supervised_loss(self._learner, rows)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
-        """Return the log-probs of the last step's tokens under the weights that the step began with; see
-        `PolicyLearner.log_probs_before`.
-        """
+        """See `PolicyLearner.log_probs_before`."""
         return self._learner.log_probs_before
 
     def profile(self) -> Profile | None:
-        """Return the profile of the last step; None if that step was not profiled."""
         return self._learner.profile
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -277,20 +257,12 @@ class Learner:
         return tuple(DTYPES[name] for name in names)
 
     def free_address(self) -> tuple[str, int]:
-        """Return this node's address and a port that is free now."""
         return free_address()
 
     def open_weight_group(
         self, servers: tuple[VllmServerHandle, ...], plan: TransferRanks, address: tuple[str, int], timeout_s: float
     ) -> None:
-        """Form the group through which `send_weights` reaches the engines; see `rayapp.learner.state.sender`.
-
-        Args:
-            address: address at which rank 0 listens.
-        Raises:
-            ConfigError: the transport needs a GPU.
-            WeightSyncError: a server or learner did not join in time.
-        """
+        """Form the group through which `send_weights` reaches the engines. Rank 0 listens at `address`."""
         # Import the sender here: it imports vLLM, which learners with other transports don't need.
         from rayapp.learner.state.sender import LearnerSource, WeightSender
 
@@ -337,11 +309,7 @@ class Learner:
             self._saving = begin_save(self._learner, folder, version, self._idle.on_host)
 
     def checkpoint_done(self) -> bool:
-        """Return whether this rank's part of the checkpoint is written. The driver polls it until it is True.
-
-        Raises:
-            CheckpointError: the checkpoint can't be written.
-        """
+        """Return whether this rank's part of the checkpoint is written. The driver polls it until it is True."""
         assert self._saving is not None, "no checkpoint has begun"
         if not self._saving.is_done():
             return False
@@ -357,7 +325,6 @@ class Learner:
             return load_learner(self._learner, folder)
 
     def export_hf(self, folder: str) -> None:
-        """Write a Hugging Face folder."""
         from rayapp.learner.state.export import export_hf
 
         with self._borrowing_gpu():

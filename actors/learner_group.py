@@ -104,7 +104,6 @@ class LearnerGroup:
         return dict(results[0])
 
     async def supervised_loss(self, rows: Sequence[Trajectory]) -> float:
-        """Return the loss of these demonstrations under the present weights."""
         losses = await self._all(
             handle.supervised_loss(dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
         )
@@ -121,33 +120,21 @@ class LearnerGroup:
         return self._of_ranks(dealt)
 
     def _of_ranks(self, parts: Sequence[T]) -> list[T]:
-        """Return one part for each rank, in the order of ranks. Ranks that compute micro-batches together get the same
-        part.
-        """
+        """Return one part for each rank. Ranks that compute micro-batches together get the same part."""
         return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
-        """Return log-probs of the step's response tokens before its update, by the trajectory's position in the step.
-
-        Raises:
-            LearnersLostError: a learner is gone.
-        """
+        """Return log-probs of the step's response tokens before its update, by the trajectory's position in it."""
         [found] = await self._all([self.handles[0].log_probs_before(step)])
         return dict(found)
 
     async def profile(self, step: int) -> Profile | None:
-        """Return learner 0's profile of the step; None if the step was not profiled. Raises LearnersLostError: a
-        learner is gone.
-        """
+        """Return learner 0's profile of the step; None if the step was not profiled."""
         [found] = await self._all([self.handles[0].profile(step)])
         return found if isinstance(found, Profile) else None
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
-        """Yield references to rank 0's `WeightBucket`s, each as soon as it is in the object store.
-
-        Raises:
-            LearnersLostError: a learner is gone.
-        """
+        """Yield references to rank 0's `WeightBucket`s, each as soon as it is in the object store."""
         streams = [handle.export_weights(version, bucket_bytes) for handle in self.handles]
         try:
             async for ref in streams[0]:
@@ -160,11 +147,7 @@ class LearnerGroup:
             raise LearnersLostError(f"a learner died while it exported its weights. {error}") from None
 
     async def open_weight_group(self, servers: Sequence[VllmServerHandle], timeout_s: float) -> None:
-        """Form a new group of all ranks and these servers; rank 0 listens on its own node.
-
-        Raises:
-            WeightSyncError: a member did not join in time.
-        """
+        """Form a new group of all ranks and these servers; rank 0 listens on its own node."""
         assert self.plan is not None, "a transport with a group needs `plan`"
         address = await self.handles[0].free_address(timeout_s)
         await self._all(
@@ -187,11 +170,7 @@ class LearnerGroup:
         return dict(results[0])
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
-        """Let every rank copy its state and start to write it.
-
-        Raises:
-            CheckpointError: the ranks don't hold this version.
-        """
+        """Let every rank copy its state and start to write it."""
         if not self.holds(version):
             held = "a half-finished step" if self._version is None else f"version {self._version}"
             raise CheckpointError(
@@ -202,33 +181,22 @@ class LearnerGroup:
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 
     async def checkpoint_done(self) -> bool:
-        """Return True if every rank has written its part.
-
-        Raises:
-            CheckpointError: a rank can't write its part.
-        """
         left = [handle for handle in self.handles if handle.name not in self._written]
         done = await self._all(handle.checkpoint_done() for handle in left)
         self._written.update(handle.name for handle, is_done in zip(left, done, strict=True) if is_done)
         return len(self._written) == len(self.handles)
 
     async def load_checkpoint(self, folder: Path) -> int:
-        """Load a checkpoint. Returns the policy version that it holds."""
         versions = await self._all(handle.load_checkpoint(str(folder)) for handle in self.handles)
         self._version = int(versions[0])
         return self._version
 
     async def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder."""
         await self._all(handle.export_hf(str(folder)) for handle in self.handles)
 
     async def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Return every rank's answer.
-
-        Raises:
-            LearnersLostError: a rank died or hangs, or a group that it needs was on a node that is gone. The other
-                ranks then wait for this rank in the middle of the step.
-        """
+        """Return every rank's answer. Raises LearnersLostError: a rank died or hangs, or a group that it needs is gone;
+        the other ranks then wait for it in the middle of the step."""
         running = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)

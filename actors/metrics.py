@@ -21,12 +21,7 @@ REPEAT_EVERY_S = 5.0
 
 
 class Reporter:
-    """Reports the scalars of one process.
-
-    Args:
-        run_name: label `run` of every series.
-        clock: function that returns Unix time, for metrics whose value is the time of an event.
-    """
+    """Reports the scalars of one process; `clock` returns Unix time, for metrics that are the time of an event."""
 
     def __init__(self, run_name: str, clock: Callable[[], float] = time.time) -> None:
         self._run_name = run_name
@@ -37,7 +32,6 @@ class Reporter:
         self._lock = threading.Lock()
 
     def report(self, scalars: Mapping[str, float]) -> None:
-        """Set every metric that is computed from these scalars."""
         present: dict[str, set[Labels]] = {}
         with self._lock:
             for sample in samples(scalars, now=self._clock()):
@@ -58,14 +52,11 @@ class Reporter:
         self._metric(metric).set(value, tags=self._tags(labels))
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add an observation to a histogram."""
         metric = BY_NAME[name]
         self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
 
     def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
-        """Set the metric's series that are not in `present` to 0, for example a cause of failures that no longer
-        occurs.
-        """
+        """Set the metric's series that are not in `present` to 0, e.g. a cause of failures that no longer occurs."""
         before = self._reported.setdefault(metric.name, set())
         for labels in before - present:
             self._set(metric, labels, 0.0)
@@ -88,12 +79,7 @@ class Reporter:
 
 
 class MetricsTracker:
-    """The driver's tracker for Ray's metrics endpoint. Make it after connecting to Ray.
-
-    Args:
-        run_name: name of the run.
-        num_steps: train.num_steps.
-    """
+    """The driver's tracker for Ray's metrics endpoint. Make it after connecting to Ray."""
 
     def __init__(self, run_name: str, num_steps: int) -> None:
         self._reporter = Reporter(run_name)

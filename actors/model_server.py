@@ -38,7 +38,6 @@ Command = Callable[[ModelServerSection, str, str, int], Sequence[str]]
 
 
 def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) -> list[str]:
-    """Return the command line of a model server."""
     options: dict[str, Any] = {
         "host": host,
         "port": port,
@@ -57,14 +56,7 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
 
 
 class ModelServer(Restartable):
-    """Actor of one model server.
-
-    Args:
-        config: config of the run.
-        section: this server's section of `model_servers` in the config.
-        key: key that clients must send, with every request but GET /health.
-        command: makes the command line; tests replace `vllm_serve`.
-    """
+    """Actor of one model server. Clients send `key` with every request but GET /health; tests replace `command`."""
 
     def __init__(self, config: Config, section: ModelServerSection, key: str, command: Command = vllm_serve) -> None:
         label_logs(config.run.name)
@@ -77,13 +69,8 @@ class ModelServer(Restartable):
         return f"model-server-{self._section.name}"
 
     async def start(self, address: tuple[str, int] | None = None) -> tuple[str, int]:
-        """Start the server, and return its address when it answers.
-
-        Args:
-            address: address of an earlier start, which clients still use.
-        Raises:
-            EngineError: the server ended, or `address` belongs to another node.
-        """
+        """Start the server, and return its address when it answers. `address` is that of an earlier start, which
+        clients still use."""
         from rayapp.storage.models.fetch import with_local_model
 
         here = free_address()
@@ -109,18 +96,12 @@ class ModelServer(Restartable):
         return host, port
 
     async def ping(self) -> str:
-        """Return the `incarnation` if the server answers.
-
-        Raises:
-            EngineDeadError: it does not answer.
-        """
         self._check_runs()
         if not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
             raise EngineDeadError(f"{self!r} does not answer at {self._url}{self._output.cause()}")
         return await self.incarnation()
 
     async def close(self) -> None:
-        """End the server. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -142,12 +123,8 @@ class ModelServer(Restartable):
 
 
 def _kept(command: Sequence[str], key: str) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor. It ends the command when its standard input closes, so at the latest when
-    this process ends.
-
-    Args:
-        key: goes into the environment, because all users of the machine can read a command line.
-    """
+    """Start a command under a supervisor, which ends it at the latest when this process ends. The key goes into the
+    environment, because all users of the machine can read a command line."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | {KEY_VARIABLE: key}
     return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True, env=environment)
 

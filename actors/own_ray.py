@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -26,13 +27,16 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 300.0
+"""Seconds that a Ray has to start. Ray's own limit of 30 s is too short for a busy machine."""
+PROGRESS_S = 10.0
+FIRST_DASHBOARD_PORT = 8266
+"""First port that the dashboard of a Ray of ours tries; `ray start` expects 8265."""
 NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the dashboard's Metrics page stays empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConnection:
-    """A connection to Ray."""
-
     dashboard_url: str
     """URL of the dashboard; empty if Ray runs without one."""
     is_own: bool
@@ -40,8 +44,7 @@ class RayConnection:
 
     def dashboard_line(self) -> str:
         """Return a line with the dashboard's URL, how to log in, and a warning if a configured Prometheus does not
-        answer. Takes up to 10 s; never raises.
-        """
+        answer. Takes up to 10 s; never raises."""
         if not self.dashboard_url:
             return "Ray has no dashboard"
         line = f"Ray dashboard: http://{self.dashboard_url}{_how_to_enter()}"
@@ -104,13 +107,15 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15: on a shared machine servers and learners would come last.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_TIMEOUT_S:.0f}")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", f"{1000 * START_TIMEOUT_S:.0f}")
     # Ray pre-starts a worker per core for tasks; actors with environments of their own can't use these workers.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
 
     with _messages_of_raylets_logged():
         with _own_sigterm():
-            context, is_own = _connect(config)
+            context, is_own = _connect(config, report)
         hand_over()
         label_logs(config.run.name)
         try:
@@ -121,8 +126,8 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
             ray.shutdown()
 
 
-def _connect(config: Config) -> tuple[Any, bool]:
-    """Connect, and return Ray's context and whether this process started Ray."""
+def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
+    """Return Ray's context, and whether this process started Ray."""
     import ray
 
     common = _options(config)
@@ -143,7 +148,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
     if started_here:
         return ray.init(address=started_here, **common), False
     _make_token_folder()
-    with _processes_in_a_session_of_their_own():
+    began = time.monotonic()
+    with _ports_that_ray_start_does_not_use(), _own_session_and_time_to_start(report):
         cluster = config.cluster
         own = {
             "object_store_memory": cluster.object_store_mib * MIB,
@@ -157,8 +163,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 raise
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             raise RayappError(
-                f"Ray did not start within 30 s; {load}. Run this again when the machine is less busy, or start Ray "
-                "first with `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
+                f"Ray did not start in {time.monotonic() - began:.0f} s; {load}. Run this again when the machine is "
+                "less busy, or start Ray first with `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
             ) from None
 
 
@@ -176,38 +182,74 @@ def _options(config: Config) -> dict[str, Any]:
 
 
 def server_names(config: Config) -> list[str]:
-    """Return the names of a run's servers, in its namespace."""
     return [f"vllm-server-{index}" for index in range(config.server.num_servers)]
 
 
 @contextmanager
-def _processes_in_a_session_of_their_own() -> Iterator[None]:
-    """Context manager in which Ray's processes start in a separate session. Signals to this process's group don't reach
-    them.
+def _ports_that_ray_start_does_not_use() -> Iterator[None]:
+    """Context manager in which a Ray takes other ports than `ray start --head` and `ray job submit` expect by default.
+
+    The dashboard tries the ports from FIRST_DASHBOARD_PORT on, and the agent takes any free port. `ray.init` has no
+    option for the agent's port, and tries a single port if it is given one for the dashboard.
+    """
+    from ray._private import parameter, ray_constants
+
+    class AnyAgentPort(parameter.RayParams):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{"dashboard_agent_listen_port": 0, **options})
+
+    params, port = parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT
+    parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT = AnyAgentPort, FIRST_DASHBOARD_PORT
+    try:
+        yield
+    finally:
+        parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT = params, port
+
+
+@contextmanager
+def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[None]:
+    """Context manager in which Ray's processes start in a separate session, and have START_TIMEOUT_S to start.
 
     `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group at once. Ray would then end learners and
     servers before the driver has saved. Ray's processes still end with this process, because the kernel kills them
-    (PR_SET_PDEATHSIG). `ray.init` has no option for it.
+    (PR_SET_PDEATHSIG). `ray.init` has no option for either.
     """
     from ray._private import services
+
+    raylets: list[Any] = []
 
     class OwnSession(services.ConsolePopen):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options, start_new_session=True)
+            if "raylet" in Path(str(self.args[0])).name:
+                raylets.append(self)
 
-    theirs, services.ConsolePopen = services.ConsolePopen, OwnSession
+    def node_once_started(*args: Any) -> Any:
+        said = began = time.monotonic()
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:  # the node is not registered yet
+                now = time.monotonic()
+                if now - began > START_TIMEOUT_S or any(raylet.poll() is not None for raylet in raylets):
+                    raise
+                if now - said >= PROGRESS_S:
+                    report(
+                        f"Ray has not started after {now - began:.0f} s; waiting for at most {START_TIMEOUT_S:.0f} s"
+                    )
+                    said = now
+                time.sleep(0.1)
+
+    popen, get_node = services.ConsolePopen, services.get_node
+    services.ConsolePopen, services.get_node = OwnSession, node_once_started
     try:
         yield
     finally:
-        services.ConsolePopen = theirs
+        services.ConsolePopen, services.get_node = popen, get_node
 
 
 def _make_token_folder() -> None:
-    """Make the folder in which Ray 2.60 and later stores the token of a Ray that we start; only its owner can read it.
-
-    Raises:
-        ConfigError: the folder can't be made or written to.
-    """
+    """Make the folder in which Ray stores the token of a Ray that we start; only its owner can read it."""
     is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
     if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
@@ -263,11 +305,8 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's SIGTERM handler. `ray.init` replaces it by a handler that prints stacks and exits with code
-    15.
-
-    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal.
-    """
+    """Keep this process's SIGTERM handler: `ray.init` replaces it by one that prints stacks and exits with code 15.
+    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -282,18 +321,13 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that the address answers, as Ray itself would retry for minutes.
-
-    Raises:
-        OSError: nothing listens there.
-    """
+    """Raise OSError if nothing listens at the address: Ray itself would retry for minutes."""
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _how_to_enter() -> str:
-    """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public API
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""

@@ -41,11 +41,7 @@ REPORT_EVERY_S = 60.0
 
 
 def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
-    """Return whether the processes of these bundles need GPUs.
-
-    Raises:
-        ConfigError: the cluster has fewer GPUs than they need.
-    """
+    """Return whether the processes of these bundles need GPUs. Raises ConfigError: the cluster has too few."""
     have = int(ray.cluster_resources().get("GPU", 0))
     if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
         return False
@@ -58,11 +54,7 @@ def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
 
 
 async def wait_for_gpus(config: Config, bundles: Sequence[Bundle]) -> None:
-    """Wait until the cluster has the GPUs of these bundles; don't wait if cluster.wait_for_gpus_s is 0, or on CPU.
-
-    Raises:
-        ConfigError: the cluster does not have them in time.
-    """
+    """Wait until the cluster has the GPUs of these bundles; don't wait if cluster.wait_for_gpus_s is 0, or on CPU."""
     if config.cluster.device == "cpu" or config.cluster.wait_for_gpus_s == 0:
         return
     # Request whole bundles, because all GPUs of a process must be on one node.
@@ -95,7 +87,6 @@ PROBE_TIMEOUT_S = 60.0
 
 
 def resources_of(bundle: Bundle) -> dict[str, float]:
-    """Return the resources that Ray reserves for a bundle."""
     roles = ["learner"] * len(bundle.learners)
     roles += ["vllm-server"] * (bundle.server is not None) + ["model-server"] * bool(bundle.model_server)
     cpus = sum(ROLES[role].num_cpus for role in roles)
@@ -103,7 +94,6 @@ def resources_of(bundle: Bundle) -> dict[str, float]:
 
 
 def group_name(run_name: str) -> str:
-    """Return the name of a run's placement group in the dashboard."""
     return f"{run_name}: servers and learners"
 
 
@@ -127,12 +117,7 @@ class Placement:
         with_servers: bool = True,
         with_learners: bool = True,
     ) -> Placement:
-        """Reserve all bundles at once.
-
-        Raises:
-            ConfigError: the cluster has no room for the bundles within timeout_s; the message lists the requested and
-                the free resources.
-        """
+        """Reserve all bundles at once. Raises ConfigError, with requested and free resources: no room in time."""
         bundles = bundles_of(config, on_gpu=on_gpu, with_servers=with_servers, with_learners=with_learners)
         group = placement_group(
             [resources_of(bundle) for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
@@ -153,11 +138,9 @@ class Placement:
 
     @property
     def shares_gpus(self) -> bool:
-        """True if servers use the GPUs of their learners."""
         return bool(self.gpu_ids)
 
     def server(self, index: int) -> GpuShare:
-        """Return the GPU share of server `index`."""
         position = next(p for p, bundle in enumerate(self.bundles) if bundle.server == index)
         bundle = self.bundles[position]
         strategy = self._strategy(position)
@@ -166,17 +149,14 @@ class Placement:
         return GpuShare(strategy=strategy, num_gpus=bundle.num_gpus)
 
     def learner(self, rank: int) -> GpuShare:
-        """Return the GPU share of learner `rank`."""
         position = next(p for p, bundle in enumerate(self.bundles) if rank in bundle.learners)
         return GpuShare(strategy=self._strategy(position), num_gpus=min(1, self.bundles[position].num_gpus))
 
     def model_server(self, name: str) -> GpuShare:
-        """Return the GPU share of the model server of this name."""
         position = next(p for p, bundle in enumerate(self.bundles) if bundle.model_server == name)
         return GpuShare(strategy=self._strategy(position), num_gpus=self.bundles[position].num_gpus)
 
     async def address_of_learner(self, rank: int) -> tuple[str, int]:
-        """Return the address of the learner's node, and a port that is free there now."""
         strategy = self.learner(rank).strategy
         probe = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=strategy, name="free port")
         found: tuple[str, int] = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="free port")
@@ -213,15 +193,12 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:
-    """Return the node of each bundle of a group."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in sorted(nodes)]
 
 
 async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
-    """Return the ids of a bundle's GPUs, read by a task inside the bundle. The bundle's server must see the learners'
-    GPUs.
-    """
+    """Return the ids of a bundle's GPUs, read by a task inside the bundle."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
     probe = ray.remote(_visible).options(
         num_gpus=bundle.num_gpus, num_cpus=0, scheduling_strategy=strategy, name="which GPUs"

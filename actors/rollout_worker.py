@@ -42,15 +42,7 @@ CLOSE_WAIT_S = 5.0
 
 
 class RolloutWorker(Restartable):
-    """Actor of one rollout worker.
-
-    Args:
-        config: config of the run.
-        index: number in the actor's name.
-        servers: every vLLM server.
-        pool: pool that leases sandboxes.
-        given: tasks and reward functions of the program that started the run; see `rayapp.core.names`.
-    """
+    """Actor of one rollout worker. `given` are tasks and reward functions of the program that started the run."""
 
     def __init__(
         self,
@@ -84,17 +76,13 @@ class RolloutWorker(Restartable):
         return f"rollout-worker-{self._index}"
 
     async def ready(self) -> dict[str, float]:
-        """Wait until tasks, data, tools and sandboxes are ready. Returns facts for the log."""
+        """Wait until tasks, data, tools and sandboxes are ready."""
         if self._sources is None:
             self._sources = await open_sources(self._config, self._sandboxes)
         return {"num_eval_prompts": float(sum(self._sources.num_eval_prompts))}
 
     async def ping(self) -> str:
-        """Return the `incarnation` if no group is still running long after its deadline.
-
-        Raises:
-            StalledError: a group still runs LATE_S after its deadline.
-        """
+        """Return the `incarnation`. Raises StalledError: a group still runs LATE_S after its deadline."""
         self._in_hand.check_ends(self._config.group_deadline_s + LATE_S, who=repr(self), work="groups")
         return await self.incarnation()
 
@@ -132,16 +120,13 @@ class RolloutWorker(Restartable):
         )
 
     async def prefetch(self, images: Sequence[str]) -> None:
-        """Pull images in the background, for groups that come later."""
         if self._local is not None:
             self._local.images.prefetch(images)
 
     async def num_eval_prompts(self) -> tuple[int, ...]:
-        """Return the number of prompts of one evaluation, by source."""
         return self._ready_sources().num_eval_prompts
 
     async def num_train_prompts(self) -> tuple[int, ...]:
-        """Return the number of prompts of one epoch, by source."""
         return self._ready_sources().num_train_prompts
 
     async def _sample(

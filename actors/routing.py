@@ -22,19 +22,11 @@ from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
-from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
-
-_ALONE = GroupRequest(group_id=0, policy_version=ANY_VERSION)
+from rayapp.rollout.order import GroupRequest, server_in_cohort
 
 
 class Router:
-    """Assigns groups to servers.
-
-    Args:
-        num_servers: at least one.
-        is_up: returns True if the server of this index is available; a server that is being replaced gets new groups
-            only if there is no other server.
-    """
+    """Assigns groups to servers. A server that is not up gets new groups only if there is no other server."""
 
     def __init__(self, num_servers: int, *, is_up: Callable[[int], bool] = lambda server: True) -> None:
         self._in_flight = [0] * num_servers
@@ -60,7 +52,6 @@ class Router:
         return min(up, key=lambda server: (self._in_flight[server], server))
 
     def metrics(self) -> dict[str, float]:
-        """Return `routing/*`: groups in flight on the server with the most and on the one with the fewest."""
         return {
             "routing/groups_max": float(max(self._in_flight)),
             "routing/groups_min": float(min(self._in_flight)),
@@ -77,12 +68,8 @@ class _Call:
 
 
 class GroupCalls:
-    """`RolloutEngine` over one server for a whole group, whose prompt stays in the server's prefix cache.
-
-    Args:
-        min_policy_version: oldest policy version that may sample.
-        cohort_size: number of requests that start together on this server, including those of other groups.
-    """
+    """`RolloutEngine` over one server for a whole group, whose prompt stays in the server's prefix cache. `cohort_size`
+    requests start together on this server, including those of other groups."""
 
     def __init__(self, server: VllmServerHandle, *, min_policy_version: int, cohort_size: int) -> None:
         self._server = server
@@ -98,12 +85,6 @@ class GroupCalls:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion, see `RolloutEngine.generate`.
-
-        Raises:
-            DeadlineError: the server did not answer in time.
-            EngineError: the server is gone, or refuses the request.
-        """
         loop = asyncio.get_running_loop()
         sampling = replace(sampling, is_streamed=on_tokens is not None)
         call = _Call(request_id, prompt_ids, sampling, on_tokens, loop.create_future())

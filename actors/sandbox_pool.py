@@ -35,14 +35,7 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class PoolActor(Restartable):
-    """Actor of the sandbox pool.
-
-    Args:
-        config: config of the run's sandboxes.
-        run_name: label of the sandboxes, also for the dashboard.
-    Raises:
-        SandboxConfigError: a provider's package or key is not there.
-    """
+    """Actor of the sandbox pool."""
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
         label_logs(run_name)
@@ -104,15 +97,12 @@ class PoolActor(Restartable):
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
-        """Lease a sandbox to `holder`, see `LeasePool.acquire`."""
         return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """End a lease, see `LeasePool.release`."""
         self._pool.release(lease_id, fate)
 
     async def heartbeat(self, holder: str) -> None:
-        """Prolong the leases of `holder`, see `LeasePool.heartbeat`."""
         self._pool.heartbeat(holder)
 
     async def reclaim(self, holder: str) -> int:
@@ -120,11 +110,9 @@ class PoolActor(Restartable):
         return self._pool.reclaim_of(holder)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        """Prepare sandboxes before they are requested, see `LeasePool.prefetch`."""
         self._pool.prefetch(spec, num_ready)
 
     async def stats(self) -> dict[str, float]:
-        """Return `sandbox/*` metrics."""
         return self._pool.stats()
 
     async def close(self) -> None:
@@ -150,14 +138,7 @@ class PoolActor(Restartable):
 
 
 class SandboxReaper:
-    """Actor of the reaper. Construct it inside a running event loop, as Ray does for async actors.
-
-    Args:
-        config: config of the run's sandboxes.
-        run_name: name of the run, for the log and the dashboard.
-    Raises:
-        SandboxConfigError: a provider's package or key is not there.
-    """
+    """Actor of the reaper. Construct it inside a running event loop, as Ray does for async actors."""
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
         label_logs(run_name)
@@ -170,7 +151,6 @@ class SandboxReaper:
         return f"sandbox-reaper({self._run_name})"
 
     async def beat(self, labels: dict[str, str]) -> None:
-        """Record a heartbeat of the run, whose sandboxes have these labels."""
         self._reaper.beat(labels)
 
     async def dismiss(self) -> None:

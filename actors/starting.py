@@ -74,7 +74,6 @@ async def _dump_node(node: str, pids: dict[str, int]) -> str:
 
 
 def stacks_of(pids: dict[str, int]) -> str:
-    """Return the stacks of these processes of this machine, by name."""
     return "\n".join(f"=== {name} (pid {pid})\n{_stack(pid)}" for name, pid in sorted(pids.items()))
 
 
@@ -110,11 +109,7 @@ NO_STAND_INS: StandIns = MappingProxyType({})
 
 
 class Started:
-    """Actors of a run, in the order of their start.
-
-    Args:
-        stand_ins: replacements of real actors.
-    """
+    """Actors of a run, in the order of their start. `stand_ins` replace real actors."""
 
     def __init__(self, stand_ins: StandIns = NO_STAND_INS) -> None:
         self._stand_ins = stand_ins
@@ -122,7 +117,6 @@ class Started:
         self.placement: Placement | None = None
 
     def spawn(self, role: str, name: str, *args: object, share: GpuShare) -> Any:
-        """Spawn an actor of a role, or its stand-in."""
         stand_in = self._stand_ins.get(role)
         if stand_in is None:
             return spawn(role, name, *args, share=share)
@@ -133,7 +127,6 @@ class Started:
         return handle
 
     async def end(self, handles: Sequence[Any]) -> None:
-        """Kill these actors at once, without a request to end."""
         for handle in handles:
             self._handles.remove(handle)
             kill(handle.actor)
@@ -143,8 +136,7 @@ class Started:
         return [handle.name for handle in self._handles]
 
     async def close(self) -> None:
-        """Request every actor to end cleanly, then kill those that did not answer. Never raises, because it runs in
-        `finally`."""
+        """Ask every actor to end cleanly, then kill those that did not answer. Never raises: it runs in `finally`."""
         for handle in reversed(self._handles):
             if hasattr(handle, "close"):
                 try:
@@ -162,14 +154,8 @@ REAPER_NAME_ATTEMPTS = 100
 
 
 async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> None:
-    """Wait for all actors, by name; the first error cancels the other waits.
-
-    Args:
-        report: gets a line for each actor that is ready, with the seconds it took.
-    Raises:
-        DeadlineError: an actor is not ready in time. The message names every actor that is not ready, because one may
-            only be waiting for another.
-    """
+    """Wait for all actors, by name; the first error cancels the other waits. A DeadlineError names every actor that is
+    not ready, because one may only be waiting for another."""
     waiting = set(ready)
     started = time.monotonic()
 
@@ -193,14 +179,11 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
 
 
 def spawn_pool(config: Config) -> SandboxPoolHandle:
-    """Start the sandbox-pool actor. Call `ready_pool` next."""
     return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
 
 
 async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnection, timeout_s: float) -> None:
-    """Wait until the pool is ready. Before that, give it a reaper if both its sandboxes and Ray may outlive the
-    driver.
-    """
+    """Wait until the pool is ready. Before that, give it a reaper if its sandboxes and Ray may outlive the driver."""
     # Local sandboxes and those of an MCP session end with their process; our own Ray ends with the driver.
     has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
     if has_lasting and not session.is_own:
@@ -325,7 +308,6 @@ class ModelServerMember(_WatchedActor):
 
     @property
     def url(self) -> str:
-        """Base URL for OpenAI clients."""
         return "http://{}:{}/v1".format(*self.address)
 
     async def revive(self) -> None:

@@ -52,14 +52,8 @@ def with_planned_share(config: Config) -> Config:
 
 
 class VllmServer(Restartable):
-    """Actor of one vLLM server.
-
-    Args:
-        config: config of the run.
-        index: number in the actor's name.
-        must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
-        start_engine: starts the engine; by default `VllmEngine.start`.
-    """
+    """Actor of one vLLM server. With `must_sync` it refuses to generate until weights are loaded: a restarted server
+    holds the base model's weights."""
 
     def __init__(
         self,
@@ -85,7 +79,6 @@ class VllmServer(Restartable):
         return f"vllm-server-{self._index}"
 
     async def start(self) -> dict[str, Any]:
-        """Start the engine. Returns facts for the log."""
         started = time.monotonic()
         # Use a different seed for each server: with equal seeds, servers would sample the same completions.
         self._config = await asyncio.to_thread(with_planned_share, self._config)
@@ -109,11 +102,7 @@ class VllmServer(Restartable):
         cohort_size: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion, see `VllmEngine.generate`.
-
-        Raises:
-            StaleVersionError: this server holds older weights than the caller needs.
-        """
+        """See `VllmEngine.generate`. Raises StaleVersionError: this server's weights are older than needed."""
         # Set no deadline: the caller has one, and a server whose update never finishes is ended at the sync's deadline.
         await self._is_settled.wait()
         engine = self._ready_engine()
@@ -143,12 +132,7 @@ class VllmServer(Restartable):
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
         """Load a policy version from references to `WeightBucket`s: a whole update, from `begin_update` to `go_on`.
-
-        Returns:
-            Bytes, seconds to copy into shared memory, seconds in the engine.
-        Raises:
-            WeightSyncError: the engine may hold mixed weights; this server must be replaced.
-        """
+        After a WeightSyncError the engine may hold mixed weights, and the server must be replaced."""
         engine = await self._expect_weights()
         try:
             return await self._load_weights(engine, version, buckets)
@@ -194,25 +178,19 @@ class VllmServer(Restartable):
         return engine
 
     async def receive_weights(self, update_info: Any) -> None:
-        """Have the engine's workers receive the weights, or part of the weights, that the learners send now."""
+        """Have the engine's workers receive the weights, or part of them, that the learners send now."""
         await self._started_engine().receive_weights(update_info)
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that have arrived; call `go_on` next. Returns the number of loaded tensors.
-
-        Raises:
-            WeightSyncError: the weights differ from those that the learners sent; this server must be replaced.
-        """
+        """Check the weights that have arrived, and return the number of loaded tensors. After a WeightSyncError the
+        server must be replaced."""
         num_loaded = await self._started_engine().finish_update(version, checksums)
         self._is_sealed = True
         return num_loaded
 
     async def go_on(self) -> int:
-        """Sample with the weights of a finished update. A sleeping server allocates its memory again, and frozen
-        requests continue from the same tokens.
-
-        Returns the policy version that the server holds; -1 if it holds none, or only part of an update.
-        """
+        """Sample with the weights of a finished update: a sleeping server allocates its memory again, and frozen
+        requests continue. Returns the policy version; -1 if the server holds none, or only part of an update."""
         engine = self._engine
         if self._is_sealed and engine is not None:
             await engine.go_on()
@@ -239,7 +217,6 @@ class VllmServer(Restartable):
         return self._ready_engine().policy_version
 
     async def close(self) -> None:
-        """End the engine's processes. Idempotent."""
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
@@ -260,12 +237,7 @@ class VllmServer(Restartable):
         return is_asleep
 
     async def ping(self) -> str:
-        """Return the `incarnation` if the engine answers and its requests make progress.
-
-        Raises:
-            EngineDeadError: the engine's process is gone.
-            StalledError: the engine has requests, and has sampled nothing for too long.
-        """
+        """Return the `incarnation` if the engine answers and its requests make progress."""
         engine = self._started_engine()
         await engine.check()
         if self._is_settled.is_set():  # during a weight update the sync's deadline applies
@@ -285,8 +257,7 @@ class VllmServer(Restartable):
 
 
 async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
-    """Copy buckets from the object store into a file that the engine's processes, which are not Ray workers, can
-    map."""
+    """Copy buckets from the object store into a file that the engine's processes, no Ray workers, can map."""
     entries: list[TensorEntry] = []
     checksums: dict[str, int] = {}
     for ref in buckets:

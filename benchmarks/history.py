@@ -20,7 +20,7 @@ from typing import Any
 
 MAX_LOSS = 0.05
 """Fraction of a ratio that may be lost since the last record. A larger loss is reported."""
-KIND = ("cpu", "cores", "gpu")
+KIND = ("cpu", "instructions", "cores", "gpu")
 """Keys of `machine` that must be equal for two reports to be comparable."""
 
 Report = Mapping[str, Any]

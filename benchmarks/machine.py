@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayapp.core.machine import instruction_set
+
 ROOT = Path(__file__).resolve().parent.parent
 LOAD_BEFORE = os.getloadavg()[0]
 """Load average when this module was imported, which is before any measurement."""
@@ -28,6 +30,7 @@ def describe() -> dict[str, object]:
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted": bool(_git("status", "--porcelain", "--", *PROGRAM)),
         "cpu": _cpu_name(),
+        "instructions": instruction_set(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "python": platform.python_version(),

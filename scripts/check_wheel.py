@@ -46,18 +46,12 @@ OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, 
 
 
 def build(folder: Path) -> Path:
-    """Build the wheel of this checkout. Return its path.
-
-    Raises:
-        CalledProcessError: the wheel can't be built.
-    """
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run([*pip, str(ROOT)], check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("rayapp-*.whl"))
 
 
 def missing(wheel: Path) -> list[str]:
-    """Return the files of NEEDED that the wheel lacks."""
     with zipfile.ZipFile(wheel) as packed:
         return sorted(set(NEEDED) - set(packed.namelist()))
 

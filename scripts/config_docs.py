@@ -46,13 +46,11 @@ defaults; `key.sub=value` on the command line wins over the file. Values are YAM
 
 
 def render() -> str:
-    """Return the whole page."""
     page = "\n".join([HEADER, *_section(Config, "", Config())])
     return re.sub(r"docs/([\w-]+\.md(#[\w-]+)?)(?=[),;])", r"[\1](\1)", page)
 
 
 def keys_without_meaning() -> list[str]:
-    """Return the keys whose description is empty."""
     rows = (line.split(" | ") for line in render().splitlines() if line.startswith("| `"))
     return [row[0].removeprefix("| ") for row in rows if len(row) == 4 and row[3].strip(" |") == ""]
 
@@ -81,13 +79,11 @@ def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterato
 
 
 def _about(section: Section) -> Iterator[str]:
-    """Yield the docstring of a section as a paragraph."""
     if "__doc__" in section.__dict__ and section.__doc__:
         yield " ".join(section.__doc__.split()) + "\n"
 
 
 def _elements(field: FieldInfo) -> Iterator[Section]:
-    """Yield the kinds of sections that a list can contain."""
     for argument in get_args(field.annotation) if get_origin(field.annotation) is tuple else ():
         choices = get_args(argument)[0] if get_origin(argument) is Annotated else argument
         yield from (each for each in (choices, *get_args(choices)) if _is_model(each))

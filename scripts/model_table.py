@@ -7,7 +7,7 @@ table.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,41 @@ CHECKS = ("learner", "adapters", "final/", "engine")
 
 
 def render(record: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table, with the versions of the packages that produced it."""
+    """Return the list of families that pass every check, and a table of the others with the reason."""
     versions = "; ".join(sorted({check["with"] for checks in record.values() for check in checks.values()}))
+    dates = sorted({check["date"] for checks in record.values() for check in checks.values()})
+    tried = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines = [
-        "Made by `rayapp models check --record docs/models.json`, then `python -m scripts.model_table`, on CPU with",
-        f"{versions}. The figures are in `docs/models.json`. Engine: vLLM with `final/` and after",
-        "two syncs. Parsers are those that `agent.tool_parser: auto` tries first.",
+        f"Tried on a CPU with {versions} ({tried}).",
+        "The figures are in `docs/models.json`; `python -m scripts.model_table` writes this section.",
         "",
-        "| model_type | beside plain attention | learner | adapters | final/ | engine | parsers | tried |",
-        "|---|---|---|---|---|---|---|---|",
-        *_rows(record),
+        f"**Learner, adapters, `final/` and vLLM agree**: {', '.join(_whole(record))}.",
+        "",
+        "| model_type | what does not work |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | {reason} |" for reason, names in _others(record).items()),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _rows(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, family in sorted(FAMILIES.items()):
-        checks = record[name]
-        tried = max(check["date"] for check in checks.values())
-        if family.refused:
-            yield f"| {name} | | refused: {family.refused} | | | | | {tried} |"
-            continue
-        cells = ["ok" if checks[what]["holds"] else f"**no**: {checks[what]['detail']}" for what in CHECKS]
-        yield f"| {name} | {', '.join(family.needs)} | {' | '.join(cells)} | {', '.join(family.parsers)} | {tried} |"
+def _whole(record: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [name for name in sorted(FAMILIES) if _reason(name, record[name]) == ""]
+
+
+def _others(record: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the families that fail a check, by reason."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(FAMILIES):
+        if reason := _reason(name, record[name]):
+            found.setdefault(reason, []).append(name)
+    return found
+
+
+def _reason(name: str, checks: Mapping[str, Any]) -> str:
+    """Return why a family is refused, or which checks fail and why; empty if all pass."""
+    if FAMILIES[name].refused:
+        return f"refused: {FAMILIES[name].refused}"
+    return " ".join(f"{what}: {checks[what]['detail']}" for what in CHECKS if not checks[what]["holds"])
 
 
 def page(text: str, record: Mapping[str, Mapping[str, Any]]) -> str:

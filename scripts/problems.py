@@ -72,11 +72,7 @@ def generate(split: str) -> list[dict[str, Any]]:
 
 
 def check_problem(problem: Mapping[str, Any]) -> None:
-    """Verify one answer: every marked step by exact arithmetic, and the last step also by the template's formula.
-
-    Raises:
-        InputError: a step, the answer, or the question's numbers are wrong.
-    """
+    """Verify one answer: every marked step by exact arithmetic, and the last step also by the template's formula."""
     template = next(template for template in load_templates() if template.name == problem["template"])
     numbers = {name: Fraction(value) for name, value in problem["numbers"].items()}
     steps = _STEP.findall(problem["answer"])
@@ -92,11 +88,6 @@ def check_problem(problem: Mapping[str, Any]) -> None:
 
 
 def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
-    """Return the exact value of an expression of + - * / and names.
-
-    Raises:
-        InputError: the expression contains something else.
-    """
 
     def value(node: ast.expr) -> Fraction:
         match node:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import settings
 
 # Set before transformers or Ray is imported: tests must not wait for an unreachable hub, nor report usage.
@@ -201,6 +202,16 @@ def namespaces() -> None:
     report = asyncio.run(examine(levels=("ns",)))
     if report.level == "none":
         pytest.skip(f"no namespaces: {report.refused}")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandboxes() -> AsyncIterator[Any]:
+    """A pool of two local sandboxes, for the tests of a module that share one event loop."""
+    from rayapp.config.sandbox import SandboxConfig
+    from rayapp.sandbox.pool.build import open_pool
+
+    async with open_pool(SandboxConfig(max_leases=2), "tests") as (source, _):
+        yield source
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@
 #   RAYAPP_PYTHON          Python with rayapp on every node (default: python)
 #   RAYAPP_IMAGE           image in which everything runs, with Apptainer: a .sif file, or docker://...
 #   RAYAPP_APPTAINER_ARGS  more arguments of `apptainer exec`, e.g. "--nv --bind /scratch"
+#   RAYAPP_INTERFACE       network interface between the nodes, e.g. ib0 (default: the one of the route to another node)
 #   RAYAPP_MAX_RESTARTS    how often the job may go back into the queue (default: 100)
 #
 #SBATCH --job-name=rayapp
@@ -33,10 +34,23 @@ if [ -n "${RAYAPP_IMAGE:-}" ]; then
     python=(apptainer exec --pwd "$PWD" --bind "$PWD" ${RAYAPP_APPTAINER_ARGS:-} "$RAYAPP_IMAGE" "${python[@]}")
 fi
 
+# Prints the address by which other nodes reach this one. The first address of a node may be docker0's, which all share.
+address_towards() {
+    "${@:2}" -c 'import os, socket, sys, psutil
+if name := os.environ.get("RAYAPP_INTERFACE"):
+    print(next(each.address for each in psutil.net_if_addrs()[name] if each.family == socket.AF_INET))
+else:
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    probe.connect((sys.argv[1], 9))
+    print(probe.getsockname()[0])' "$1"
+}
+other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxm1 "$SLURMD_NODENAME" || true)
+if [ -n "$other" ]; then other=$(scontrol show node "$other" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'); fi
+address=$(address_towards "${other:-127.0.0.1}" "${python[@]}")
+
 # Two jobs may share a node: each Ray has ports of its own, and a token, without which it would run anybody's code.
-address=$({ getent ahostsv4 "$(hostname)" || true; hostname -I | tr ' ' '\n'; } | awk '$1 ~ /[.]/ && $1 !~ /^127[.]/ {print $1; exit}')
 port=$((20000 + SLURM_JOB_ID % 1000 * 10))
-export RAY_ADDRESS=${address:-127.0.0.1}:$port RAY_AUTH_MODE=token
+export RAY_ADDRESS=$address:$port RAY_AUTH_MODE=token
 export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(umask 077 && "${python[@]}" -m ray.scripts.scripts get-auth-token --generate)}
 export RAY_AUTH_TOKEN
@@ -49,7 +63,7 @@ start_node() {
         options+=(--head --node-ip-address="${RAY_ADDRESS%:*}" --port="$port" --dashboard-port=$((port + 1)))
         options+=(--ray-client-server-port=$((port + 2)))
     else
-        options+=(--address="$RAY_ADDRESS")
+        options+=(--address="$RAY_ADDRESS" --node-ip-address="$(address_towards "${RAY_ADDRESS%:*}" "$@")")
         until (: <"/dev/tcp/${RAY_ADDRESS%:*}/$port") 2>/dev/null; do sleep 1; done
     fi
     for _ in 1 2 3; do
@@ -60,7 +74,7 @@ start_node() {
     echo "Ray ended on $(hostname)" >&2
     return 1
 }
-export -f start_node
+export -f start_node address_towards
 
 driver='' stopped_by=''
 stop() {

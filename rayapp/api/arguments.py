@@ -53,12 +53,7 @@ def make_job(
     reward: RewardLike | None = None,
     agent: str | None = None,
 ) -> GivenRun:
-    """Merge the arguments into a configuration.
-
-    Raises:
-        ConfigError: the configuration is wrong, or two different objects have the same name.
-        InputError: an argument is neither a task nor the name of a task.
-    """
+    """Merge the arguments into a configuration, and name the program's objects in it."""
     objects: dict[str, object] = {}
     if isinstance(config, GivenRun):
         objects, config = dict(config.objects), config.config
@@ -75,11 +70,6 @@ def make_job(
 
 
 def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
-    """Load and check a configuration.
-
-    Raises:
-        ConfigError: the configuration can't be read, or keys or values are wrong.
-    """
     settings = list(as_settings(overrides))
     if config is None and not settings:
         return Config()

@@ -92,9 +92,7 @@ class Run:
         return pa.concat_tables(tables, promote_options="default")
 
     def groups(self, steps: Steps = None, *, purpose: Purpose = "train") -> Iterator[tuple[int, Group]]:
-        """Yield pairs (step, group), with the groups as training had them. Arguments and errors are those of
-        `table`.
-        """
+        """Yield pairs (step, group), with the groups as training had them; see `table`."""
         from rayapp.runs.trajectories import read_groups
 
         for file in self._step_files(steps, purpose):
@@ -156,8 +154,6 @@ def _picture(records: Sequence[dict[str, float]], keys: Sequence[str], *, title:
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that a notebook shows without `%matplotlib`."""
-
         def _repr_png_(self) -> bytes:
             held = io.BytesIO()
             self.savefig(held, format="png", dpi=100)

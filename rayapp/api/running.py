@@ -146,12 +146,7 @@ def evaluate(
 
 @contextmanager
 def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
-    """Yield the config. If `model.path` is a checkpoint, it is replaced by a model folder.
-
-    Raises:
-        InputError: the checkpoint is incomplete or damaged, has no weights, or its run's config.yaml is missing.
-        CheckpointError: the checkpoint's weights can't be read.
-    """
+    """Yield the config. If `model.path` is a checkpoint, it is replaced by a model folder."""
     path = Path(config.model.path)
     if not path.name.startswith("step=") or not path.is_dir():
         yield config
@@ -189,7 +184,6 @@ def _convert(path: Path, out: Path) -> None:
 
 
 def _config_of_run(checkpoint: Path) -> Config:
-    """Return the config of a checkpoint's run, with the base model from which its learners started."""
     from rayapp.config.loading import load_config
     from rayapp.driver.sft import after_warmup
 

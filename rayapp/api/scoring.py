@@ -69,11 +69,7 @@ def as_task(task: TaskLike) -> Task:
 def score_all(
     task: Task, texts: Sequence[str], sandbox: SandboxConfig, *, seed: int, tell: Callable[[int, Reward], None]
 ) -> None:
-    """Score texts in a temporary pool. `tell` is called with the index and verdict of each text, in order.
-
-    Raises:
-        ConfigError: the task needs sandboxes on an image that no provider has.
-    """
+    """Score texts in a temporary pool. `tell` is called with the index and verdict of each text, in order."""
     if isinstance(task, AgentTask) and (why := why_no_workspace(sandbox, task.agent_start())):
         raise ConfigError(f"task {task.name} {why}")
 

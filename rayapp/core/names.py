@@ -173,7 +173,7 @@ def check_name(kind: Kind, name: str, shipped: Iterable[str]) -> None:
     if name not in known:
         raise ValueError(
             f"{name!r} is unknown{did_you_mean(name, known)} Use one of {', '.join(known)}, or the name of a plug-in "
-            "(rayapp plugins)"
+            "(rayapp doctor lists them)"
         )
 
 

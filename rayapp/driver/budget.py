@@ -51,10 +51,7 @@ class Costs:
 
     @classmethod
     def open(cls, prices: BudgetSection, num_gpus: int, folder: Path, warmup: float = 0.0) -> Costs:
-        """Return the costs in the folder's `costs.json`; in a new run, the costs of the warm-up.
-        Raises:
-            RunFolderError: the file can't be read, so the sums are unknown.
-        """
+        """Return the costs in the folder's `costs.json`; in a new run, the costs of the warm-up."""
         spent = read_costs(folder)
         if not spent and warmup:
             spent = {"warmup": warmup}
@@ -65,10 +62,8 @@ class Costs:
         return sum(self.spent.values())
 
     def tick(self, seconds: float, num_nodes: int, pool: Mapping[str, float]) -> None:
-        """Add the cost of the time since the last tick.
-        Args:
-            pool: the sandbox pool's metrics, with `sandbox/<provider>/lived_s`.
-        """
+        """Add the cost of the time since the last tick. `pool` are the sandbox pool's metrics
+        (`sandbox/<provider>/lived_s`)."""
         self._add("gpu", self.num_gpus * seconds / _SECONDS_IN_HOUR * self.prices.gpu_hour)
         self._add("node", num_nodes * seconds / _SECONDS_IN_HOUR * self.prices.node_hour)
         for provider, price in self.prices.sandbox_second.items():
@@ -80,8 +75,7 @@ class Costs:
             self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
 
     def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add the cost of the step's judges (by the prices in `judges`) and of a served teacher; return `cost/*`
-        metrics."""
+        """Add the cost of the step's judges and of a served teacher; return `cost/*` metrics."""
         self._add("judges", metrics.get("judged/dollars", 0.0))
         self._add("teacher", metrics.get("tokens/total", 0.0) / 1e6 * self.prices.teacher_million_tokens)
         return self.metrics()
@@ -91,18 +85,16 @@ class Costs:
             self.spent[item] = self.spent.get(item, 0.0) + cost
 
     def save(self) -> None:
-        """Write the sums to costs.json, atomically. Any thread may call it: the file has the sums of the last call."""
+        """Write the sums to costs.json, atomically. Any thread may call it."""
         with self._saving:
             write_text(self.file, json.dumps(self.spent))
 
     def metrics(self) -> dict[str, float]:
-        """Return `cost/*` metrics; nothing if no price is set and nothing was spent."""
         if not self.prices.has_prices and not self.spent:
             return {}
         return {"cost/total": self.total} | {f"cost/{item}": cost for item, cost in sorted(self.spent.items())}
 
     def check(self) -> None:
-        """Raise BudgetSpentError if the cap is reached."""
         if self.prices.cap and self.total >= self.prices.cap:
             items = ", ".join(f"{item} {cost:.2f}" for item, cost in sorted(self.spent.items()))
             raise BudgetSpentError(
@@ -112,11 +104,7 @@ class Costs:
 
 
 def read_costs(folder: Path) -> dict[str, float]:
-    """Return the costs of a run by item; empty if none were counted.
-
-    Raises:
-        RunFolderError: the file can't be read.
-    """
+    """Return the costs of a run by item; empty if none were counted."""
     file = folder / FILE
     try:
         return {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
@@ -137,15 +125,9 @@ async def within_budget(
     with_servers: bool = True,
     warmup: float = 0.0,
 ) -> AsyncIterator[Callable[[PoolMetrics], None]]:
-    """Count the run's costs from the lease of its GPUs to the end of the block, and add them to the metrics of each
-    step. Yields a function for `open_cluster` to call at the lease.
-
-    Args:
-        with_servers: False for supervised steps, for which only learners hold GPUs.
-        warmup: cost of the supervised steps before this run.
-    Raises:
-        BudgetSpentError: the cap is reached; the block was cancelled as if by Ctrl-C, and has saved its steps.
-    """
+    """Count the run's costs from the lease of its GPUs to the end of the block, and add them to each step's metrics.
+    Yields a function for `open_cluster` to call at the lease. At the cap the block is cancelled as if by Ctrl-C, has
+    saved its steps, and BudgetSpentError comes out."""
     if not config.budget.has_prices:
         yield lambda pool_metrics: None
         return

@@ -107,19 +107,13 @@ class Cluster:
         return self.config.train.max_staleness == 0
 
     def check_weights(self) -> None:
-        """Check that a server that restarts now can get weights.
-
-        Raises:
-            LearnersLostError: the weights of the last sync were lost with their node, and so were the learners.
-        """
+        """Check that a server that restarts now can get weights."""
         if self.weights.are_lost:
             raise LearnersLostError("the weights of the last sync were on a node that is gone.")
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Send the learners' weights, as this policy version, to every server. Returns `weight_sync/*` metrics.
-
-        A server that fails to load them is replaced, and the new server loads them before this method returns.
-        """
+        """Send the learners' weights, as this policy version, to every server; return `weight_sync/*`. A server that
+        fails to load them is replaced, and loads them before this method returns."""
         metrics, failed = await self.weights.sync(
             version, learners=self.learners, servers=self.servers, settled=self.supervisor.settled
         )
@@ -153,7 +147,7 @@ class Cluster:
             await self._replace(failed)  # then put the new servers to sleep
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
-        """Put the servers to sleep. Returns the servers that stayed awake, by name, with their errors."""
+        """Put the servers to sleep. Returns those that stayed awake, by name, with their errors."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
         failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
@@ -170,11 +164,7 @@ class Cluster:
         await self.learners.export_hf(folder)
 
     async def replace_learners(self, error: LearnersLostError) -> None:
-        """Start all learners again; their work since the last checkpoint is lost.
-
-        Raises:
-            RestartsUsedUpError: learners were replaced too often.
-        """
+        """Start all learners again; their work since the last checkpoint is lost."""
         limit = self.config.recovery.max_restarts
         if self.num_learner_restarts >= limit:
             raise RestartsUsedUpError(
@@ -189,31 +179,22 @@ class Cluster:
         self.learners = await self.start_learners(self.learners)
 
     async def dump_stacks(self) -> str:
-        """Return the stacks of all actors."""
         return await dump_stacks()
 
     def recovery_metrics(self) -> dict[str, float]:
-        """Return `recovery/*` metrics."""
         return self.supervisor.metrics() | {"recovery/learner_restarts": float(self.num_learner_restarts)}
 
     def metrics_tracker(self) -> Tracker:
-        """Return a tracker that reports each step to Ray's metrics endpoint; see docs/operate.md."""
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Put groups from a checkpoint back into the object store. A checkpoint does not store how many seconds the
-        groups took.
-        """
+        """Put groups from a checkpoint back into the object store."""
         import ray
 
         return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
-        """Return the groups themselves, for the trajectory file.
-
-        Raises:
-            LearnersLostError: some groups were on a node that is gone. Their step has to be repeated.
-        """
+        """Return the groups themselves, for the trajectory file."""
         timeout_s = self.config.server.sync_timeout_s
         try:
             return list(
@@ -224,13 +205,11 @@ class Cluster:
 
 
 def num_held_gpus(config: Config, *, with_servers: bool = True) -> int:
-    """Return the number of GPUs that the run's actors hold; 0 on a CPU."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=True)
     return num_gpus_of(bundles) if uses_gpus(config, bundles) else 0
 
 
 def num_alive_nodes() -> int:
-    """Return the number of nodes of the Ray cluster that are alive."""
     import ray
 
     return sum(bool(node["Alive"]) for node in ray.nodes())
@@ -274,7 +253,7 @@ async def open_cluster(
 async def _session(
     config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[tuple[RayConnection, Started]]:
-    """Yield a connection to Ray, and a `Started`, whose actors are ended when the block ends, however it ends."""
+    """Yield a connection to Ray, and a `Started`, whose actors end with the block."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
@@ -290,8 +269,7 @@ async def _reserve(
     config: Config, started: Started, report: Report, *, with_servers: bool = True, with_learners: bool = True
 ) -> tuple[Config, Placement, bool]:
     """Reserve resources for the processes that hold models. Return the config with the number formats of their device,
-    the placement, and True if it is on GPUs.
-    """
+    the placement, and True if it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -382,7 +360,7 @@ async def _start_models(
     timeout_s: float,
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
-    """Start the model servers. Returns them, and the config with their addresses for the processes that call them."""
+    """Start the model servers. Returns them, and the config with their addresses."""
     key = secrets.token_urlsafe(24)
     handles = spawn_model_servers(config, started, placement, asked, key)
     members: dict[str, ModelServerMember] = {}
@@ -406,12 +384,10 @@ async def _start_learners_again(
 
 
 def processor_of(*, on_gpu: bool) -> str:
-    """Return the name of the processors on which models compute, for the run's record."""
     return "gpu" if on_gpu else instruction_set()
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
-    """Return the ranks of learners and engines in the group that transfers weights; None for the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 
@@ -420,14 +396,8 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 async def open_learners(
     config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
 ) -> AsyncIterator[LearnerGroup]:
-    """Start only the learners of a run, for supervised steps; they end with the block.
-
-    Args:
-        report: gets a line for each actor that is ready.
-        on_lease: called when the learners have their GPUs, before they load a model.
-    Raises:
-        ConfigError: Ray can't be reached, or has fewer GPUs than learners.
-    """
+    """Start only the learners of a run, for supervised steps; they end with the block. `on_lease` is called when they
+    have their GPUs, before they load a model."""
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
         config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)

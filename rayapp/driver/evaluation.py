@@ -41,15 +41,8 @@ Record = Callable[[Sequence[Group]], None]
 
 
 def run_evaluation(config: Config, out: Path | None = None) -> dict[str, float]:
-    """Run `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
-
-    Args:
-        out: folder in which the samples are stored, for `rayapp view`; None: nothing is stored.
-    Returns:
-        Metrics of all samples, with the names that a training step uses for its samples.
-    Raises:
-        InputError: `out` holds a run that was trained.
-    """
+    """Run `rayapp eval`. Samples are stored in the folder `out`, for `rayapp view`. Returns metrics with the names that
+    a training step uses for its samples."""
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=False)
     if out is None:
@@ -71,12 +64,7 @@ async def evaluate_model(
 async def evaluate(
     cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None, record: Record | None = None
 ) -> dict[str, float]:
-    """Evaluate every task and every row of the evaluation files on the servers' current weights, policy `version`.
-
-    Args:
-        watchdog: records progress at the end of every prompt; None outside of a run.
-        record: function that stores the completions; None: nothing is stored.
-    """
+    """Evaluate every task and every row of the evaluation files on the servers' current weights, policy `version`."""
     num_prompts = await cluster.rollout_workers[0].num_eval_prompts()
     summaries: list[GroupSummary] = []
     for wave in _waves(cluster.config, num_prompts):
@@ -95,9 +83,8 @@ async def evaluate(
 
 
 def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of prompts that start together. They belong to one source, because sources differ in their
-    number of samples.
-    """
+    """Yield the indices of prompts that start together: of one source, because sources differ in their number of
+    samples."""
     first = 0
     for source, number in zip(sources_of(config), num_prompts, strict=True):
         for wave in evaluation_waves(source.config, number):
@@ -117,9 +104,7 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
 ) -> StoredGroup[Any] | None:
-    """Return the samples of one prompt. Return None if the prompt fails during a run, because the step must
-    continue.
-    """
+    """Return the samples of one prompt; None if it fails during a run, because the step must continue."""
     try:
         summary, ref = await generate(
             cluster,
@@ -152,7 +137,6 @@ async def validate(run: Training, step: int, phases: Phases) -> dict[str, float]
 
 
 async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
-    """Return `eval/*` of the servers' weights after `step`, and store the completions in the run folder."""
     with run.folder.recording_evaluation(step) as record:
         metrics = await evaluate(run.cluster, step, watchdog=run.watchdog, record=record)
     return {f"eval/{name}": value for name, value in metrics.items()}
@@ -160,13 +144,8 @@ async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
 
 @contextmanager
 def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Callable[[Mapping[str, float]], None]]]:
-    """Context manager for a folder with the layout of a run folder, which holds one evaluation as step 0.
-
-    Returns:
-        A function that stores completions, and a function that stores metrics.
-    Raises:
-        InputError: the folder holds a run that was trained.
-    """
+    """Context manager for a folder with the layout of a run folder, which holds one evaluation as step 0. Yields a
+    function that stores completions, and one that stores metrics."""
     if (out / TRAJECTORIES).exists() or (out / CHECKPOINTS).exists():
         raise InputError(f"folder {out} holds a trained run: choose another folder for the evaluation")
     (out / EVALUATIONS).mkdir(parents=True, exist_ok=True)

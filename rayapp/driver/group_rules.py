@@ -33,13 +33,7 @@ class DynamicSampling:
         self._dropped: list[GroupSummary] = []
 
     def refuses(self, summary: GroupSummary, place: int) -> bool:
-        """Return whether to replace this group.
-
-        Args:
-            place: index of the group among those admitted for this step, from 0.
-        Raises:
-            TrainingAbortedError: scored trajectories lack the term `algorithm.dynamic_sampling.metric`.
-        """
+        """Return whether to replace a group; `place` is its index among those admitted for this step, from 0."""
         if not self._section.enabled or has_signal(summary, self._section.metric):
             return False
         if place >= self._section.max_dropped_per_step:
@@ -101,8 +95,6 @@ GROUP_FAILED = "group_failed"
 
 
 class _StepCounts(NamedTuple):
-    """Counts of one step."""
-
     num_groups: int
     num_failing: int
     """Number of groups with a failed trajectory."""
@@ -112,11 +104,7 @@ class _StepCounts(NamedTuple):
 
 
 class FailureBudget:
-    """Counts trajectories that failed for reasons other than the policy, over the last ten steps.
-
-    Args:
-        max_ratio: rollout.max_failed_ratio.
-    """
+    """Counts trajectories that failed for reasons other than the policy, over the last ten steps."""
 
     def __init__(self, max_ratio: float) -> None:
         self._max_ratio = max_ratio
@@ -125,11 +113,7 @@ class FailureBudget:
         """Number of trajectories of each group that failed as a whole since the last step."""
 
     def record(self, summaries: Iterable[GroupSummary]) -> None:
-        """Count one step. If the last ten steps have several groups, failures of a single group never end the run.
-
-        Raises:
-            TrainingAbortedError: the share of failures is above the limit.
-        """
+        """Count one step. If the last ten steps have several groups, failures of a single group never end the run."""
         groups = [summary.failure_kinds for summary in summaries] + [(GROUP_FAILED,) * size for size in self._lost]
         self._lost = []
         self._window.append(
@@ -152,11 +136,7 @@ class FailureBudget:
             )
 
     def lost_group(self, config: Config, reason: str) -> None:
-        """Count a group of training that failed as a whole.
-
-        Raises:
-            TrainingAbortedError: too many groups failed since the last step.
-        """
+        """Count a group of training that failed as a whole."""
         self._lost.append(config.rollout.group_size)
         if len(self._lost) > max(MOST_LOST_GROUPS, config.train.groups_per_step):
             raise TrainingAbortedError(

@@ -58,13 +58,7 @@ def _enter_phase(run: Training, name: str) -> None:
 async def train_step(
     run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases
 ) -> dict[str, float]:
-    """Train on the groups, send the servers the new weights, and record the step.
-
-    Returns:
-        All metrics of the step.
-    Raises:
-        StalledError: a part of the step hangs.
-    """
+    """Train on the groups, send the servers the new weights, and record the step. Returns all metrics of the step."""
     async with unstalled(run.watchdog, f"the end of step {step}"):
         return await _train_step(run, step, groups, phases)
 
@@ -108,7 +102,6 @@ async def _train_step(
 
 
 async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
-    """Train one step and send the new weights to the servers. Returns the metrics of training and of sending."""
     cluster = run.cluster
     with phases("train"):
         await cluster.lend_gpus()
@@ -120,7 +113,6 @@ async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]]
 
 
 def _state_metrics(run: Training) -> dict[str, float]:
-    """Return metrics of the run's state that don't depend on the step's groups."""
     return (
         run.cluster.recovery_metrics()
         | ledger_metrics(run.store)
@@ -132,9 +124,8 @@ def _state_metrics(run: Training) -> dict[str, float]:
 
 
 async def save_if_due(run: Training, step: int, score: float | None) -> dict[str, float]:
-    """Check the save in progress, and begin to save this step if a checkpoint is due. Returns the metrics of a save
-    that ended.
-    """
+    """Check the save in progress, and begin to save this step if a checkpoint is due. Returns metrics of a save that
+    ended."""
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
@@ -159,11 +150,7 @@ async def begin_checkpoint(run: Training, version: int, *, score: float | None =
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:
-    """Return the number of groups by state, and the seconds that the oldest ready group has waited.
-
-    Raises:
-        AssertionError: a group was lost or counted twice.
-    """
+    """Return the number of groups by state, and the seconds that the oldest ready group has waited."""
     ledger = store.ledger()
     assert ledger.balances(), f"the ledger does not balance: {ledger}"
     queue = {"queue/oldest_ready_s": store.oldest_ready_s(), "ledger/reissued": float(store.reissued_for.total())}
@@ -179,13 +166,8 @@ step is saved first.
 
 
 def run_training(config: Config, on_step: OnStep | None = None) -> None:
-    """Run `rayapp train`: check, warm up, start the actors, train, export, end the actors.
-
-    Raises:
-        UserError: the model, a task, the run folder or the cluster can't be used; nothing was started, or all of it
-            has ended.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
-    """
+    """Run `rayapp train`: check, warm up, start the actors, train, export, end the actors. On Ctrl-C or SIGTERM the
+    steps done are saved and the actors have ended when KeyboardInterrupt comes out."""
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=True)
     if config.lacks_baseline:
@@ -248,11 +230,8 @@ async def train_through_losses(
 async def train(
     config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker, on_step: OnStep | None = None
 ) -> int:
-    """Train from the last complete checkpoint, or from the start model, to `config.train.num_steps`.
-
-    Returns:
-        The last step: `num_steps`, or the step at which `on_step` raised StopTraining.
-    """
+    """Train from the last complete checkpoint, or from the start model. Returns the last step: `num_steps`, or that at
+    which `on_step` raised StopTraining."""
     run = await open_run(cluster, folder, tracker)
     version = run.store.version
     await cluster.sync_weights(version)
@@ -278,9 +257,7 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. If it raises any error, StopTraining included, the step is
-    saved.
-    """
+    """Call `on_step`; return True if it raises StopTraining. After any error, also StopTraining, the step is saved."""
     try:
         told = on_step(step, metrics)
         if told is not None:

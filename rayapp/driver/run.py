@@ -48,11 +48,7 @@ class BestMetric:
         self._is_checked = config.checkpoint.keep_best == 0
 
     def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the best_metric of the step with these metrics; None if it is missing or not finite.
-
-        Raises:
-            ConfigError: no step will ever have this metric.
-        """
+        """Return the best_metric of the step with these metrics; None if it is missing or not finite."""
         value = metrics.get(self._name)
         if not self._is_checked and _tells(self._name, metrics):
             self._is_checked = True
@@ -94,8 +90,6 @@ Store = TrajectoryStore[object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Objects that every step of a run uses."""
-
     cluster: Cluster
     folder: RunFolder
     tracker: RunTracker
@@ -152,7 +146,6 @@ def _open_store(
 
 
 def straggler_window(config: Config) -> int:
-    """Return the number of groups that may be trained before an older group that is still being generated."""
     train = config.train
     steps = train.max_staleness if train.partial_rollouts else 1
     return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window

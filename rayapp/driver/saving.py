@@ -41,11 +41,7 @@ NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 class SavingLearners(Protocol):
-    """The learners' methods for saving."""
-
-    def holds(self, version: int) -> bool:
-        """Return whether the learners hold this version; False in the middle of a step."""
-        ...
+    def holds(self, version: int) -> bool: ...
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None: ...
 
@@ -78,14 +74,8 @@ class CheckpointSaver:
         kept: KeptGroups = NOTHING_KEPT,
         files: Mapping[str, str] = NO_FILES,
     ) -> None:
-        """Begin a checkpoint; returns when training may go on.
-
-        Args:
-            kept: groups that a resumed run need not generate again.
-            files: other state of the driver, as text by file name.
-        Raises:
-            CheckpointError, StorageFullError: this checkpoint, or the previous one, can't be written.
-        """
+        """Begin a checkpoint; returns when training may go on. A resumed run need not generate the groups `kept` again;
+        `files` are other state of the driver, as text by file name."""
         await self.finish()
         pending = self._folder.checkpoints.begin(version)
         started = time.monotonic()
@@ -120,9 +110,7 @@ class CheckpointSaver:
 
     @asynccontextmanager
     async def _explained(self) -> AsyncIterator[None]:
-        """Context manager that deletes the files of a checkpoint that fails in the block: on a full disk, the next step
-        would fail too.
-        """
+        """Delete the files of a checkpoint that fails in the block: on a full disk, the next step would fail too."""
         try:
             yield
         except Exception as error:  # not if cancelled: a thread may be committing the checkpoint
@@ -132,9 +120,7 @@ class CheckpointSaver:
             raise
 
     async def finish(self) -> None:
-        """Wait until no checkpoint is being written. Raises CheckpointError or StorageFullError: it can't be
-        written.
-        """
+        """Wait until no checkpoint is being written."""
         if self._writing is None:
             return
         # If the caller is cancelled, the save continues: `finish` is called again, or `close` abandons it.
@@ -150,7 +136,7 @@ class CheckpointSaver:
         return {"timing_s/checkpoint_write": self._seconds}
 
     async def close(self) -> None:
-        """Abandon a checkpoint that is being written; its folder is never used. Idempotent."""
+        """Abandon a checkpoint that is being written; its folder is never used."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -162,7 +148,6 @@ class CheckpointSaver:
 
 @asynccontextmanager
 async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
-    """Context manager that closes the saver."""
     try:
         yield
     finally:
@@ -247,12 +232,7 @@ async def _finish(saver: CheckpointSaver) -> None:
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Context manager that limits the block to SAVE_S seconds. If the process hangs on a disk after that, it is ended
-    by force.
-
-    Raises:
-        CheckpointError: the block took too long, or the learners were lost.
-    """
+    """Limit the block to SAVE_S seconds. If the process hangs on a disk after that, it is ended by force."""
     end_process_after(SAVE_S + CLOSE_S)
     limit = asyncio.timeout(SAVE_S)
     try:

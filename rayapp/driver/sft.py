@@ -39,12 +39,7 @@ from rayapp.storage.models.fetch import with_local_model
 
 
 def run_sft(config: Config) -> None:
-    """Run `rayapp sft`: only the warm-up of this config.
-
-    Raises:
-        UserError: the model, a row, the run folder or the cluster can't be used; nothing was started, or all of it has
-            ended.
-    """
+    """Run `rayapp sft`: only the warm-up of this config."""
     if not config.warmup.num_steps:
         raise ConfigError(
             "warmup.num_steps is 0, so there is nothing to do: set warmup.num_steps and warmup.files (docs/sft.md)"
@@ -56,14 +51,8 @@ def run_sft(config: Config) -> None:
 
 
 def warm_up(config: Config) -> tuple[Config, float]:
-    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already.
-
-    Returns:
-        The config of the training that follows, with the trained model; and the cost of the supervised steps.
-    Raises:
-        InputError: a row can't be used.
-        RunFolderError: the folder belongs to another run.
-    """
+    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already. Returns the
+    config of the training that follows, with the trained model; and the cost of the supervised steps."""
     section = sft_config(config)
     if not section.run_folder.exists():
         _demonstrations(section)  # read them first, so that a refused row leaves no empty run folder
@@ -101,7 +90,6 @@ def sft_config(config: Config) -> Config:
 
 
 def sft_name(config: Config) -> str:
-    """Return the name of the supervised run. Raises ConfigError if it is too long."""
     name = f"{config.run.name}-sft"
     if len(name) > 63:
         raise ConfigError(f"run.name {config.run.name!r} is too long for a run with a warm-up: at most 59 characters")
@@ -118,10 +106,8 @@ def after_warmup(config: Config) -> Config:
 
 
 def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
-    """Return the rows of step `step`, counted from 1. It is a pure function, so that a resumed run takes the next rows.
-
-    Each epoch takes every row once, in its own order; a step may span two epochs.
-    """
+    """Return the rows of step `step`, counted from 1. Pure, so that a resumed run takes the next rows. Each epoch takes
+    every row once, in its own order; a step may span two epochs."""
     first = (step - 1) * rows_per_step
     places = range(first, first + rows_per_step)
     return [index_in_epochs(place, number=num_rows, seed=seed, what="demonstrations") for place in places]
@@ -129,16 +115,12 @@ def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Demonstrations to train on and to measure the loss on."""
-
     learned: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Learning:
-    """State of the supervised steps."""
-
     config: Config
     folder: RunFolder
     tracker: RunTracker
@@ -176,7 +158,6 @@ class _Learning:
 
 
 def _demonstrations(section: Config) -> tuple[Demonstrations, Sequence[Trajectory]]:
-    """Return the demonstrations to train on, and the held-out rows. Raises InputError if one can't be used."""
     local, files = with_local_model(section), section.warmup.eval_files
     found = read_demonstrations(local, section.warmup.files)
     return found, read_demonstrations(local, files).rows if files else ()

@@ -224,9 +224,7 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Return the ids of the next step's groups; None while the step must wait. Called after each group that
-        finishes.
-        """
+        """Return the ids of the next step's groups; None while the step must wait."""
         if len(self._ready) < num_groups:
             return None
         ids = sorted(self._ready)[:num_groups]
@@ -242,9 +240,7 @@ class TrajectoryStore(Generic[RefT]):
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
-        """Return True if all groups but `ids` can still be trained before they are too stale, with `groups_per_step`
-        groups per step.
-        """
+        """Return True if all groups but `ids` can still be trained before they are too stale."""
         taken = set(ids)
         rest = sorted(
             self._admitted_for[group_id] + self._max_staleness
@@ -277,26 +273,22 @@ class TrajectoryStore(Generic[RefT]):
 
     @property
     def next_untrained_id(self) -> int:
-        """Return the first id that a resumed run hands out: groups in flight now are generated again.
-
-        In a synchronous run this includes groups dropped since the last release: their replacements must start together
-        with the same groups as before.
-        """
+        """First id that a resumed run hands out: groups in flight now are generated again. In a synchronous run this
+        includes groups dropped since the last release: their replacements must start together with the same groups as
+        before."""
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
         # The ids of kept groups may be above ids that have not been handed out again yet.
         return min((*in_flight, self._upcoming_id()))
 
     @property
     def done_ahead(self) -> tuple[int, ...]:
-        """Return the ids above `next_untrained_id` that are trained or dropped, so that a resumed run does not hand
-        them out again.
-        """
+        """Ids above `next_untrained_id` that are trained or dropped: a resumed run does not hand them out again."""
         first = self.next_untrained_id
         return tuple(sorted(group_id for group_id in self._done_ahead if group_id > first))
 
     @property
     def waiting(self) -> list[StoredGroup[RefT]]:
-        """Return the finished groups that no step has taken yet, oldest first."""
+        """Finished groups that no step has taken yet, oldest first."""
         return [self._ready[group_id] for group_id in sorted(self._ready)]
 
     @property
@@ -306,7 +298,7 @@ class TrajectoryStore(Generic[RefT]):
         return f"{len(self._ready)} groups with {completions} completions done, {len(self._admitted)} in generation"
 
     def oldest_ready_s(self) -> float:
-        """Return the seconds that the oldest finished group has waited to be trained on; 0 if none waits."""
+        """Return the seconds that the oldest finished group has waited; 0 if none waits."""
         now = time.monotonic()
         return max((now - group.ready_at_s for group in self._ready.values()), default=0.0)
 
@@ -322,7 +314,6 @@ class TrajectoryStore(Generic[RefT]):
 
 
 def _num_above(group_id: int, ids: Sequence[int]) -> int:
-    """Return the number of ids above `group_id` in a sorted list."""
     return len(ids) - bisect_right(ids, group_id)
 
 

@@ -42,12 +42,7 @@ class Watched(Protocol):
     def name(self) -> str: ...
 
     async def incarnation(self, timeout_s: float) -> str:
-        """Return an id of this start of the process; it differs after every restart.
-
-        Raises:
-            ProcessDiedError: there is no process.
-            DeadlineError: it hangs.
-        """
+        """Return an id of this start of the process; it differs after every restart."""
         ...
 
     async def ping(self, timeout_s: float) -> str:
@@ -101,11 +96,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Context manager that watches the members; raises an error from the block if one can't be restarted.
-
-        Raises:
-            RestartsUsedUpError: a member died too often.
-        """
+        """Watch the members during a block. Raises RestartsUsedUpError from the block: a member died too often."""
         for name, member in self._members.items():
             self._incarnations[name] = await member.ping(self._revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
@@ -122,15 +113,10 @@ class Supervisor:
             await self._check(name)
 
     async def settled(self) -> None:
-        """Restart the members that are gone, and wait until every member answers. Call it after any failed call.
-
-        Raises:
-            RestartsUsedUpError: a member died too often.
-        """
+        """Restart the members that are gone, and wait until every member answers. Call it after any failed call."""
         await asyncio.gather(*(self._owned(self._check(name), name) for name in self._members))
 
     def is_up(self, name: str) -> bool:
-        """Return whether the member is up; False while it is being replaced."""
         return name not in self._down
 
     def incarnation(self, name: str) -> str:
@@ -152,9 +138,8 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Await work on a member. The work continues if the caller is cancelled: otherwise a half-replaced member would
-        be lost a second time, or count as up.
-        """
+        """Await work on a member. It continues if the caller is cancelled: otherwise a half-replaced member would be
+        lost a second time, or count as up."""
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -212,7 +197,6 @@ class Supervisor:
         self._report(f"replaced {member.name} after {seconds:.1f} s (restart {self.restarts[member.name]})")
 
     async def _revive(self, member: Watched) -> None:
-        """Wait for a new process, make it ready, and store its incarnation."""
         known = self._incarnations[member.name]
         # Ray has no event for an actor's restart, so poll.
         while (born := await self._born(member)) in ("", known):  # noqa: ASYNC110
@@ -237,5 +221,4 @@ class Supervisor:
         self.restarts[name] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return `recovery/*` of the run so far: restarts of actors, and seconds spent replacing lost ones."""
         return {"recovery/restarts": float(self.restarts.total()), "recovery/seconds_down": self.seconds_down}

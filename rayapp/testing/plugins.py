@@ -1,4 +1,4 @@
-"""Contract checks for each kind of plug-in, for a package's own tests and for `rayapp plugins --check`.
+"""Contract checks for each kind of plug-in, for a package's own tests.
 
     from rayapp.testing.plugins import check_task
     def test_it_is_a_task(): check_task(MY_TASK)

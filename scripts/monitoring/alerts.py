@@ -163,7 +163,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="{{ $labels.run }}: stray sandboxes were found at {{ $labels.provider }} and ended",
         runbook=(
             "After a crash this is expected once. If it repeats, another run has the same run.name.",
-            "`rayapp sandbox list` lists the sandboxes that are left.",
+            "`rayapp sandbox reap --dry-run` lists the sandboxes that are left.",
         ),
     ),
     Alert(

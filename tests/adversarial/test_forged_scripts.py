@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import marshal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
-import pytest_asyncio
 
-from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Prompt, Reward
+from rayapp.core.types import Reward
 from rayapp.extras.repositories.scripts import WORKDIR, TestScript
 from rayapp.extras.repositories.task import RepositoryTask, as_answer
-from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_task, shipped_repositories
+from support import make
 
 pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.asyncio(loop_scope="module")]
 LIBRARY = Path(__file__).parents[2] / "rayapp" / "tasks" / "library" / "repositories"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=2), "test-scripts") as (source, _):
-        yield source
 
 
 def scripted(name: str, more: str = "") -> RepositoryTask:
@@ -67,7 +58,7 @@ def compiled(path: Path, name: str) -> dict[str, bytes]:
 
 
 async def score(task: RepositoryTask, answer: str, sandboxes: SandboxSource) -> Reward:
-    return await task.score(Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32)), answer, sandboxes, seed=0)
+    return await task.score(make.prompt(task=task.name), answer, sandboxes, seed=0)
 
 
 @pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.long)])

@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from PIL import Image
 
 from scripts.monitoring.dashboard import ROWS, queries
 from support.stubs.e2b_stub import API_KEY, E2BStub
@@ -34,7 +30,6 @@ from support.stubs.faults import Faults
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-PAGE_TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 
@@ -277,98 +272,6 @@ def test_every_panel_draws_what_prometheus_scrapes(training: Training, start_pro
     prometheus.wait_until(lambda: not empty(), lambda: f"panels without data: {empty()}")
     prometheus.wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), prometheus.log.read_text)
     assert {rule["name"] for rule in prometheus.rules()} == {rule["alert"] for rule in rules["groups"][0]["rules"]}
-
-
-PICTURES = os.environ.get("RAYAPP_PICTURES", "")
-"""Folder for the screenshots of docs/operate.md; without it they go where the test's files go."""
-MAX_PICTURE_BYTES = 200_000
-GRAPHS = (
-    "sum by (run) (ray_rl_reward_mean)",
-    'sum by (phase) (ray_rl_phase_seconds{phase=~"generate|train|weight_sync"})',
-)
-WIDTH = 1700
-"""Of the window, in pixels; narrower, the dashboard cuts its tables."""
-
-
-@pytest.fixture
-def page() -> Iterator[Any]:
-    """Of a headless browser."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    chromium = shutil.which(os.environ.get("RAYAPP_CHROMIUM", "chromium"))
-    if chromium is None:
-        pytest.skip("needs a Chromium: apt-get install chromium, or RAYAPP_CHROMIUM=/path/to/one")
-    with api.sync_playwright() as started:
-        # Chromium's own sandbox refuses to run as root.
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": 1000})
-        page.set_default_timeout(PAGE_TIMEOUT_S * 1000)
-        yield page
-        browser.close()
-
-
-@pytest.fixture
-def shoot(page: Any, tmp_path: Path) -> Callable[..., None]:
-    """Call it with name, height and texts: a picture of the page once it shows them all, small enough for the docs."""
-
-    def shoot(name: str, height: int, texts: Iterable[str | re.Pattern[str]]) -> None:
-        page.set_viewport_size({"width": WIDTH, "height": height})
-        for text in texts:
-            page.get_by_text(text).locator("visible=true").first.wait_for()
-        page.mouse.move(0, 0)  # what the pointer is over has a tooltip
-        page.wait_for_load_state("networkidle")
-        picture = Path(PICTURES or tmp_path, f"{name}.png")
-        page.screenshot(path=picture)
-        with Image.open(picture) as image:
-            image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(picture, optimize=True)
-        assert picture.stat().st_size < MAX_PICTURE_BYTES
-
-    return shoot
-
-
-def test_dashboards_pages_show_the_run_in_a_browser(training: Training, page: Any, shoot: Callable[..., None]) -> None:
-    head, jobs = training.head, f"{training.head.address}/#/jobs"
-    page.goto(head.address)
-    page.get_by_placeholder("Enter your authentication token").fill(head.environment["RAY_AUTH_TOKEN"])
-    page.get_by_role("button", name="Submit").click()
-
-    page.goto(jobs)
-    shoot("ray-jobs", 700, [training.job, "RUNNING", f"rayapp train configs/{training.file.parent.name}/run.yaml"])
-    page.goto(f"{jobs}/{training.details()['job_id']}")
-    shoot("ray-job", 1170, [training.job, '"run_name": "jobs"', "Finished:", "ready: vllm-server-0", "step 1/5000"])
-    page.get_by_text("Task Table", exact=True).click()
-    kind = page.get_by_role("combobox", name="Function or Class Name")
-    kind.fill("RolloutWorker.run_group")
-    kind.press("Escape")
-    row = re.compile(r"^rollout-worker-0\.run_group step=\d+ group=\d+$")
-    page.get_by_text(row).first.wait_for()  # before that the page is too short to be scrolled to the table
-    page.get_by_text("Task Table", exact=True).evaluate(
-        "title => window.scrollTo(0, title.getBoundingClientRect().top + window.scrollY - 120)"
-    )
-    shoot("ray-tasks", 1000, [row])
-    page.goto(f"{head.address}/#/actors")
-    shoot("ray-actors", 900, ACTORS)
-    page.goto(f"{head.address}/#/metrics")
-    shoot("ray-metrics", 240, ["either Prometheus or Grafana server is not detected"])
-
-
-def test_prometheus_pages_show_the_runs_graphs_and_alerts_in_a_browser(
-    training: Training, page: Any, shoot: Callable[..., None], start_prometheus: Any
-) -> None:
-    rules = yaml.safe_load((ROOT / "configs" / "kuberay" / "chart" / "files" / "alerts.yaml").read_text())
-    prometheus = start_prometheus(training.head.metrics_port, rules)
-    several = 'changes(ray_rl_last_step_timestamp_seconds{run="jobs"}[5m]) >= 4'
-    prometheus.wait_until(lambda: bool(prometheus.query(several)), lambda: "no steps to draw")
-    graphs = {f"g{i}.{key}": value for i, expr in enumerate(GRAPHS) for key, value in graph(expr).items()}
-
-    # Debian's Prometheus has the classic pages only, the graphs among them without that in their address.
-    page.goto(f"http://127.0.0.1:{prometheus.port}/graph?{urllib.parse.urlencode(graphs)}")
-    shoot("prometheus-graphs", 1530, ['{run="jobs"}', '{phase="generate"}', '{phase="train"}', '{phase="weight_sync"}'])
-    page.goto(f"http://127.0.0.1:{prometheus.port}/classic/alerts")
-    shoot("prometheus-alerts", 800, [re.compile(rule["alert"]) for rule in rules["groups"][0]["rules"]])
-
-
-def graph(expr: str) -> dict[str, str]:
-    return {"expr": expr, "tab": "0", "range_input": "1m", "step_input": "2"}
 
 
 OF_RAY = {"JobSupervisor", "_StatsActor"}

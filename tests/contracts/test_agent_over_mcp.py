@@ -95,17 +95,3 @@ async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other
     failed = plays[0]
     assert (failed.reward.failure_kind, failed.is_trainable) == ("tool_unavailable", False)
     assert "could not be reached for 0.5 s" in failed.reward.detail
-
-
-async def test_huge_and_odd_output_reaches_the_policy_cut(chat_tokenizer: Any, tmp_path: Path) -> None:
-    codes = ("print('漢' * 20_000)", "print(chr(0xd800))", "print('\\x00\\x1b[31m<|im_end|>')")
-    turns = ("".join(call("run_code_once", code=code) for code in codes), "done")
-    async with mcp_serving(SANDBOXES, api_key="key") as url:
-        tools = await tool_set(tmp_path, url)
-        played = await play(chat_tokenizer, tools, turns)
-        await tools.close()
-
-    assert played.status is RolloutStatus.TRUNCATED or played.status is RolloutStatus.COMPLETED
-    assert [record.failure for record in played.calls] == ["", "", ""]
-    assert len(played.calls[0].output) == 1024 + len("...(truncated)...")
-    assert "UnicodeEncodeError" in played.calls[1].output or "\ufffd" in played.calls[1].output

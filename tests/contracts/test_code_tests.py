@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from rayapp.config.agent import CodeSection
-from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import Reward
-from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.tasks.code.scoring import CodeProblem
 
@@ -28,12 +24,6 @@ CYCLIC = {
     "        assert candidate(encode(text)) == text\n        assert abs(len(candidate(text)) - 9) < 1e-6\n",
 }
 DECODE = "def decode(s):\n    return s[-1:] + s[:-1]"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[PoolClient]:
-    async with open_pool(SandboxConfig(max_leases=1), "code-tests") as (source, _):
-        yield source
 
 
 async def score(sandboxes: PoolClient, row: dict[str, Any], code: str, **rules: Any) -> Reward:

@@ -6,22 +6,18 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import given as any_of
 
 from rayapp.config.agent import CodeSection
-from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError, SandboxConfigError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.languages import LANGUAGES, Language, language_of
 from rayapp.tasks.code.scoring import CodeProblem, check_languages
@@ -39,12 +35,6 @@ SUM = {
     "bash": "read a b; echo $((a + b))",
     "perl": "my ($a, $b) = split / /, <STDIN>; print $a + $b, qq(\\n);",
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=2), "test-languages") as (source, _):
-        yield source
 
 
 def problem(language: Language, *pairs: tuple[str, str], **rules: object) -> CodeProblem:

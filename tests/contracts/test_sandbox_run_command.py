@@ -79,27 +79,6 @@ async def test_code_that_runs_past_its_time_is_stopped_and_says_so(
     assert "stopped for timeout" in done.stderr
 
 
-@KINDS
-async def test_a_wrong_key_is_one_clear_error(
-    kind: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, _, at = CASES[kind]
-    monkeypatch.setenv(KEY_ENV, "e2b_wrong")
-    async with make().running() as url:
-        config = write_config(tmp_path, type=kind, api_key_env=KEY_ENV, **at(url))
-        done = await asyncio.to_thread(invoke, code, "--provider", kind, "--config", config)
-    assert isinstance(done.exception, SandboxConfigError)
-    assert "key" in str(done.exception)
-
-
-def test_a_missing_key_names_its_variable(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, kind in (("E2B_API_KEY", "e2b"), ("DAYTONA_API_KEY", "daytona")):
-        monkeypatch.delenv(variable, raising=False)
-        error = invoke(code, "--provider", kind).exception
-        assert isinstance(error, SandboxConfigError)
-        assert f"the environment variable {variable} is not set" in str(error)
-
-
 async def test_an_mcp_server_is_named_by_its_url(code: str) -> None:
     error = invoke(code, "--provider", "mcp").exception
     assert isinstance(error, SandboxConfigError)
@@ -124,10 +103,3 @@ def test_an_option_that_a_provider_has_no_use_for_is_refused(code: str, options:
     error = invoke(code, *options).exception
     assert isinstance(error, InputError)
     assert said in str(error)
-
-
-def test_a_config_without_the_provider_is_named(code: str, tmp_path: Path) -> None:
-    config = write_config(tmp_path, type="local")
-    error = invoke(code, "--provider", "e2b", "--config", config).exception
-    assert isinstance(error, SandboxConfigError)
-    assert "has no provider e2b" in str(error)

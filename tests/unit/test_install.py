@@ -63,45 +63,6 @@ def test_cpu_environment_has_no_cuda_package() -> None:
     assert [name for name in pinned("cpu") if name.startswith(("nvidia", "cuda", "triton", "torchvision"))] == []
 
 
-@pytest.mark.parametrize(
-    ("links", "device", "options"),
-    [
-        ("/wheels", "cpu", ["--find-links", "/wheels"]),
-        ("/a /b", "cpu", ["--find-links", "/a", "--find-links", "/b"]),
-        ("", "cpu", ["--torch-backend", "cpu"]),
-        ("", "gpu", []),
-    ],
-)
-def test_uv_is_told_where_the_cpu_torch_is(
-    installer: ModuleType, monkeypatch: pytest.MonkeyPatch, links: str, device: str, options: list[str]
-) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", links)
-
-    assert installer._uv_command("uv", Path("python"), device) == [
-        "uv",
-        "pip",
-        "install",
-        "--python",
-        "python",
-        *options,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("when", "uses_uv", "options"),
-    [
-        ("now", True, ["--compile-bytecode"]),
-        ("later", True, []),
-        ("now", False, []),  # pip compiles unless it is told not to
-        ("later", False, ["--no-compile"]),
-    ],
-)
-def test_both_installers_compile_now_or_later(
-    installer: ModuleType, when: str, uses_uv: bool, options: list[str]
-) -> None:
-    assert installer._bytecode_options(when, uses_uv=uses_uv) == options
-
-
 def test_environment_that_is_up_to_date_is_left_alone(installer: ModuleType, tmp_path: Path) -> None:
     (tmp_path / ".rayapp-installed").write_text(installer._fingerprint("cpu"))
     command = [sys.executable, str(ENVIRONMENTS / "install.py"), "--venv", str(tmp_path)]
@@ -110,16 +71,6 @@ def test_environment_that_is_up_to_date_is_left_alone(installer: ModuleType, tmp
 
     assert (done.returncode, done.stdout) == (0, "")
     assert [entry.name for entry in tmp_path.iterdir()] == [".rayapp-installed"]
-
-
-def test_pip_without_a_cpu_torch_is_told_what_to_do(installer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-
-    text = installer._cure("cpu", uses_uv=False)
-
-    assert "install uv" in text
-    assert "extra-index-url" in text
-    assert "PIP_FIND_LINKS" in text
 
 
 def test_project_files_name_no_registry_and_no_folder_of_this_machine() -> None:

@@ -3,9 +3,8 @@
 Transformers makes several of the hub's tensors out of one tensor of the model (fused experts), or one out of several. A
 file holds whole groups of such tensors, so that any process can write any file with only that file's tensors in memory.
 
-`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`.
-
-learners and no process group, and don't read the optimizer's state.
+`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`. The driver calls
+it: it needs no learners and no process group, and doesn't read the optimizer's state.
 """
 
 from __future__ import annotations

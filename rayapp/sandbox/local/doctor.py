@@ -1,4 +1,4 @@
-"""Shows that code in a sandbox of this node can't read, write or reach what is outside, for `rayapp sandbox doctor`.
+"""Shows that code in a sandbox of this node can't read, write or reach what is outside, for `rayapp doctor`.
 
 One program tries the decoys that this process makes. tests/adversarial attacks the same levels with a hundred programs.
 """

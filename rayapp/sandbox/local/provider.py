@@ -305,7 +305,7 @@ class LocalProvider:
                 "agent.external.inside out: then the agent runs outside of the sandbox."
             )
         raise IsolationUnavailableError(
-            f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "
+            f"this node offers no isolation for model-written code ({steps}). Run `rayapp doctor`, use a "
             "remote provider, or set sandbox.allow_unisolated: true if you accept that code can read and change this "
             "node."
         )

@@ -13,6 +13,7 @@ from actors.routing import GroupCalls
 from rayapp.core.aio import as_they_end
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.types import Completion, RequestId, SamplingParams
+from support import make
 
 
 class Server:
@@ -47,13 +48,7 @@ class Server:
         await turn.wait()
         if index == 2:
             raise StaleVersionError(f"{request_id} needs {version}")
-        return Completion(
-            token_ids=np.array([index], np.int32),
-            log_probs=np.zeros(1, np.float32),
-            text="",
-            finish_reason="stop",
-            policy_version=version,
-        )
+        return make.completion(index, policy_version=version)
 
 
 async def ask(server: Server, *indices: int) -> list[Any]:

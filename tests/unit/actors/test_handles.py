@@ -11,24 +11,40 @@ from actors.handles import answer
 from rayapp.core.errors import DeadlineError, ObjectsLostError, ProcessDiedError, RayappError, StaleVersionError
 
 
-async def raising(error: BaseException) -> None:
-    raise error
-
-
 def task_error(cause: Exception) -> RayTaskError:
     return RayTaskError("generate", "Traceback ...", cause)
 
 
-async def test_our_own_errors_cross_ray_as_they_were() -> None:
-    with pytest.raises(StaleVersionError, match="holds 2, needs 3"):
-        await answer(
-            raising(task_error(StaleVersionError("holds 2, needs 3"))), timeout_s=5, what="vllm-server-0.generate"
-        )
+TRACE = "ray::learner-1:Learner.__init__() (pid=7)\n  File a.py, line 3\nrayapp.errors.LearnerError: no others"
+# As Ray raises it: an instance of both classes. The weights that the server fetched were in a learner's process.
+MET = task_error(ActorUnavailableError("learner-0 is unavailable", b"0" * 16)).as_instanceof_cause()
 
 
-async def test_a_full_object_store_names_the_key_to_raise() -> None:
-    with pytest.raises(RayappError, match=r"learner-0\.export_weights: .*object_store_mib"):
-        await answer(raising(task_error(ObjectStoreFullError("full"))), timeout_s=5, what="learner-0.export_weights")
+@pytest.mark.parametrize(
+    ("raised", "error", "said"),
+    [
+        (task_error(StaleVersionError("holds 2, needs 3")), StaleVersionError, "holds 2, needs 3"),
+        (task_error(ObjectStoreFullError("full")), RayappError, r"learner-0\.call: .*object_store_mib"),
+        (task_error(ZeroDivisionError("by zero")), RayappError, r"learner-0\.call failed: ZeroDivisionError: by zero"),
+        (ActorDiedError(), ProcessDiedError, r"learner-0\.call: its process is gone"),
+        (MET, ObjectsLostError, r"learner-0\.call: an object that this call needs was lost"),
+        (
+            ActorDiedError(RayTaskError("Learner.__init__", TRACE, RuntimeError())),
+            ProcessDiedError,
+            r"learner-0\.call: its process could not start\. .*LearnerError: no others$",
+        ),
+        (OutOfMemoryError("killed"), ProcessDiedError, r"learner-0\.call: .*out of memory.*max_tokens_per_microbatch"),
+    ],
+)
+async def test_a_failed_call_keeps_its_kind_and_names_the_actor(
+    raised: Exception, error: type[Exception], said: str
+) -> None:
+    async def call() -> None:
+        raise raised
+
+    with pytest.raises(error, match=said):
+        await answer(call(), timeout_s=5, what="learner-0.call")
+    assert isinstance(MET, ActorUnavailableError)
 
 
 async def test_a_call_that_does_not_answer_names_the_actor_and_the_deadline() -> None:
@@ -53,35 +69,3 @@ async def test_a_stop_that_comes_with_the_answer_stops_whoever_asked(turns_betwe
     watching.cancel()
     await asyncio.wait({watching}, timeout=30)
     assert watching.cancelled()
-
-
-async def test_a_dead_actor_is_told_apart_from_a_failed_call() -> None:
-    with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: its process is gone"):
-        await answer(raising(ActorDiedError()), timeout_s=5, what="learner-0.train_step")
-
-
-async def test_a_death_that_the_actor_met_is_not_its_own() -> None:
-    # As Ray raises it: an instance of both classes. The weights that the server fetched were in a learner's process.
-    met = task_error(ActorUnavailableError("learner-0 is unavailable", b"0" * 16)).as_instanceof_cause()
-    assert isinstance(met, ActorUnavailableError)
-    with pytest.raises(ObjectsLostError, match=r"vllm-server-0\.load_weights: an object that this call needs was lost"):
-        await answer(raising(met), timeout_s=5, what="vllm-server-0.load_weights")
-
-
-async def test_a_process_that_could_not_start_says_what_was_raised_and_not_where() -> None:
-    trace = "ray::learner-1:Learner.__init__() (pid=7)\n  File a.py, line 3\nrayapp.errors.LearnerError: no others"
-    died = ActorDiedError(RayTaskError("Learner.__init__", trace, RuntimeError()))
-    with pytest.raises(ProcessDiedError, match=r"ready: its process could not start\. .*LearnerError: no others$"):
-        await answer(raising(died), timeout_s=5, what="learner-1.ready")
-
-
-async def test_a_process_that_ray_ended_for_want_of_memory_is_named_with_what_to_lower() -> None:
-    with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: .*out of memory.*max_tokens_per_microbatch"):
-        await answer(raising(OutOfMemoryError("3 workers were killed")), timeout_s=5, what="learner-0.train_step")
-
-
-async def test_any_other_failure_keeps_its_type_and_text() -> None:
-    with pytest.raises(RayappError, match=r"learner-0\.train_step failed: ZeroDivisionError: division by zero"):
-        await answer(
-            raising(task_error(ZeroDivisionError("division by zero"))), timeout_s=5, what="learner-0.train_step"
-        )

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import ray
 from ray import JobID
+from ray._private import services
 from ray._private.node import Node
 from ray._private.worker import listen_error_messages
 
+from actors import own_ray
 from actors.own_ray import _make_token_folder, _messages_of_raylets_logged, ray_session
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, RayappError
@@ -63,9 +65,33 @@ def test_a_ray_that_does_not_come_up_is_a_message_with_the_machines_load(monkeyp
     monkeypatch.setattr(ray, "init", too_slow)
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
-    said = r"Ray did not start within 30 s; the load of this machine is \d+ on \d+ cores"
+    said = r"Ray did not start in 0 s; the load of this machine is \d+ on \d+ cores"
     with pytest.raises(RayappError, match=said), ray_session(Config()):
         pass
+
+
+def test_a_node_that_registers_late_is_waited_for_and_one_whose_raylet_has_ended_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, lines = iter([RuntimeError(), RuntimeError(), {"node": 1}, RuntimeError(), RuntimeError()]), list[str]()
+
+    def get_node(*args: Any) -> Any:
+        if isinstance(answer := next(answers), RuntimeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(own_ray, "PROGRESS_S", 0.0)
+    with own_ray._own_session_and_time_to_start(lines.append):
+        found = services.get_node("address", "id")
+        (tmp_path / "raylet").symlink_to("/bin/true")
+        services.ConsolePopen([str(tmp_path / "raylet")]).wait()
+        with pytest.raises(RuntimeError):
+            services.get_node("address", "id")
+
+    assert found == {"node": 1}
+    assert lines == ["Ray has not started in 0 s; waiting for at most 300 s"] * 2
+    assert services.get_node is get_node
 
 
 def test_what_a_raylet_says_of_a_killed_process_is_in_the_file_of_faults_and_not_on_the_console(

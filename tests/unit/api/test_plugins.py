@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import rayapp
-from rayapp.cli.main import run
+from rayapp.cli.machine import _plugins
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core import names as mechanism
 from rayapp.core.errors import ConfigError
-from rayapp.core.names import is_plugin, load_plugin, plugin_names
+from rayapp.core.names import is_plugin, load_plugin
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.rollout.agents import check_agent_name, player_of
 from rayapp.runs.folder import RunFolder
@@ -28,7 +28,7 @@ from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.sandbox.providers.table import remote_providers
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tasks.loading import load_task
-from rayapp.testing.plugins import check_reward, check_task, check_tool
+from rayapp.testing.plugins import check_plugin, check_reward, check_task, check_tool
 from rayapp.tools.loading import load_class
 
 SOURCE = Path(__file__).parents[2] / "data" / "plugin"
@@ -108,25 +108,20 @@ def test_a_tracker_of_a_plug_in_gets_every_step(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "lines.txt").read_text() == "1\n2\n"
 
 
-def test_all_are_listed_and_a_broken_one_is_named_and_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plugins"]) == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_all_keep_the_contract_of_their_kind_and_doctor_names_a_broken_one() -> None:
+    found = {each.name: each for each in mechanism.plugins()}
+    assert found.keys() >= {"double", "short", "dice", "lines", "reinforce", "plain", "mine", "doubting", "broken"}
+    for name, plugin in found.items():
+        if name != "broken":
+            check_plugin(plugin)
 
-    assert {(line["kind"], line["name"]) for line in lines if "problem" not in line} == {
-        ("tasks", "double"), ("rewards", "short"), ("tools", "dice"), ("trackers", "lines"), ("losses", "reinforce"),
-        ("estimators", "plain"), ("sandbox_providers", "mine"), ("agents", "doubting"),
-    }  # fmt: skip
-    [broken] = [line for line in lines if "problem" in line]
-    assert (broken["name"], broken["package"]) == ("broken", "pack-of-plugins 1.2")
-    assert "plug-in broken of pack-of-plugins 1.2 is broken: pack_of_plugins:NOT_THERE can't be loaded" in str(broken)
+    told = {finding.detail: finding.level for finding in _plugins()}
+
+    assert told["double of pack-of-plugins 1.2 (tasks)"] == "ok"
+    broken = "plug-in broken of pack-of-plugins 1.2 is broken: pack_of_plugins:NOT_THERE can't be loaded"
+    assert [level for detail, level in told.items() if detail.startswith(broken)] == ["note"]
     with pytest.raises(ConfigError, match=r"plug-in broken of pack-of-plugins 1\.2 is broken"):
         load_task("broken")
-
-
-def test_all_keep_the_contract_of_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [name for kind in mechanism.KINDS for name in plugin_names(kind) if name != "broken"]
-
-    assert run(["plugins", *names, "--check"]) == 0, capsys.readouterr().out
 
 
 def test_a_name_that_nobody_has_is_told_with_the_nearest() -> None:

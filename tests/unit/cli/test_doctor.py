@@ -11,16 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayapp.cli.doctor import (
-    Finding,
-    _compiler_is_there,
-    _gpu_computes,
-    _token_folder,
-    fitness,
-    gpu_names,
-    machine,
-    metrics_port,
-)
+from rayapp.cli.doctor import _compiler_is_there, _gpu_computes, fitness
+from rayapp.cli.machine import Finding, _token_folder, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.learner.memory.plan import plan_host
@@ -56,9 +48,7 @@ def test_machine_names_what_it_has_without_any_secret(monkeypatch: pytest.Monkey
 
     findings = {finding.what: finding for finding in machine()}
 
-    assert {"Python", "torch", "vLLM", "ray", "verl", "cores", "GPUs", "memory", "/dev/shm", "disk", "sandbox"} <= set(
-        findings
-    )
+    assert {"Python", "torch", "vLLM", "processor", "GPUs", "memory", "/dev/shm", "disk"} <= set(findings)
     assert "E2B_API_KEY" in findings["keys"].detail
     assert not [finding for finding in findings.values() if "secret-value" in finding.detail + finding.cure]
 
@@ -156,7 +146,7 @@ def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
 def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_need_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayapp.cli.doctor._free_shared_memory", lambda: 64 << 20)
+    monkeypatch.setattr("rayapp.cli.doctor.free_shared_memory", lambda: 64 << 20)
 
     def found(**sections: object) -> list[str]:
         config = Config.model_validate({"cluster": {"device": "cpu"}, "model": {"path": str(model)}} | sections)

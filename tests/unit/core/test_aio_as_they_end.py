@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from rayapp.core.aio import as_they_end
 from rayapp.core.errors import EngineError, RayappError
 
@@ -61,13 +59,3 @@ async def test_whoever_stops_listening_ends_the_rest() -> None:
     await batches.aclose()
     await asyncio.sleep(0)
     assert ended == [True]
-
-
-@pytest.mark.parametrize("count", [0, 1, 50])
-async def test_every_position_arrives_once(count: int) -> None:
-    async def one(index: int) -> int:
-        await asyncio.sleep(0)
-        return index * 2
-
-    found = [pair async for batch in as_they_end([one(i) for i in range(count)]) for pair in batch]
-    assert sorted(found) == [(i, i * 2) for i in range(count)]

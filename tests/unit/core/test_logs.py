@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from actors.spawn import ROLES, _load
-from rayapp.core.logs import JsonLines, Labels, about, hand_over, label_logs, start_logs, tracebacks_in
+from rayapp.core.logs import JsonLines, Labels, about, hand_over, start_logs, tracebacks_in
 from rayapp.runs.tracking.console import LogConsole
 
 STEP = {"reward/mean": 0.5, "learner/entropy": float("nan"), "timing_s/step": 2.0}
@@ -120,27 +120,6 @@ def test_the_commands_own_text_lines_give_way_to_json(capsys: pytest.CaptureFixt
     [line] = capsys.readouterr().err.splitlines()
     assert (json.loads(line)["message"], json.loads(line)["run"]) == ("once", "seed0")
     assert not [h for h in logging.getLogger().handlers if isinstance(h.formatter, JsonLines)]
-
-
-@pytest.mark.usefixtures("untouched_loggers")
-def test_text_leaves_the_log_as_it_is() -> None:
-    before = list(logging.getLogger().handlers)
-
-    start_logs("run", "text")
-
-    assert logging.getLogger().handlers == before
-
-
-def test_labels_are_put_on_once_and_follow_the_last_run() -> None:
-    handler = logging.NullHandler()
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        label_logs("first")
-        label_logs("second")
-        assert len(handler.filters) == 1
-    finally:
-        root.removeHandler(handler)
 
 
 @pytest.mark.parametrize("role", ROLES)

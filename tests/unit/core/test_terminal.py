@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import subprocess
 import sys
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.doctor import Finding, doctor_command
+from rayapp.cli.doctor import doctor_command
 from rayapp.cli.jobs import _write
+from rayapp.cli.machine import Finding
 from rayapp.cli.main import app, run
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.logs import label_logs, make_logs_visible, visible
-from rayapp.runs.tracking.console import LineConsole
-from rayapp.runs.tracking.trackers import RunTracker
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2028\ud800\x7f"
@@ -103,14 +101,6 @@ def test_an_unexpected_errors_traceback_is_printed_visibly() -> None:
     assert done.stderr.decode().endswith(f"ValueError: {SHOWN}\n")
 
 
-def test_a_note_of_a_run_is_shown_visibly() -> None:
-    stream = io.StringIO()
-
-    RunTracker({}, LineConsole(1, stream)).note(f"group 3 is issued again: {HOSTILE}")
-
-    assert stream.getvalue() == f"group 3 is issued again: {SHOWN}\n"
-
-
 def test_a_finding_of_the_doctor_is_text_and_no_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,10 +112,3 @@ def test_a_finding_of_the_doctor_is_text_and_no_markup(
     printed = capsys.readouterr().out
     assert f"[/red]models/[bold]x {SHOWN}" in printed
     assert "cure: move [it]" in printed
-
-
-def test_json_needs_no_more_than_its_own_escapes() -> None:
-    printed = json.dumps({"detail": HOSTILE})
-
-    # DEL is the one control that JSON leaves; a terminal ignores it.
-    assert visible(printed.replace("\x7f", "")) == printed.replace("\x7f", "")

@@ -43,7 +43,7 @@ def texts_of_the_code() -> str:
                 elif isinstance(node, ast.JoinedStr):
                     parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
                     found.append("".join(map(str, parts)))
-    found += [path.read_text() for path in (ROOT / "rayapp" / "runs" / "view" / "static").glob("*.js")]
+    found += [path.read_text() for path in (ROOT / "rayapp" / "extras" / "view" / "static").glob("*.js")]
     return "\n".join(found)
 
 

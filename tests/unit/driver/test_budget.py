@@ -43,14 +43,6 @@ def test_a_pool_that_was_started_again_is_counted_from_its_start(tmp_path: Path)
     assert costs.spent["sandbox/e2b"] == pytest.approx((10 + 4 + 1) * 0.5)
 
 
-def test_seconds_are_counted_once_although_the_pool_did_not_answer_in_between(tmp_path: Path) -> None:
-    costs = Costs.open(PRICES, 0, tmp_path)
-    for pool_metrics in ({"sandbox/e2b/lived_s": 10.0}, {}, {"sandbox/e2b/lived_s": 12.0}):
-        costs.tick(0.0, 0, pool_metrics)
-
-    assert costs.spent["sandbox/e2b"] == pytest.approx(12 * 0.5)
-
-
 def test_a_resumed_run_goes_on_from_the_sum_of_the_killed_one(tmp_path: Path) -> None:
     first = Costs.open(PRICES, 1, tmp_path, warmup=2.0)
     first.tick(1000.0, 0, {})
@@ -119,16 +111,6 @@ async def test_the_wait_for_gpus_costs_nothing(tmp_path: Path) -> None:
         while not costs.total:
             await asyncio.sleep(0.01)
     assert costs.total <= time.monotonic() - leased_at  # a node costs 1 a second
-
-
-async def test_the_costs_of_a_block_that_ends_are_saved(tmp_path: Path) -> None:
-    costs = Costs.open(BudgetSection(node_hour=3600.0), 0, tmp_path)
-    async with counting(costs, lambda: 1, print, tick_s=0.01) as on_lease:
-        on_lease(pool)
-        while not costs.spent:
-            await asyncio.sleep(0.01)
-
-    assert Costs.open(BudgetSection(), 0, tmp_path).total > 0
 
 
 def test_the_last_of_two_saves_at_once_is_the_one_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

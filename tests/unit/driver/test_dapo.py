@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rayapp.config.algorithm import DynamicSamplingSection
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, TrainingAbortedError
+from rayapp.core.errors import TrainingAbortedError
 from rayapp.core.timing import Phases
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Fork, Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Fork, GroupSummary, Reward, RolloutStatus, Trajectory
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget, has_signal
 from rayapp.driver.loop import train_step
 from rayapp.driver.store import StoredGroup, TrajectoryStore
@@ -26,39 +26,19 @@ from rayapp.driver.watchdog import Watchdog
 from rayapp.learner.step_plan import loss_scale, make_table
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.tasks.verdict import overlong_penalty, shape_group
+from support import make
 
 
 def trajectory(num_tokens: int, reward: Reward, *, truncated: bool = False) -> Trajectory:
     """One prompt token and `num_tokens` sampled ones."""
-    return Trajectory(
-        token_ids=np.zeros(1 + num_tokens, np.int32),
-        response_mask=np.arange(1 + num_tokens) > 0,
-        rollout_log_probs=np.zeros(1 + num_tokens, np.float32),
-        completion_text="",
-        reward=reward,
-        status=RolloutStatus.TRUNCATED if truncated else RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
-
-
-def group_of(*trajectories: Trajectory, group_id: int = 0) -> Group:
-    prompt = Prompt(task="t", text="", token_ids=np.zeros(1, np.int32))
-    return Group(group_id=group_id, prompt=prompt, trajectories=trajectories)
+    status = RolloutStatus.TRUNCATED if truncated else RolloutStatus.COMPLETED
+    return make.trajectory([0] * (1 + num_tokens), reward=reward, status=status)
 
 
 def summary_of(group_id: int, rewards: list[float], valid: list[bool] | None = None) -> GroupSummary:
-    group = group_of(*(trajectory(2, Reward(value=r)) for r in rewards), group_id=group_id)
+    group = make.group(*(trajectory(2, Reward(value=r)) for r in rewards), group_id=group_id)
     summary = summarize_group(group, time_total_s=0.0)
     return summary if valid is None else replace(summary, valid=np.array(valid))
-
-
-def test_all_of_it_is_off_by_default() -> None:
-    algorithm = Config().algorithm
-    assert not algorithm.dynamic_sampling.enabled
-    assert not algorithm.overlong.filter
-    assert algorithm.overlong.buffer_tokens == 0
-    assert not DynamicSampling(algorithm.dynamic_sampling).refuses(summary_of(0, [1.0, 1.0]), 0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +60,7 @@ def test_a_group_has_a_signal_unless_its_valid_rewards_are_equal(
 
 def summary_with_terms(*terms: dict[str, float], reward: float = 1.0, status: str = "scored") -> GroupSummary:
     each = (trajectory(2, Reward(value=reward, terms=part, status=status)) for part in terms)
-    return summarize_group(group_of(*each), time_total_s=0.0)
+    return summarize_group(make.group(*each), time_total_s=0.0)
 
 
 def test_groups_are_compared_by_the_term_that_is_named() -> None:
@@ -182,7 +162,7 @@ def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_n
     config = Config.model_validate(
         {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
     )
-    group = group_of(
+    group = make.group(
         trajectory(90, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(110, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(120, Reward.invalid("sandbox_gone", "")),
@@ -200,7 +180,7 @@ def test_tool_results_count_for_the_penalty_as_they_do_for_the_limit() -> None:
     )
     played = trajectory(110, Reward(value=1.0))
     mostly_read = replace(played, response_mask=np.isin(np.arange(111), [1, *range(100, 111)]))
-    group = group_of(played, mostly_read)
+    group = make.group(played, mostly_read)
 
     shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), config)
 
@@ -218,8 +198,7 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
         response_mask=np.arange(1900) % 950 >= 900,
         forks=(Fork(start=950, after=-1),),
     )
-    prompt = Prompt(task="t", text="", token_ids=np.empty(0, np.int32))
-    group = replace(group_of(played, forked), prompt=prompt)
+    group = replace(make.group(played, forked), prompt=make.prompt())
 
     shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), config)
 
@@ -230,18 +209,11 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
 def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> None:
     config = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
     looped = replace(trajectory(3, Reward(value=0.0)), status=RolloutStatus.MAX_TURNS)
-    group = group_of(looped, trajectory(3, Reward(value=1.0)), trajectory(3, Reward(value=1.0), truncated=True))
+    group = make.group(looped, trajectory(3, Reward(value=1.0)), trajectory(3, Reward(value=1.0), truncated=True))
 
     table = make_table([summarize_group(group, time_total_s=0.0)], config)
 
     assert table.loss_rows.tolist() == [0, 1]
-
-
-def test_a_buffer_longer_than_the_limit_is_refused() -> None:
-    with pytest.raises((ConfigError, ValueError), match="would begin before the first token"):
-        Config.model_validate(
-            {"rollout": {"max_completion_tokens": 64}, "algorithm": {"overlong": {"buffer_tokens": 65}}}
-        )
 
 
 @given(
@@ -253,11 +225,11 @@ def test_truncated_trajectories_are_in_the_baseline_and_not_in_the_loss(
 ) -> None:
     config = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
     members = [trajectory(n, Reward(value=float(i)), truncated=truncated[i]) for i, n in enumerate(sizes)]
-    table = make_table([summarize_group(group_of(*members), time_total_s=0.0)], config)
+    table = make_table([summarize_group(make.group(*members), time_total_s=0.0)], config)
     assert table.trained.all()
     kept = [i for i in range(len(sizes)) if not truncated[i]]
     assert table.loss_rows.tolist() == kept
     scale = loss_scale(table, np.ones(len(sizes), np.bool_), config, 1)
     assert scale.num_tokens == sum(sizes[i] for i in kept)
     assert scale.num_trajectories == len(kept)
-    assert make_table([summarize_group(group_of(*members), time_total_s=0.0)], Config()).loss_rows.size == len(sizes)
+    assert make_table([summarize_group(make.group(*members), time_total_s=0.0)], Config()).loss_rows.size == len(sizes)

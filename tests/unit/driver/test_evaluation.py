@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from actors.routing import Router
@@ -17,7 +16,7 @@ from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError
 from rayapp.core.timing import Phases
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, GroupSummary, Prompt
+from rayapp.core.types import Group, GroupSummary
 from rayapp.driver.evaluation import evaluation_folder, validate
 from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.run import Training
@@ -61,12 +60,8 @@ class Worker:
             raise EngineDeadError("vllm-server-0: its process is gone")
         self.now_s += STOP_AFTER_S * 2 / 3
         await asyncio.sleep(STOP_AFTER_S / 5)  # the watchdog looks every tenth
-        tokens = np.arange(4, dtype=np.int32)
-        group = Group(
-            group_id=request.group_id,
-            prompt=Prompt(task="t", text="", token_ids=tokens[:2]),
-            trajectories=(make.trajectory(tokens, 2, reward=1.0, policy_version=step),),
-        )
+        played = make.trajectory(range(4), 2, reward=1.0, policy_version=step)
+        group = make.group(played, group_id=request.group_id)
         return summarize_group(group, time_total_s=0.0), group
 
     async def settled(self) -> None:

@@ -6,14 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from actors.routing import Router
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError, RayappError, TrainingAbortedError
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, GroupSummary, Prompt
+from rayapp.core.types import Group, GroupSummary
 from rayapp.driver.feeding import feeding
 from rayapp.driver.group_rules import FailureBudget
 from rayapp.driver.run import Training
@@ -27,10 +26,7 @@ NUM_GROUPS = 5
 
 
 def group_of(request: GroupRequest) -> Group:
-    tokens = np.arange(4, dtype=np.int32)
-    prompt = Prompt(task="t", text="", token_ids=tokens[:2])
-    trajectory = make.trajectory(tokens, 2, reward=0.0, policy_version=request.policy_version)
-    return Group(group_id=request.group_id, prompt=prompt, trajectories=(trajectory,))
+    return make.group(make.trajectory(range(4), 2, policy_version=request.policy_version), group_id=request.group_id)
 
 
 class Worker:

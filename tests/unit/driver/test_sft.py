@@ -22,11 +22,6 @@ def test_every_epoch_takes_every_row_once(num_rows: int, rows_per_step: int, see
         assert Counter(taken[epoch * num_rows : (epoch + 1) * num_rows]) == Counter(range(num_rows))
 
 
-def test_another_seed_takes_another_order() -> None:
-    first, second = (rows_of_step(1, num_rows=100, rows_per_step=50, seed=seed) for seed in (0, 1))
-    assert first != second
-
-
 def config(**sections: object) -> Config:
     return Config.model_validate({"run": {"name": "mine"}, "warmup": {"num_steps": 3, "rows_per_step": 2}} | sections)
 
@@ -41,11 +36,6 @@ def test_the_run_on_demonstrations_stands_beside_the_trainings() -> None:
 def test_on_object_storage_the_training_takes_the_model_from_there() -> None:
     there = config(run={"name": "mine", "output_dir": "s3://bucket/runs"})
     assert after_warmup(there).model.path == "s3://bucket/runs/mine-sft/final"
-
-
-def test_what_only_grpo_reads_may_change_between_warmup_and_training() -> None:
-    changed = config(algorithm={"kl_loss_coef": 0.1}, rollout={"group_size": 4}, server={"num_servers": 2})
-    assert sft_config(changed) == sft_config(config())
 
 
 def test_without_a_warmup_the_training_starts_from_the_model() -> None:

@@ -92,20 +92,6 @@ class Run:
         assert feeder.cancelled(), feeder.exception()
 
 
-@settings(max_examples=60, deadline=None)
-@given(groups_per_step=st.integers(1, 4), max_staleness=st.integers(0, 3), seed=st.integers(0, 2**32))
-def test_no_group_is_lost_trained_twice_or_older_than_the_bound(
-    groups_per_step: int, max_staleness: int, seed: int
-) -> None:
-    run = Run(groups_per_step, max_staleness, seed)
-
-    asyncio.run(asyncio.wait_for(run.train(), 60))
-
-    assert run.trained == list(range(NUM_STEPS * groups_per_step))
-    assert max(run.staleness) <= max_staleness
-    assert run.store.ledger().trained == run.store.ledger().issued == len(run.trained)
-
-
 def test_with_a_bound_of_one_generation_runs_ahead_of_training() -> None:
     run = Run(groups_per_step=2, max_staleness=1, seed=3)
 

@@ -17,6 +17,7 @@ from rayapp.core.aio import let_process_live
 from rayapp.core.errors import StalledError, first_error
 from rayapp.driver.loop import _take_and_train
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process, unstalled
+from support import make
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +27,7 @@ def alive() -> Iterator[None]:
     let_process_live()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def watchdog(clock: Clock, lines: list[str]) -> Watchdog:
+def watchdog(clock: make.Clock, lines: list[str]) -> Watchdog:
     async def dump() -> str:
         lines.append("dumped")
         return "outputs/run/stacks.txt"
@@ -48,18 +41,18 @@ async def turns(count: int = 20) -> None:
 
 
 async def test_a_stall_is_reported_then_stopped_with_who_waits_for_what() -> None:
-    clock, lines = Clock(), []
+    clock, lines = make.Clock(0.0), []
     dog = watchdog(clock, lines)
 
     with pytest.raises(BaseExceptionGroup) as caught:
         async with dog.watching():
             with dog.waiting("driver", "groups of step 4"), dog.waiting("group 7", "rollout-worker-0"):
-                clock.now_s = 0.02
+                clock.now = 0.02
                 await turns()
                 assert lines[0].startswith(
                     "no progress for 0 s. Waiting: driver for groups of step 4 since 0 s; group 7"
                 )
-                clock.now_s = 0.04
+                clock.now = 0.04
                 await asyncio.sleep(10)
 
     error = first_error(caught.value)
@@ -71,12 +64,12 @@ async def test_a_stall_is_reported_then_stopped_with_who_waits_for_what() -> Non
 
 
 async def test_a_run_that_finishes_something_now_and_then_is_left_alone() -> None:
-    clock, lines = Clock(), []
+    clock, lines = make.Clock(0.0), []
     dog = watchdog(clock, lines)
 
     async with dog.watching():
         for step in range(20):  # 0.1 s in all, three times the limit
-            clock.now_s += 0.005
+            clock.now += 0.005
             dog.progress(f"step {step}")
             await turns(2)
 
@@ -84,7 +77,7 @@ async def test_a_run_that_finishes_something_now_and_then_is_left_alone() -> Non
 
 
 async def test_a_wait_that_fails_is_no_progress() -> None:
-    clock, lines = Clock(), []
+    clock, lines = make.Clock(0.0), []
     dog = watchdog(clock, lines)
 
     with pytest.raises(ZeroDivisionError), dog.waiting("group 1", "rollout-worker-0"):
@@ -94,11 +87,11 @@ async def test_a_wait_that_fails_is_no_progress() -> None:
 
 
 async def test_a_step_that_hangs_ends_although_a_step_is_not_interrupted_and_the_error_names_it() -> None:
-    clock, lines = Clock(), []
+    clock, lines = make.Clock(0.0), []
     dog = watchdog(clock, lines)
 
     async def hang() -> None:
-        clock.now_s = 0.04
+        clock.now = 0.04
         await asyncio.Event().wait()
 
     async def groups(count: int) -> list[object]:
@@ -138,7 +131,7 @@ asyncio.run(main())
 
 
 async def test_stacks_that_cannot_be_written_do_not_hide_the_stall() -> None:
-    clock = Clock()
+    clock = make.Clock(0.0)
 
     async def dump() -> str:
         raise OSError("no space left")
@@ -146,7 +139,7 @@ async def test_stacks_that_cannot_be_written_do_not_hide_the_stall() -> None:
     dog = Watchdog(report_after_s=0.01, stop_after_s=0.03, report=print, dump_stacks=dump, clock=clock)
     with pytest.raises(StalledError, match=r"could not be written \(OSError: no space left\)"):
         async with unstalled(dog, "groups"):
-            clock.now_s = 1.0
+            clock.now = 1.0
             await asyncio.sleep(10)
 
 

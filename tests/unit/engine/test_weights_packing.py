@@ -89,33 +89,6 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield f"w{number}", torch.full((20,), number, dtype=torch.uint8)
 
 
-def test_over_ipc_the_buffer_holds_the_largest_tensor(packers: ModuleType) -> None:
-    def chunks(bucket_bytes: int) -> list[Any]:
-        return list(packers.packed_ipc_producer(weights(), "gpu", lambda item: item[1], bucket_bytes))
-
-    with pytest.raises(ValueError, match="'embedding' has size 100 bytes, which exceeds buffer_size_bytes=64"):
-        chunks(BUCKET_BYTES)
-    sent = chunks(max(BUCKET_BYTES, EMBEDDING))
-    assert [name for chunk in sent for name in chunk.names] == [name for name, _ in weights()]
-
-
-@pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, EMBEDDING])
-def test_over_nccl_both_sides_cut_at_the_same_places(packers: ModuleType, bucket_bytes: int) -> None:
-    sent: list[torch.Tensor] = []
-    received: dict[str, torch.Tensor] = {}
-    out = SimpleNamespace(broadcast=lambda tensor, src: sent.append(tensor.clone()))
-    back = SimpleNamespace(broadcast=lambda tensor, src: tensor.copy_(sent.pop(0)))
-
-    packers.packed_nccl_broadcast_producer(weights(), out, 0, lambda item: item[1], bucket_bytes)
-    shapes = ((name, (list(tensor.shape), tensor.dtype)) for name, tensor in weights())
-    packers.packed_nccl_broadcast_consumer(
-        shapes, back, 0, lambda part: received.update((n, t.clone()) for n, t in part), bucket_bytes, device="cpu"
-    )
-
-    assert not sent
-    assert all(torch.equal(received[name], tensor) for name, tensor in weights())
-
-
 def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_sent(
     packers: ModuleType, streams: Streams
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 from rayapp.learner.shares import Share, deal, pulls_at_zero_advantage
+from support import make
 
 PROMPT = 100
 
@@ -23,23 +24,9 @@ def config(num_minibatches: int = 1, **algorithm: Any) -> Config:
 
 
 def summary(position: int, num_response_tokens: list[int], rewards: list[float] | None = None) -> GroupSummary:
-    size = len(num_response_tokens)
-    return GroupSummary(
-        group_id=position,
-        task="t",
-        rewards=np.array(rewards or np.arange(size), np.float32),
-        valid=np.ones(size, np.bool_),
-        num_tokens=np.array(num_response_tokens, np.int32) + PROMPT,
-        num_response_tokens=np.array(num_response_tokens, np.int32),
-        num_prompt_tokens=PROMPT,
-        statuses=("ok",) * size,
-        reward_statuses=("ok",) * size,
-        failure_kinds=("",) * size,
-        reward_terms={},
-        min_policy_version=0,
-        time_generate_s=0.0,
-        time_total_s=0.0,
-    )
+    sizes = np.array(num_response_tokens, np.int32)
+    tokens = {"num_tokens": sizes + PROMPT, "num_response_tokens": sizes, "num_prompt_tokens": PROMPT}
+    return make.summary(rewards or range(sizes.size), group_id=position, **tokens)
 
 
 def tokens(shares: tuple[Share, ...], summaries: list[GroupSummary]) -> int:

@@ -20,12 +20,12 @@ import torch
 from transformers import AutoTokenizer
 
 from actors.learner import Learner
-from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, AlgorithmSection
+from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
+from rayapp.core.types import Group, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
@@ -51,23 +51,20 @@ def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
         tokens = np.concatenate([prompt, begin, rest] if i < 2 else [prompt, rest])
         terms = {"solved": float(value > 0)}
         trajectories.append(make.trajectory(tokens, prompt.size, reward=value, terms=terms, log_prob=-4.5))
-    rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
-    return Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories))
+    return make.group(*trajectories, group_id=group_id)
 
 
 @contextmanager
 def learner_of(model: Path, changes: dict[str, Any] | None = None) -> Iterator[Learner]:
     """A learner alone, in float32 on one thread."""
     values: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "cluster": {"device": "cpu"},
         "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
         "train": {"num_steps": 4},
-        "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 64},
+        "learner": {"max_tokens_per_microbatch": 64},
     }
     for section, keys in (changes or {}).items():
         values[section] = values.get(section, {}) | keys
-    learner = Learner(Config.model_validate(values), 0, 1, "", 0)
+    learner = Learner(make.config(model, **values), 0, 1, "", 0)
     try:
         yield learner
     finally:
@@ -181,10 +178,10 @@ def test_a_second_mini_batch_sees_the_first_ones_update(tiny_model: Path) -> Non
     assert metrics["learner/ratio_min"] < 1.0
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
-def test_off_policy_every_loss_gives_the_same_step_however_it_is_split(tiny_model: Path, loss: str) -> None:
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "clip_cov", "bypass_mode"])
+def test_off_policy_a_loss_gives_the_same_step_however_it_is_split(tiny_model: Path, loss: str) -> None:
     changes: dict[str, Any] = {
-        "algorithm": {"policy_loss": loss, "policy_loss_options": {"dro_beta": 0.1} if loss == "dro" else {}},
+        "algorithm": {"policy_loss": loss},
         "train": {"num_minibatches": 2},
         "learner": {"optimizer": {"lr": 1e-3}},
     }
@@ -201,8 +198,8 @@ def test_off_policy_every_loss_gives_the_same_step_however_it_is_split(tiny_mode
         np.testing.assert_allclose(results[1][1][name], whole, atol=2e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
-def test_every_estimator_trains(tiny_model: Path, estimator: str) -> None:
+@pytest.mark.parametrize("estimator", ["grpo", "remax", "gdpo", "optimal_token_baseline"])
+def test_estimators_of_every_kind_train(tiny_model: Path, estimator: str) -> None:
     with learner_of(tiny_model, {"algorithm": {"adv_estimator": estimator}}) as learner:
         metrics = step(learner, 1, two_groups())
     assert metrics["learner/grad_norm"] > 0
@@ -657,11 +654,6 @@ def test_a_mini_batch_that_is_not_finite_is_skipped_alone(tiny_model: Path) -> N
         after = weights(learner)
     assert metrics["learner/skipped_steps"] == 1
     assert any((before[name] != after[name]).any() for name in before)
-
-
-def test_a_missing_model_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"model\.path .* can't be loaded"), learner_of(tmp_path / "nowhere"):
-        pass
 
 
 def test_schedules_warm_up_and_end_where_they_should() -> None:

@@ -12,29 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.types import Trajectory
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import supervised_loss, supervised_step
 from support import make
-from support.learners import learner_alone, save_llama
-
-LEARNER = {"compute_dtype": "float32", "max_tokens_per_microbatch": 64, "optimizer": {"lr": 1e-2}}
+from support.learners import learner_alone
 
 
 @contextmanager
 def learner_of(model: Path, **learner: Any) -> Iterator[PolicyLearner]:
-    config = Config.model_validate(
-        {
-            "model": {"path": str(model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 32, "max_completion_tokens": 32},
-            "train": {"num_steps": 8},
-            "learner": {"compute_dtype": "float32", "max_tokens_per_microbatch": 64, "optimizer": {"lr": 1e-2}}
-            | learner,
-        }
-    )
+    own = {"max_tokens_per_microbatch": 64, "optimizer": {"lr": 1e-2}} | learner
+    lengths = {"max_prompt_tokens": 32, "max_completion_tokens": 32}
+    config = make.config(model, rollout=lengths, train={"num_steps": 8}, learner=own)
     with learner_alone(config) as (alone, _):
         yield alone
 
@@ -102,24 +92,6 @@ def test_rows_packed_together_are_learned_as_if_each_stood_alone(tiny_model: Pat
         together = supervised_loss(learner, rows)
     counts = [row.num_response_tokens for row in rows]
     assert together == pytest.approx(np.average(alone, weights=counts), abs=2e-6)
-
-
-def test_a_demonstration_is_learned_by_heart(tiny_model: Path) -> None:
-    rows = conversations(2)
-    with learner_of(tiny_model) as learner:
-        losses = [supervised_step(learner, step, rows)["sft/loss"] for step in range(1, 21)]
-    assert losses[-1] < 0.1 * losses[0]
-
-
-def test_in_bfloat16_rows_are_learned_until_each_token_is_almost_sure(tmp_path: Path) -> None:
-    """A loss of 0.0004 is a probability of 0.9996, which bfloat16 rounds to 1."""
-    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    model = save_llama(tmp_path, **shape, initializer_range=0.15, tie_word_embeddings=False)
-    rng = np.random.default_rng(0)
-    rows = [make.trajectory(rng.integers(2, 90, 24), 8) for _ in range(8)]
-    with learner_of(model, compute_dtype="bfloat16", max_tokens_per_microbatch=256) as learner:
-        losses = [supervised_step(learner, step, rows)["sft/loss"] for step in range(1, 61)]
-    assert losses[-1] < 0.0004
 
 
 def test_adapters_alone_learn_where_there_are_adapters(tiny_model: Path) -> None:

@@ -44,15 +44,3 @@ async def test_template_without_tools_is_told_before_the_parser_is_made(chat_tok
 
     with pytest.raises(ConfigError, match="the chat template of tiny fails"):
         await open_agent_loop(chat_tokenizer, limits=LIMITS, model="tiny", tool_file=tool_file, make_parser=never)
-
-
-async def test_no_tool_file_is_a_policy_without_tools(chat_tokenizer: Any) -> None:
-    loop = await open_agent_loop(
-        chat_tokenizer,
-        limits=LIMITS,
-        model="tiny",
-        chat_template="chatml_hermes",
-        make_parser=lambda *args: HermesParser(),
-    )
-
-    assert loop.tools.schemas == ()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,18 +16,16 @@ from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, DeadlineError, EngineDeadError, InputError, ToolUnavailableError
-from rayapp.core.protocols import RolloutEngine, SandboxSource
+from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import Completion, Group, GroupSummary, RequestId, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
-from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest, evaluation_waves
+from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.problem import problem_of_row, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.data.data_row import DataRow
@@ -36,10 +34,10 @@ from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.gsm8k import Gsm8kTool
 from rayapp.tools.toolset import ToolSet
+from support import make
 from support.hermes import HermesParser
 
 CALL = '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}</tool_call>'
-NO_SANDBOXES = cast(SandboxSource, None)
 MESSAGES = ({"role": "user", "content": "What is 2 + 2?"},)
 
 
@@ -78,11 +76,7 @@ async def agent_of(tokenizer: Any, *tools: ToolBase, default: str = "tool_agent"
 
 
 def engine_of(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], str] = policy) -> ScriptedEngine:
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    return ScriptedEngine(encode, tokenizer.decode, script, end_id=tokenizer.eos_token_id)
+    return make.engine(tokenizer, script)
 
 
 async def play(
@@ -102,17 +96,8 @@ async def play(
         tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
         prompt_ids=tuple(agent.prompt_ids(MESSAGES, agent_name)),
     )
-    return await run_group(
-        GroupRequest(group_id=7, policy_version=0),
-        await prompted(problem_of_row(row, rewards), agent),
-        agent,
-        sandboxes=NO_SANDBOXES,
-        engine=engine,
-        sampling=SamplingParams(max_tokens=2000),
-        group_size=3,
-        seed=0,
-        deadline_s=deadline_s,
-    )
+    problem = await prompted(problem_of_row(row, rewards), agent)
+    return await make.played(problem, agent, engine, group_id=7, group_size=3, deadline_s=deadline_s)
 
 
 async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(chat_tokenizer: Any) -> None:
@@ -173,20 +158,8 @@ async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(c
     assert "reward/tool/calls/mean" not in metrics
 
 
-async def test_every_turn_and_call_comes_back_from_the_trajectory_file(chat_tokenizer: Any, tmp_path: Path) -> None:
-    group, _ = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
-    path = tmp_path / "step=000001.parquet"
-
-    write_trajectories(path, 1, [group])
-
-    (read,) = read_groups(path)
-    assert [trajectory.turns for trajectory in read.trajectories] == [t.turns for t in group.trajectories]
-    assert read.trajectories[0].turns[1].calls[0].output == "Current parsed answer='4' reward=1.0"
-
-
 async def test_a_trajectory_without_its_tool_fails_and_still_takes_its_place_in_the_cohort(chat_tokenizer: Any) -> None:
     engine = engine_of(chat_tokenizer, lambda request_id, prompt_ids: "#### 4")
-    engine.record = True
 
     group, summary = await play(await agent_of(chat_tokenizer, Gone()), engine)
 
@@ -233,27 +206,10 @@ def hangs(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
     raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
 
 
-async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
-    group, summary = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
-
-    assert summary.failure_kinds == ("engine",) * 3
-    assert "vllm-server-0" in group.trajectories[0].reward.detail
-
-
 async def test_a_trajectory_without_its_tool_is_not_filed_as_its_servers_failure_as_well(chat_tokenizer: Any) -> None:
     _, summary = await play(await agent_of(chat_tokenizer, Gone()), engine_of(chat_tokenizer, hangs))
 
     assert summary.failure_kinds == ("tool_unavailable",) * 3
-
-
-async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(chat_tokenizer: Any) -> None:
-    with pytest.raises(EngineDeadError):
-        await play(await agent_of(chat_tokenizer, Gsm8kTool()), Hanging(engine_of(chat_tokenizer), is_dead=True))
-
-
-async def test_a_data_source_without_a_rule_stops_the_run(chat_tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="no scoring rule"):
-        await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
 
 
 @pytest.mark.parametrize("which", ["train", "eval"])
@@ -266,16 +222,8 @@ def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
     for name, sources in {"good": ["openai/gsm8k"], "bad": ["openai/gsm8k", "hiyouga/geometry3k"]}.items():
         pq.write_table(pa.Table.from_pylist(list(map(row, sources))), tmp_path / f"{name}.parquet")
     files = {"train": "good", "eval": "good", which: "bad"}
-    config = load_config(
-        None,
-        [
-            f"model.path={tiny_model}",
-            f"tasks=[{tmp_path}/{files['train']}.parquet]",
-            f"eval.tasks=[{tmp_path}/{files['eval']}.parquet]",
-            "rollout.max_prompt_tokens=100",
-            "rollout.max_completion_tokens=100",
-        ],
-    )
+    tasks, evaluated = ([f"{tmp_path}/{files[name]}.parquet"] for name in ("train", "eval"))
+    config = make.config(tiny_model, tasks=tasks, eval={"tasks": evaluated})
 
     with pytest.raises(
         InputError, match=r"bad\.parquet, row 1: data_source 'hiyouga/geometry3k' has no scoring rule in rayapp"
@@ -291,15 +239,7 @@ def test_a_row_that_is_no_code_problem_is_told_before_anything_starts(tiny_model
 
     rows = [row('{"inputs": ["1"], "outputs": ["2"]}'), row('{"inputs": ["1"], "outputs": []}')]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
-    config = load_config(
-        None,
-        [
-            f"model.path={tiny_model}",
-            f"tasks=[{tmp_path}/bad.parquet]",
-            "rollout.max_prompt_tokens=100",
-            "rollout.max_completion_tokens=100",
-        ],
-    )
+    config = make.config(tiny_model, tasks=[f"{tmp_path}/bad.parquet"])
 
     with pytest.raises(InputError, match=r"bad\.parquet, row 1: not a code problem: it has 1 inputs and 0 outputs"):
         check_inputs(config, training=True)
@@ -317,17 +257,8 @@ async def test_a_group_of_a_code_row_is_scored_in_sandboxes(chat_tokenizer: Any)
     engine = engine_of(chat_tokenizer, lambda request_id, _: said[request_id.trajectory])
 
     async with open_pool(SandboxConfig(), "code-row") as (sandboxes, _):
-        _, summary = await run_group(
-            GroupRequest(group_id=7, policy_version=0),
-            await prompted(problem_of_row(row, AnswerRewards(weights=Weights(format=0.5))), agent),
-            agent,
-            sandboxes=sandboxes,
-            engine=engine,
-            sampling=SamplingParams(max_tokens=2000),
-            group_size=3,
-            seed=0,
-            deadline_s=60.0,
-        )
+        problem = await prompted(problem_of_row(row, AnswerRewards(weights=Weights(format=0.5))), agent)
+        _, summary = await make.played(problem, agent, engine, sandboxes=sandboxes, group_size=3)
 
     assert summary.rewards.tolist() == [1.5, 0.5, 0.0]
     assert summary.reward_statuses == ("scored", "scored", "syntax_error")
@@ -399,19 +330,3 @@ def test_too_few_sandboxes_for_a_stateful_interpreter_are_told_before_anything_s
         check_inputs(config, training=True)
 
     assert "max_leases to 8" in str(caught.value)
-
-
-def test_evaluation_without_files_is_told_before_anything_starts(tiny_model: Path) -> None:
-    config = load_config(
-        None,
-        [
-            f"model.path={tiny_model}",
-            "tasks=[a.parquet]",
-            "eval.every_steps=1",
-            "rollout.max_prompt_tokens=100",
-            "rollout.max_completion_tokens=100",
-        ],
-    )
-
-    with pytest.raises(InputError, match=r"eval\.tasks is empty"):
-        check_inputs(config, training=True)

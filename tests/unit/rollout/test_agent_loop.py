@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,12 +121,9 @@ class Bench:
         self.loop = AgentLoop(chat=self.chat, parser=HermesParser(), tools=tools, limits=self.limits)
         self.prompt = AgentPrompt(token_ids=tuple(self.chat.prompt_ids(MESSAGES)), tools_kwargs=self.kwargs)
 
-    def engine(self, script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]) -> ScriptedEngine:
-        return make.engine(self.tokenizer, script)
-
     async def run(self, *turns: str | Sequence[int], max_tokens: int = 400_000) -> tuple[Trajectory, ScriptedEngine]:
         said = iter(turns)
-        engine = self.engine(lambda request_id, prompt_ids: next(said))
+        engine = make.engine(self.tokenizer, lambda request_id, prompt_ids: next(said))
         sampling = SamplingParams(max_tokens=max_tokens)
         return await self.loop.run(
             self.prompt, engine=engine, sampling=sampling, request_id=RequestId("group", 0)
@@ -184,7 +181,7 @@ async def test_log_probs_are_the_engines_on_sampled_tokens_and_zero_elsewhere(be
 
 async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(bench: Bench) -> None:
     said = iter((call("echo", text="x"), "ok"))
-    scripted = bench.engine(lambda request_id, prompt_ids: next(said))
+    scripted = make.engine(bench.tokenizer, lambda request_id, prompt_ids: next(said))
 
     class Routing:
         """Routes each token to the expert with the number of its turn."""
@@ -356,7 +353,7 @@ async def test_state_is_per_trajectory_and_released_after_success_failure_and_ca
     with pytest.raises(EngineError):
         await bench.loop.run(
             bench.prompt,
-            engine=bench.engine(hang),
+            engine=make.engine(chat_tokenizer, hang),
             sampling=SamplingParams(max_tokens=9),
             request_id=RequestId("group", 0),
         )

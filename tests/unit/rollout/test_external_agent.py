@@ -34,8 +34,6 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall, Tail
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, prompted
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
@@ -108,11 +106,7 @@ class Bench:
         **external: Any,
     ) -> AsyncIterator[ExternalAgent]:
         given = {"entry": "tests:unused"} if entry is not None else {}
-        section = {
-            "name": "external_agent",
-            "max_assistant_turns": max_turns,
-            "external": {**given, **external},
-        }
+        section = {"name": "external_agent", "max_assistant_turns": max_turns, "external": {**given, **external}}
         config = Config.model_validate({"agent": section, "rollout": {"max_completion_tokens": 4000}})
         formats = Formats(
             self.tokenizer,
@@ -128,21 +122,10 @@ class Bench:
             await agent.close()
 
     async def play(
-        self, problem: Problem, agent: ExternalAgent, sandboxes: Any, *, group_size: int = 1, engine: Any = None
+        self, problem: Problem, agent: ExternalAgent, sandboxes: Any, *, engine: Any = None, **options: Any
     ) -> Played:
-        return Played(
-            *await run_group(
-                GroupRequest(group_id=3, policy_version=0),
-                await prompted(problem, agent),
-                agent,
-                sandboxes=sandboxes,
-                engine=engine or self.engine(),
-                sampling=SamplingParams(max_tokens=2000),
-                group_size=group_size,
-                seed=0,
-                deadline_s=60.0,
-            )
-        )
+        asked, engine = await prompted(problem, agent), engine or self.engine()
+        return Played(*await make.played(asked, agent, engine, sandboxes=sandboxes, **options))
 
     async def row(self, agent: ExternalAgent, **options: Any) -> Played:
         async with open_pool(SandboxConfig(), "t", local=FakeProvider()) as (sandboxes, _):

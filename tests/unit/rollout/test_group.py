@@ -28,9 +28,9 @@ from rayapp.core.types import (
 from rayapp.engine.vllm_output import whole_completion
 from rayapp.extras.judges.judging import Judging
 from rayapp.rollout.agents import OneTurn
-from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
 from rayapp.rollout.problem import problem_of_task
+from support import make
 
 PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
 
@@ -52,13 +52,8 @@ class Engine:
             await asyncio.Event().wait()
         if index in self.fail:
             raise self.fail[index]
-        return Completion(
-            token_ids=np.full(index + 1, 7, np.int32),
-            log_probs=np.full(index + 1, -0.5, np.float32),
-            text="x" * (index + 1),
-            finish_reason="length" if index == 1 else "stop",
-            policy_version=3,
-        )
+        reason = "length" if index == 1 else "stop"
+        return make.completion(*[7] * (index + 1), text="x" * (index + 1), finish_reason=reason, policy_version=3)
 
 
 @dataclass(frozen=True)
@@ -77,25 +72,13 @@ class Task:
 
 
 async def run(
-    engine: Engine,
-    task: Task | None = None,
-    *,
-    group_size: int = 4,
-    deadline_s: float = 30.0,
-    has_greedy_baseline: bool = False,
+    engine: Engine, task: Task | None = None, *, asked: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Group, GroupSummary]:
-    request = GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline)
-    return await run_group(
-        request,
-        replace(problem_of_task(task or Task()), prompt=PROMPT),
-        OneTurn(None),  # type: ignore[arg-type]  # the prompt is rendered
-        sandboxes=None,  # type: ignore[arg-type]  # no task here needs any
-        engine=engine,
-        sampling=SamplingParams(max_tokens=8),
-        group_size=group_size,
-        seed=0,
-        deadline_s=deadline_s,
-    )
+    request = GroupRequest(group_id=11, policy_version=3, **asked or {})
+    problem = replace(problem_of_task(task or Task()), prompt=PROMPT)
+    agent = OneTurn(None)  # type: ignore[arg-type]  # the prompt is rendered
+    usual: dict[str, Any] = {"max_tokens": 8, "group_size": 4}
+    return await make.played(problem, agent, engine, request=request, **usual | options)
 
 
 async def test_a_trajectory_is_prompt_then_completion_and_the_mask_covers_the_completion_only() -> None:
@@ -190,14 +173,10 @@ async def test_a_sandbox_pool_that_does_not_answer_is_named_and_not_the_groups_d
     assert "sandbox-pool.acquire" in group.trajectories[0].reward.detail
 
 
-async def test_a_stale_server_ends_the_whole_group() -> None:
-    with pytest.raises(StaleVersionError):
-        await run(Engine(fail={2: StaleVersionError("holds 2, wants 3")}))
-
-
-async def test_a_dead_server_ends_the_whole_group_which_is_then_sampled_elsewhere() -> None:
-    with pytest.raises(EngineDeadError):
-        await run(Engine(fail={0: EngineDeadError("gone")}))
+@pytest.mark.parametrize("error", [StaleVersionError("holds 2, wants 3"), EngineDeadError("gone")])
+async def test_a_stale_or_dead_server_ends_the_whole_group_which_is_then_sampled_elsewhere(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        await run(Engine(fail={2: error}))
 
 
 async def test_every_trajectory_has_its_own_sampling_seed_and_the_prompts_stop_texts() -> None:
@@ -212,7 +191,7 @@ async def test_every_trajectory_has_its_own_sampling_seed_and_the_prompts_stop_t
 @pytest.mark.parametrize("has_greedy_baseline", [False, True])
 async def test_remax_compares_with_a_greedy_completion_the_last_of_its_group(*, has_greedy_baseline: bool) -> None:
     engine = Engine()
-    await run(engine, has_greedy_baseline=has_greedy_baseline)
+    await run(engine, asked={"has_greedy_baseline": has_greedy_baseline})
     temperatures = {request_id.trajectory: sampling.temperature for request_id, sampling in engine.seen}
     assert temperatures == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0 if has_greedy_baseline else 1.0}
 
@@ -248,20 +227,7 @@ class Comparing(Judging):
 
 
 async def compared(engine: Engine, *, purpose: str = "group", **comparing: bool) -> Group:
-    request = GroupRequest(group_id=11, policy_version=3, purpose=purpose)  # type: ignore[arg-type]  # one of two words
-    group, _ = await run_group(
-        request,
-        replace(problem_of_task(Task()), prompt=PROMPT),
-        OneTurn(None),  # type: ignore[arg-type]  # as above
-        sandboxes=None,  # type: ignore[arg-type]  # as above
-        judging=Comparing(**comparing),
-        engine=engine,
-        sampling=SamplingParams(max_tokens=8),
-        group_size=4,
-        seed=0,
-        deadline_s=5.0,
-    )
-    return group
+    return (await run(engine, asked={"purpose": purpose}, judging=Comparing(**comparing), deadline_s=5.0))[0]
 
 
 async def test_a_group_is_compared_once_it_is_whole_and_evaluation_is_not() -> None:

@@ -17,14 +17,12 @@ from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxGoneError
 from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
-from rayapp.core.types import Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import Group, GroupSummary, RolloutStatus, Trajectory
 from rayapp.extras.repositories.task import RepositoryTask
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
 from rayapp.rollout.check import check_tasks
-from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.sandbox.local.provider import LocalProvider
@@ -32,8 +30,8 @@ from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source, load_task
 from rayapp.tasks.verdict import Weights
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolContext
+from support import make
 from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser
 from support.swe_rows import SOLVED, make_mirrors, row, write
@@ -88,11 +86,10 @@ class Bench:
         script: Script | Sequence[str],
         *,
         task: Task = TASK,
-        group_size: int = 1,
         max_turns: int = 8,
         tool_weight: float = 0.0,
         tool_file: str = "",
-        deadline_s: float = 60.0,
+        **options: Any,
     ) -> Played:
         """Return a played group of a task, by the path that a rollout worker takes."""
         say = script if callable(script) else lambda trajectory, turn: script[turn]
@@ -111,29 +108,12 @@ class Bench:
 
         agent = LoopAgent(make_loop)
         problem = await prompted(problem_of_task(task, Weights(tool=tool_weight)), agent)
-        request = GroupRequest(group_id=7, policy_version=0)
-
-        def said(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
-            return say(request_id.trajectory, request_id.turn)
-
-        engine = ScriptedEngine(self.encode, self.tokenizer.decode, said, end_id=self.tokenizer.eos_token_id)
-        group, summary = await run_group(
-            request,
-            problem,
-            agent,
-            sandboxes=self.sandboxes,
-            engine=engine,
-            sampling=SamplingParams(max_tokens=50_000),
-            group_size=group_size,
-            seed=0,
-            deadline_s=deadline_s,
+        engine = make.engine(self.tokenizer, lambda request_id, ids: say(request_id.trajectory, request_id.turn))
+        group, summary = await make.played(
+            problem, agent, engine, sandboxes=self.sandboxes, max_tokens=50_000, **options
         )
         await agent.close()
         return Played(group, summary)
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
 
 @pytest.fixture

@@ -24,15 +24,13 @@ from rayapp.core.errors import (
     SandboxGoneError,
 )
 from rayapp.core.names import giving
-from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams, Trajectory
+from rayapp.core.types import Prompt, RequestId, Reward, Trajectory
 from rayapp.extras.environments.agent import EpisodePlayer, EpisodeTool
 from rayapp.extras.environments.files import EnvironmentTask, OpenEnvEnvironment
 from rayapp.extras.judges.judging import Judging
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent, OneTurn, Player
-from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import Agent, Problem, problem_of_environment, problem_of_row, problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.tasks.answers import AnswerRewards
@@ -270,17 +268,8 @@ class Bench:
             return f"<tool_call>\n{json.dumps({'name': 'say', 'arguments': {'text': text}})}\n</tool_call>"
 
         engine = make.engine(self.tokenizer, said)
-        group, summary = await run_group(
-            GroupRequest(group_id=0, policy_version=0),
-            asked.problem,
-            asked.agent,
-            sandboxes=None,  # type: ignore[arg-type]  # needs none
-            judging=asked.judging,
-            engine=engine,
-            sampling=SamplingParams(max_tokens=500),
-            group_size=3,
-            seed=0,
-            deadline_s=60.0,
+        group, summary = await make.played(
+            asked.problem, asked.agent, engine, judging=asked.judging, max_tokens=500, group_size=3
         )
         assert np.isfinite(summary.rewards).all()
         return group.trajectories

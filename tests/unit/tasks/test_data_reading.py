@@ -108,10 +108,6 @@ def test_order_depends_on_seed_and_epoch(two_files: list[str], tmp_path: Path) -
     assert first[:20] != other[:20]
 
 
-def test_without_shuffling_the_order_is_that_of_the_files(two_files: list[str], tmp_path: Path) -> None:
-    assert numbers(open_now(two_files, tmp_path, ReadOptions(shuffle=False)), 20) == list(range(20))
-
-
 def test_at_most_two_windows_are_held(two_files: list[str], tmp_path: Path) -> None:
     data = open_now(two_files, tmp_path, ReadOptions(window_rows=4))
 
@@ -215,14 +211,6 @@ def test_a_file_of_the_hub_is_fetched_at_its_revision(tmp_path: Path, monkeypatc
         server.server_close()
 
 
-def test_an_overlong_prompt_is_an_error_before_training_when_asked(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [verl_row(number, words=number + 1) for number in range(10)])
-    options = ReadOptions(max_prompt_tokens=6, filter_overlong_prompts=False)
-
-    with pytest.raises(InputError, match=r"a\.parquet, row 6: .* rollout\.max_prompt_tokens is 6"):
-        open_now([path], tmp_path, options, encode=encode)
-
-
 @pytest.mark.parametrize(
     ("truncation", "expected"), [("left", [2, 3, 4, 5, 6]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 4, 5, 6])]
 )
@@ -243,42 +231,6 @@ def test_a_cut_prompt_has_the_length_it_may_have(length: int, most: int, truncat
     assert sorted(set(cut)) == list(cut)
 
 
-def test_data_with_overlong_prompts_only_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [verl_row(0, words=9)])
-
-    with pytest.raises(InputError, match="all 1 prompts"):
-        open_now([path], tmp_path, ReadOptions(max_prompt_tokens=3), encode=encode)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"prompt": None}, "prompt must be"),
-        ({"prompt": "text"}, "prompt must be a list"),
-        ({"prompt": [{"text": "x"}]}, "prompt must be a list of structs"),
-        ({"data_source": 3}, "data_source must be text"),
-        ({"reward_model": "4"}, "reward_model must be a struct"),
-        ({"extra_info": "x"}, "extra_info must be a struct"),
-        ({"extra_info": {"tools_kwargs": "{}"}}, r"extra_info\.tools_kwargs must be a struct"),
-        ({"reward_model": {"style": "rule"}}, "reward_model must be a struct with ground_truth"),
-        ({"agent_name": 3}, "agent_name must be text"),
-    ],
-)
-def test_a_column_of_another_type_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    path = write(tmp_path / "a.parquet", [verl_row(0) | change])
-
-    with pytest.raises(InputError, match=words):
-        open_now([path], tmp_path)
-
-
-@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
-def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
-    path = write(tmp_path / "a.parquet", [{key: value for key, value in verl_row(0).items() if key != column}])
-
-    with pytest.raises(InputError, match=f"no column {column}; its columns are"):
-        open_now([path], tmp_path)
-
-
 def truth_row(source: object, truth: object) -> dict[str, Any]:
     return verl_row(0) | {"data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
 
@@ -287,53 +239,6 @@ def kind_of(source: str) -> Any:
     if source not in ("text", "targets", "any"):
         raise InputError(f"no rule for {source}")
     return source
-
-
-@pytest.mark.parametrize(
-    ("source", "truth", "words"),
-    [
-        ("text", None, "reward_model has no ground_truth"),
-        (None, "1", "it has no data_source"),
-        ("", "1", "it has no data_source"),
-        ("apps", "1", "no rule for apps"),
-    ],
-)
-def test_a_row_that_cannot_be_scored_is_named_when_its_file_is_opened(
-    tmp_path: Path, source: object, truth: object, words: str
-) -> None:
-    good = [truth_row("text", "1")] * 6
-    path = write(tmp_path / "a.parquet", [*good, truth_row(source, truth), *good])
-
-    with pytest.raises(InputError, match=rf"a\.parquet, row 6: {words}"):
-        open_now([path], tmp_path, truth_kind=kind_of)
-
-
-@pytest.mark.parametrize(
-    ("source", "truth", "words"),
-    [
-        ("text", 0.5, "ground_truth of text must be a text or a whole number; it is double"),
-        ("text", {"target": ["a"]}, "must be a text or a whole number; it is struct"),
-        ("targets", "a", "must be a struct whose `target` is"),
-        ("targets", {"target": [1]}, "must be a struct whose `target` is"),
-        ("targets", {"targets": ["a"]}, "must be a struct whose `target` is"),
-        ("targets", {"target": [None, "a"]}, "its ground_truth has no target"),
-    ],
-)
-def test_a_ground_truth_that_its_rule_cannot_read_is_named(
-    tmp_path: Path, source: str, truth: object, words: str
-) -> None:
-    path = write(tmp_path / "a.parquet", [truth_row("any", truth), truth_row(source, truth)])
-
-    with pytest.raises(InputError, match=f"row 1: .*{words}"):
-        open_now([path], tmp_path, truth_kind=kind_of)
-
-
-@pytest.mark.parametrize("empty", [{"target": []}, {"target": None}])
-def test_a_row_without_targets_is_named(tmp_path: Path, empty: object) -> None:
-    path = write(tmp_path / "a.parquet", [truth_row("targets", {"target": ["a", "b"]}), truth_row("targets", empty)])
-
-    with pytest.raises(InputError, match="row 1: its ground_truth has no target"):
-        open_now([path], tmp_path, truth_kind=kind_of)
 
 
 def test_ground_truths_that_rules_can_read_pass(tmp_path: Path) -> None:
@@ -345,14 +250,6 @@ def test_ground_truths_that_rules_can_read_pass(tmp_path: Path) -> None:
         assert len(open_now([path], tmp_path, truth_kind=kind_of)) > 0
 
 
-def test_a_prompt_that_is_missing_is_named_before_training_whatever_is_cut(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [verl_row(0), verl_row(1) | {"prompt": None}])
-    options = ReadOptions(max_prompt_tokens=5, filter_overlong_prompts=False, truncation="left")
-
-    with pytest.raises(InputError, match="row 1: prompt must be a non-empty list of messages"):
-        open_now([path], tmp_path, options, encode=encode)
-
-
 def test_a_row_without_a_value_is_named(tmp_path: Path) -> None:
     broken = verl_row(1) | {"reward_model": {"style": "rule", "ground_truth": None}}
     path = write(tmp_path / "a.parquet", [verl_row(0), broken])
@@ -361,35 +258,6 @@ def test_a_row_without_a_value_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="row 1: reward_model has no ground_truth"):
         data.row(1)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(100) + b"PAR1"])
-def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.parquet").write_bytes(content)
-
-    with pytest.raises(InputError, match=r"a\.parquet can't be read as a parquet file"):
-        open_now([str(tmp_path / "a.parquet")], tmp_path)
-
-
-def test_a_half_written_file_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [verl_row(number) for number in range(50)])
-    whole = Path(path).read_bytes()
-    Path(path).write_bytes(whole[: len(whole) // 2])
-
-    with pytest.raises(InputError, match="can't be read as a parquet file"):
-        open_now([path], tmp_path)
-
-
-def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
-    empty = pa.Table.from_pylist([verl_row(0)]).slice(0, 0)
-    pq.write_table(empty, tmp_path / "empty.parquet")
-
-    with pytest.raises(InputError, match="no such file"):
-        open_now([str(tmp_path / "none.parquet")], tmp_path)
-    with pytest.raises(InputError, match="no rows"):
-        open_now([str(tmp_path / "empty.parquet")], tmp_path)
-    with pytest.raises(InputError, match="at least one"):
-        open_now([], tmp_path)
 
 
 async def test_what_prepare_writes_can_be_read(tmp_path: Path) -> None:
@@ -413,16 +281,6 @@ def test_the_tools_of_a_row_count_for_its_length(tmp_path: Path) -> None:
     data = open_now([path], tmp_path, ReadOptions(max_prompt_tokens=6, shuffle=False), encode=encode)
 
     assert numbers(data, 2) == [1, 2]  # 3 + 4 tokens are too many, 4 are not
-
-
-def test_an_agent_that_is_unknown_is_told_with_its_row_before_the_first_step(tmp_path: Path) -> None:
-    rows = [verl_row(number) | {"agent_name": "tool_agent" if number < 5 else "react_agent"} for number in range(9)]
-    path = write(tmp_path / "a.parquet", rows)
-
-    with pytest.raises(
-        InputError, match=r"a\.parquet, row 5: agent_name 'react_agent' is neither tool_agent nor single_turn_agent"
-    ):
-        open_now([path], tmp_path, check_agent=check_agent_name)
 
 
 def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_path: Path) -> None:
@@ -457,3 +315,79 @@ def test_the_guides_way_out_makes_rows_with_images_readable(tmp_path: Path, monk
     exec(way_out, {})
 
     assert numbers(open_now(["data/text_only.parquet"], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
+
+
+def any_row(**change: Any) -> dict[str, Any]:
+    return {key: value for key, value in (truth_row("any", "1") | change).items() if value is not ...}
+
+
+def words(number: int) -> dict[str, Any]:
+    return any_row(prompt=[{"role": "user", "content": " ".join(["word"] * number)}])
+
+
+REFUSED: list[tuple[list[dict[str, Any]], str]] = [
+    *(([any_row(**{column: ...})], f"no column {column}") for column in ("prompt", "data_source", "reward_model")),
+    ([any_row(prompt=None)], "prompt must be"),
+    ([any_row(), any_row(prompt=None)], "row 1: prompt must be a non-empty list"),
+    ([any_row(prompt="text")], "prompt must be a list"),
+    ([any_row(prompt=[{"text": "x"}])], "prompt must be a list of structs"),
+    ([any_row(data_source=3)], "data_source must be text"),
+    ([any_row(reward_model="4")], "reward_model must be a struct"),
+    ([any_row(reward_model={"style": "rule"})], "struct with ground_truth"),
+    ([any_row(extra_info="x")], "extra_info must be a struct"),
+    ([any_row(extra_info={"tools_kwargs": "{}"})], r"extra_info\.tools_kwargs"),
+    ([any_row(agent_name=3)], "agent_name must be text"),
+    ([any_row(agent_name="tool_agent"), any_row(agent_name="react")], "row 1: agent_name 'react'"),
+    ([truth_row("text", "1")] * 6 + [truth_row("text", None)] * 2, r"a\.parquet, row 6: .*no ground_truth"),
+    ([truth_row("text", "1"), truth_row(None, "1")], "row 1: it has no data_source"),
+    ([truth_row("text", "1"), truth_row("", "1")], "row 1: it has no data_source"),
+    ([truth_row("text", "1"), truth_row("apps", "1")], "row 1: no rule for apps"),
+    ([truth_row("text", 0.5)], "text or a whole number; it is double"),
+    ([truth_row("text", {"target": ["a"]})], "text or a whole number; it is struct"),
+    ([truth_row("targets", "a")], "struct whose `target`"),
+    ([truth_row("targets", {"target": [1]})], "struct whose `target`"),
+    ([truth_row("targets", {"targets": ["a"]})], "struct whose `target`"),
+    ([truth_row("targets", {"target": [None, "a"]})], "no target"),
+    ([truth_row("targets", {"target": ["a"]}), truth_row("targets", {"target": []})], "row 1: .*no target"),
+    ([truth_row("targets", {"target": ["a"]}), truth_row("targets", {"target": None})], "row 1: .*no target"),
+    ([words(2), words(9)], r"row 1: .*max_prompt_tokens is 5"),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), REFUSED)
+def test_rows_that_can_not_be_used_are_named_when_their_file_is_opened(
+    tmp_path: Path, rows: list[dict[str, Any]], said: str
+) -> None:
+    path = write(tmp_path / "a.parquet", rows)
+    options = ReadOptions(max_prompt_tokens=5, filter_overlong_prompts=False)
+    with pytest.raises(InputError, match=said):
+        open_now([path], tmp_path, options, encode=encode, truth_kind=kind_of, check_agent=check_agent_name)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((content, "parquet") for content in (b"", b"PAR1", b"no parquet", b"PAR1" + bytes(100) + b"PAR1", "half")),
+        ("empty", "no rows"),
+        (None, "no such file"),
+    ],
+)
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, content: bytes | str | None, said: str) -> None:
+    path = Path(write(tmp_path / "a.parquet", [verl_row(number) for number in range(50)]))
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "half":
+        path.write_bytes(path.read_bytes()[:2000])
+    elif content == "empty":
+        pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), path)
+    else:
+        path.unlink()
+    with pytest.raises(InputError, match=rf"(?s)a\.parquet.*{said}|{said}.*a\.parquet"):
+        open_now([str(path)], tmp_path)
+
+
+def test_data_of_no_files_or_of_overlong_prompts_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="at least one"):
+        open_now([], tmp_path)
+    with pytest.raises(InputError, match="all 1 prompts"):
+        open_now([write(tmp_path / "a.parquet", [words(9)])], tmp_path, ReadOptions(max_prompt_tokens=3), encode=encode)

@@ -6,20 +6,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.protocols import SandboxSource
-from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.code.hidden_cases import is_returned, same_output
 from rayapp.tasks.code.scoring import CodeProblem
 
@@ -173,12 +170,6 @@ methods = st.sampled_from(
     ]
 )
 numbers = st.lists(st.integers(0, 3), min_size=1, max_size=3)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=2), "test-graders") as (source, _):
-        yield source
 
 
 async def is_paid(sandboxes: SandboxSource, truth: dict[str, Any], code: str) -> bool:

@@ -19,7 +19,7 @@ from rayapp.rollout.agent.text import Neutralizer, cut
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.coding import PythonTool
-from rayapp.tools.gsm8k import Gsm8kTool, last_number, score_answer
+from rayapp.tools.gsm8k import Gsm8kTool, score_answer
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ArgumentChecker, ToolSet
 from support.fake_sandboxes import FakeProvider
@@ -109,13 +109,6 @@ VERL = verl_scoring()
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("so 1,234 it is", "1,234"), ("3 apples, 4 pears.", "."), ("none", ""), ("-5.0", "-5.0")]
-)
-def test_last_number_is_taken_as_written(text: str, number: str) -> None:
-    assert last_number(text) == number or number == "."
-
-
-@pytest.mark.parametrize(
     ("side", "expected"),
     [
         ("left", "abc...(truncated)"),
@@ -190,14 +183,6 @@ async def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
         await open_tools(tool_file(tmp_path, entry, entry))
 
 
-def test_schema_that_is_no_json_schema_is_refused() -> None:
-    class Bad(ToolBase):
-        schema = ToolSchema(name="bad", parameters={"type": "objekt"})
-
-    with pytest.raises(ConfigError, match="'bad': its parameters can't be used as a JSON schema"):
-        ToolSet([Bad()])
-
-
 @pytest.mark.parametrize(
     ("schema", "value", "problem"),
     [
@@ -223,13 +208,13 @@ def test_no_argument_breaks_or_holds_the_check_of_a_schema(schema: dict[str, Any
     assert bool(problem) == bool(found)
 
 
-@pytest.mark.parametrize("schema", [{"pattern": "("}, {"patternProperties": {"^a": {}}}])
-def test_a_schema_that_can_not_be_checked_in_time_is_refused_at_the_start(schema: dict[str, Any]) -> None:
+@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"pattern": "("}, {"patternProperties": {"^a": {}}}])
+def test_a_schema_that_is_none_or_can_not_be_checked_in_time_is_refused(schema: dict[str, Any]) -> None:
     class Bad(ToolBase):
         schema = ToolSchema(name="bad", parameters={"type": "object"})
 
     Bad.schema = ToolSchema(name="bad", parameters={"type": "object", "properties": {"a": schema}})
-    with pytest.raises(ConfigError, match=r"'bad': its parameters can't be used as a JSON schema: .*(regex|pattern)"):
+    with pytest.raises(ConfigError, match="'bad': its parameters can't be used as a JSON schema"):
         ToolSet([Bad()])
 
 

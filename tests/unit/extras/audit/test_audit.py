@@ -6,7 +6,6 @@ import base64
 import datetime
 import json
 import textwrap
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import pytest_asyncio
 import yaml
 
 from rayapp.cli.main import run
-from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
@@ -28,7 +25,6 @@ from rayapp.extras.audit.hunt import holds_expression, places_of
 from rayapp.extras.audit.subject import Attempt, Subject
 from rayapp.extras.audit.subjects import coding_subject, subjects_of, task_subject
 from rayapp.extras.generators.reasoning_gym import GeneratedTask
-from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.coding import CodingTask
 
@@ -43,12 +39,6 @@ DOUBLE: dict[str, Any] = {
 }
 SLOW = "def double(x):\n    import time\n    time.sleep(2.2)\n    return 2 * x\n"
 SOLUTION = "def double(x):\n    twice_the_integer = x + x\n    return twice_the_integer\n"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=2), "test-audit") as (source, _):
-        yield source
 
 
 @dataclass(frozen=True)

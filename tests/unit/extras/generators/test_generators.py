@@ -3,29 +3,21 @@ code."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import pytest_asyncio
 
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Prompt, Reward
+from rayapp.core.types import Reward
 from rayapp.extras.generators.reasoning_gym import GeneratedTask, load_generated
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_tasks
+from support import make
 
 real = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=1), "test-generators") as (source, _):
-        yield source
 
 
 @pytest.fixture
@@ -34,7 +26,7 @@ def package() -> None:
 
 
 async def score(task: GeneratedTask, text: str, sandboxes: SandboxSource) -> Reward:
-    return await task.score(Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32)), text, sandboxes, seed=0)
+    return await task.score(make.prompt(task=task.name), text, sandboxes, seed=0)
 
 
 @pytest.mark.usefixtures("package")

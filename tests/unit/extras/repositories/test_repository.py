@@ -5,22 +5,20 @@ from __future__ import annotations
 import base64
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
-import pytest_asyncio
 
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Prompt, Reward
+from rayapp.core.types import Reward
 from rayapp.extras.audit.checks import audit
 from rayapp.extras.audit.subjects import repository_subject, subjects_of
 from rayapp.extras.repositories.folder import copied_files, why_an_image
@@ -34,16 +32,11 @@ from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.loading import load_source, load_task, shipped_repositories
 from rayapp.tasks.text_child import is_held
 from rayapp.tasks.text_process import holds
+from support import make
 from support.images import PROGRAMS, MachineImages, entry, layer, machine_layer, write_oci
 
 LIBRARY = Path(__file__).parents[4] / "rayapp" / "tasks" / "library" / "repositories"
 real = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes(namespaces: None) -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=2), "test-repository") as (source, _):
-        yield source
 
 
 @pytest.fixture
@@ -52,8 +45,13 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(LIBRARY / "fix_median", tmp_path / "mine"))
 
 
+@pytest.fixture
+def sandboxes(sandboxes: SandboxSource, namespaces: None) -> SandboxSource:
+    return sandboxes
+
+
 async def score(task: RepositoryTask, answer: str, sandboxes: SandboxSource) -> Reward:
-    return await task.score(Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32)), answer, sandboxes, seed=0)
+    return await task.score(make.prompt(task=task.name), answer, sandboxes, seed=0)
 
 
 async def test_a_message_of_a_megabyte_costs_a_pattern_no_more_than_its_first_two_thousand_letters() -> None:

@@ -7,27 +7,25 @@ import logging
 import pickle
 import shutil
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import pytest_asyncio
 import yaml
 
 from rayapp.config.agent import is_data_file
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Prompt, Reward
+from rayapp.core.types import Reward
 from rayapp.extras.audit.checks import audit
 from rayapp.extras.audit.subjects import task_subject
 from rayapp.extras.repositories.named_tests import touched_by
 from rayapp.extras.repositories.task import RepositoryTask, as_answer, read_answer
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_source
+from support import make
 from support.images import MachineImages
 from support.swe_rows import SOLVED, STATS, image_with_repository, make_mirrors, row, write
 
@@ -51,14 +49,13 @@ def task(tmp_path: Path, mirrors: Path) -> RepositoryTask:
     return load(write(tmp_path, row(mirrors)), mirrors)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes(namespaces: None) -> AsyncIterator[SandboxSource]:
-    async with open_pool(SandboxConfig(max_leases=2), "test-swe") as (source, _):
-        yield source
+@pytest.fixture
+def sandboxes(sandboxes: SandboxSource, namespaces: None) -> SandboxSource:
+    return sandboxes
 
 
 async def score(task: RepositoryTask, answer: str, sandboxes: SandboxSource) -> Reward:
-    return await task.score(Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32)), answer, sandboxes, seed=0)
+    return await task.score(make.prompt(task=task.name), answer, sandboxes, seed=0)
 
 
 @real

@@ -22,6 +22,7 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
+from support import make
 from support.hermes import HermesParser
 
 SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
@@ -42,13 +43,7 @@ class LoggingEngine:
     ) -> Completion:
         await asyncio.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
         ids = self._said()[: sampling.max_tokens]
-        completion = Completion(
-            token_ids=np.array(ids, np.int32),
-            log_probs=np.array([-self.dice.random() for _ in ids], np.float32),
-            text="",
-            finish_reason="stop",
-            policy_version=0,
-        )
+        completion = make.completion(*ids, log_probs=np.array([-self.dice.random() for _ in ids], np.float32))
         self.log.append((tuple(prompt_ids), completion))
         return completion
 

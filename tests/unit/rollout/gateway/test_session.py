@@ -281,21 +281,6 @@ async def test_a_session_that_ends_refuses_what_waits_and_what_comes(bench: Any)
     assert b.session.tree.size == 0
 
 
-async def test_a_caller_that_hangs_up_leaves_no_turn(bench: Any) -> None:
-    b = await bench()
-    b.session.engine = Slow()
-    waiting = asyncio.create_task(b.ask(user("hi")))
-    while not b.session._running:
-        await asyncio.sleep(0)
-
-    waiting.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert b.session._running == set()
-    assert b.session.tree.size == 0
-
-
 @pytest.mark.parametrize(
     ("messages", "fields", "problem"),
     [
@@ -322,16 +307,6 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
         RefusedError, match=r"can't render this request's tools and template variables: .*not write the tools"
     ):
         await b.ask(user("hi"), tools=(TOOL,))
-
-
-async def test_a_reply_is_gone_on_from_by_its_id(bench: Any) -> None:
-    b = await bench("one", "two")
-
-    first = await b.ask(Said(role="system", text="Be brief."), user("hi"), may_be_named=True)
-    await b.ask(Said(role="system", text="Be brief."), user("and?"), previous=first.id)
-
-    assert b.session.tree.forks == []
-    assert b.read(1).endswith("one<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

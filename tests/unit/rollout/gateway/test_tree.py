@@ -12,16 +12,11 @@ from hypothesis import strategies as st
 from rayapp.core.trajectories import before, branches, path_to
 from rayapp.core.types import AllowedTokens, Completion, Fork, VersionSpan
 from rayapp.rollout.recorder import Recorder, cut_completion
+from support import make
 
 
 def completion(ids: Sequence[int]) -> Completion:
-    return Completion(
-        token_ids=np.array(ids, np.int32),
-        log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32),
-        text="",
-        finish_reason="stop",
-        policy_version=3,
-    )
+    return make.completion(*ids, log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32))
 
 
 def add(tree: Recorder, after: int, read: Sequence[int], sampled: Sequence[int]) -> int:
@@ -76,7 +71,7 @@ def test_what_an_agent_sends_again_from_the_start_is_there_once_up_to_where_it_d
 
 def test_a_cut_sample_is_one_of_fewer_tokens() -> None:
     spans = (VersionSpan(policy_version=1, num_tokens=2), VersionSpan(policy_version=2, num_tokens=2))
-    whole = Completion(**{**_fields(completion([1, 2, 3, 4])), "version_spans": spans})
+    whole = replace(completion([1, 2, 3, 4]), version_spans=spans)
 
     kept = cut_completion(whole, 1)
 
@@ -131,10 +126,6 @@ def test_masks_stand_at_the_tokens_of_their_turn_and_each_is_kept_once() -> None
     assert allowed.masks.shape == (2, 2)  # 5 and 6; the mask of the token that was cut off is gone
     words = [None if number < 0 else allowed.masks[number, 0] for number in allowed.mask_of.tolist()]
     assert words == [None, None, 5, 6, None, None, None, 6, 5]
-
-
-def _fields(value: Completion) -> dict[str, object]:
-    return {name: getattr(value, name) for name in value.__slots__}
 
 
 Steps = list[tuple[int, list[int], list[int]]]
