@@ -15,7 +15,7 @@ from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
 
 if TYPE_CHECKING:
-    from rayapp.config.verl.importing import KeyRow
+    from rayapp.config.foreign_keys import KeyRow
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
@@ -41,7 +41,10 @@ class GivenRun:
 
     def __str__(self) -> str:
         """Return `rows` as text, one line for each field."""
-        lines = (f"{row.key} = {row.value!r}: {row.where or row.landing.note}" for row in self.rows)
+        lines = (
+            f"{row.key} = {row.value!r}: {row.outcome}{f' ({note})' if (note := row.landing.note) else ''}"
+            for row in sorted(self.rows, key=lambda row: row.rank)
+        )
         return "\n".join(lines)
 
 

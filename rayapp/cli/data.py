@@ -90,6 +90,8 @@ def _prepare(job: Preparation) -> None:
         typer.echo(
             f"{report.split}.parquet: {report.num_written} rows written, {len(report.bad)} rows could not be mapped"
         )
+        if report.repeats:
+            typer.echo(f"{len(report.repeats)} rows repeat the prompt of another row, e.g. {report.repeats[0]}")
     typer.echo(f"written to {job.out}")
 
 
@@ -150,7 +152,7 @@ def rows(
     )
     _prepare(job)
     tried, setting = (data_source, "") if scored else ("FILE.py:FUNCTION", " reward.custom=FILE.py:FUNCTION")
-    typer.echo(f"try it:   rayapp try reward {tried} --data {out}/train.parquet")
+    typer.echo(f"try it:   rayapp score {tried} --data {out}/train.parquet")
     typer.echo(f"train it: rayapp train CONFIG tasks='[{out}/train.parquet]'{setting}")
 
 

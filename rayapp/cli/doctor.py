@@ -76,6 +76,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
     problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
     problems += [Finding("note", "profiles", config.profile_note)] if config.profile_note else []
+    problems += [Finding("note", "loss", config.algorithm.loss_note)] if config.algorithm.loss_note else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # if the folder has weights, it must also have a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
@@ -341,8 +342,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or config.model.path.startswith("s3://") or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import without_autos
-    from rayapp.learner.memory.plan import plan_gpu, plan_server
+    from rayapp.learner.memory.plan import plan_gpu, plan_server, without_autos
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 

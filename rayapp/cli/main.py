@@ -41,12 +41,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time and cost."),
     "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm"),
     "config": ("config:app", "Look at configurations."),
+    "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
-    "try": ("trying:app", "Try a reward or a tool without training."),
+    "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
-    "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
+    "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
 }
 """Commands and groups, each with its Typer and the first sentence of its help.
 

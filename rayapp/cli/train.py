@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides, say_at_once
-from rayapp.cli.config import runnable
+from rayapp.core.names import load_extra
 
 app = typer.Typer()
 
@@ -20,7 +20,7 @@ app = typer.Typer()
     "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a running Ray cluster)\n\n"
     "  rayapp train configs/coding_8gpu.yaml --smoke     (two steps, with their speed and memory; docs/scale.md)\n\n"
     "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16\n\n"
-    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it is read, not run)\n\n"
+    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it runs in a sandbox)\n\n"
     "  rayapp train --verl algorithm.adv_estimator=grpo data.train_files=train.parquet ...     (a launch script's)"
 )
 def train(
@@ -39,7 +39,7 @@ def train(
     from rayapp.config.loading import load_config
 
     given = overrides or []
-    loaded = runnable(config, given) if verl else load_config(config, given)
+    loaded = load_extra("verl.command:runnable")(config, given) if verl else load_config(config, given)
     if smoke:
         from rayapp.cli.smoke import smoke as run_smoke
 

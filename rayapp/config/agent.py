@@ -190,6 +190,9 @@ class RewardSection(FrozenModel):
     """Weight of the term tool: the sum of the rewards that tools give for single calls."""
     tool_verdict_weight: float = 0.0
     """Weight of the term tool_verdict: the sum of the tools' verdicts on the whole trajectory (their `reward`)."""
+    reads_thoughts: bool = False
+    """Let verl's rules (GSM8K, MATH, DAPO, search) read the whole completion, as verl does. false: they read only the
+    answer after `</think>`, as all other rules, tests and judges do."""
     custom: str = ""
     """Your own reward function in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()

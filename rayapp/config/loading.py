@@ -223,7 +223,7 @@ def _check_names(config: Config) -> None:
 
     checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (
         ("algorithm.adv_estimator", "estimators", config.algorithm.adv_estimator, ADV_ESTIMATORS),
-        ("algorithm.policy_loss", "losses", config.algorithm.policy_loss, POLICY_LOSSES),
+        ("algorithm.policy_loss", "losses", config.algorithm.policy_loss, tuple(POLICY_LOSSES)),
     )
     for key, kind, name, known in checked:
         if name not in known and not is_plugin(kind, name):

@@ -142,8 +142,8 @@ class TrainSection(FrozenModel):
     """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
     which is also the maximum."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0, and a summary of where
-    the step's time went, in profiles/ of the run folder (docs/view.md#where-a-step-goes). A profiled step is slower."""
+    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0 in
+    profiles/ of the run folder. A profiled step is slower."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
     stays within max_staleness. null: groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0:
@@ -237,9 +237,9 @@ class ServerSection(FrozenModel):
     sync_timeout_s: float = Field(120.0, gt=0)
     """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
-    weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
+    weight_transport: Literal["auto", "object_store", "nccl", "ipc"] = "auto"
     """Transport of weights to the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they
-    share the learners'. gloo works like nccl, for machines without GPUs."""
+    share the learners'."""
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
     quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"

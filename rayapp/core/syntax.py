@@ -1,4 +1,4 @@
-"""Parse Python source in a process that has other threads.
+"""Find the answer in a completion, and parse Python source in a process that has other threads.
 
 Before Python 3.11.8 and 3.12.2 `ast.parse` fails with "SystemError: AST constructor recursion depth mismatch" if
 another thread parses at the same time, because all threads share one depth counter (CPython's issue 106905). Libraries
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,35 @@ from typing import TypeVar
 T = TypeVar("T")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
+_THOUGHT_TAG = re.compile(
+    r"""(?<!["'`])<think(?:ing)?>|(?!(?<=(["'`]))</\w+>\1|(?<=[)*?}\]])</\w+>["'])(</think(?:ing)?>)"""
+)
+"""Tags of thoughts. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings."""
+
+
+def answer_of(completion: str) -> str:
+    """Return the part of a completion that counts as the answer: the text after the thoughts.
+
+    Thoughts are the text up to the last `</think>`, and the text from a `<think>` that is never closed. Tags in quotes
+    are plain text. Rules, tests, tools and judges all read only the answer.
+    """
+    begin, end = 0, None
+    for tag in _THOUGHT_TAG.finditer(completion):
+        if tag[2]:
+            begin, end = tag.end(), None
+        elif end is None:
+            end = tag.start()
+    return completion[begin:end]
+
+
+def spoken(completion: str, prompt: str) -> str:
+    """Return a completion with the `<think>` with which its prompt ends, unless a `</think>` in it shows the thought.
+
+    Args:
+        prompt: the prompt's text, or its end.
+    """
+    begins_thought = prompt.rstrip().endswith(("<think>", "<thinking>")) and "</think" not in completion
+    return f"<think>{completion}" if begins_thought else completion
 
 
 def module(source: str) -> ast.Module:

@@ -34,7 +34,7 @@ from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.layout import PROFILES
-from rayapp.runs.profiles import Profile, profile_lines, write_profile
+from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
 TASK, EVAL = "task/", "eval/"
@@ -224,17 +224,17 @@ async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
         run.profiles.append(await server.end_profile())
 
 
-async def write_profiles(run: Training, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the profiles of a step that is in `train.profile_steps`, and print where the step's time went."""
+async def write_profiles(run: Training, step: int) -> None:
+    """Write the traces of a step that is in `train.profile_steps`."""
     if step not in run.cluster.config.train.profile_steps:
         return
     with _noting_failure(run, step):
         if (of_learner := await run.cluster.learners.profile(step)) is not None:
             run.profiles.append(of_learner)
         with run.folder.explain_full_disk(run.folder.path / PROFILES):
-            written = await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles, metrics)
-        for line in profile_lines(written, f"{run.folder.uri}/{PROFILES}"):
-            run.tracker.note(line)
+            await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles)
+        covered = ", ".join(f"{profile.process} ({profile.covers})" for profile in run.profiles)
+        run.tracker.note(f"traces of step {step} for Perfetto: {covered} in {run.folder.uri}/{PROFILES}")
     run.profiles.clear()
 
 

@@ -24,7 +24,8 @@ from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import is_plugin, load_plugin
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task, Tokenizer
-from rayapp.core.types import Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.syntax import spoken
+from rayapp.core.types import Completion, Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.problem import Problem
@@ -236,8 +237,12 @@ class OneTurn:
         self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
         recorder = Recorder(problem.prompt.token_ids.tolist())
-        # Score the engine's text instead of the decoded tokens, because the tokens include the stop text.
-        completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
+
+        def text_of(completion: Completion) -> str:
+            # Score the engine's text instead of the decoded tokens, because the tokens include the stop text.
+            return spoken(completion.text, problem.prompt.text)
+
+        completion = await recorder.sample_turn(engine, request_id, sampling, text_of)
         is_cut = completion.finish_reason == "length"
         return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 

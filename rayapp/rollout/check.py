@@ -27,7 +27,7 @@ from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept, plays_environments
 from rayapp.rollout.sources import answer_rewards, naming, open_judges
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.sandbox.providers import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer

@@ -11,6 +11,7 @@ policy. The driver calls this module, for `rayapp sft` and for the warm-up of a 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -248,7 +249,21 @@ def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokeniz
     answer = whole[len(head) :]
     # Templates write a line break after the token that ends a turn; a policy never samples this line break.
     ended = tokenizer.encode(answer.rstrip(), add_special_tokens=False)
-    return head, answer.rstrip() if ended and ended[-1] in special_ids(tokenizer) else answer
+    if not ended or ended[-1] not in special_ids(tokenizer):
+        raise ValueError(
+            f"message {i} can't be learned from: the chat template ends it with {answer[-40:]!r}, which has no token "
+            "that ends a turn, so the policy would learn answers that never end. Name a template with such a token in "
+            "agent.chat_template, or give token_ids and response_mask"
+        )
+    content = str(messages[i].get("content") or "")
+    is_thought = content.lstrip().startswith("<think>") and content.count("</think>") == 1
+    if "</think>" in content and not is_thought and content.strip() not in answer:
+        raise ValueError(
+            f"message {i} can't be learned from: the chat template takes a </think> in its content for the end of a "
+            "thought, and changes the content. Reword the content, name another template in agent.chat_template, or "
+            "give token_ids and response_mask"
+        )
+    return head, answer.rstrip()
 
 
 def _render(
@@ -276,7 +291,39 @@ def _messages(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = row[key]
     if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
         raise ValueError(f"{key} must be a list of messages: objects with `role` and `content`")
-    return [{key: item for key, item in one.items() if item is not None} for one in value]
+    return [
+        _with_parsed_calls({key: item for key, item in one.items() if item is not None}, f"{key}[{place}]")
+        for place, one in enumerate(value)
+    ]
+
+
+def _with_parsed_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as objects, as in rollouts. OpenAI's form has JSON text.
+
+    Raises:
+        TypeError: the arguments of a call are text that is not the JSON of an object.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parsed = [_with_parsed_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return message | {"tool_calls": parsed}
+
+
+def _with_parsed_arguments(call: Any, where: str) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return call | {"function": _with_parsed_arguments(function, f"{where}.function")}
+    if not isinstance(told := call.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(told or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise TypeError(f"{where}.arguments is {told!r:.60}, which is not the JSON of an object")
+    return call | {"arguments": arguments}
 
 
 def _not_empty(value: Any, what: str) -> None:

@@ -34,7 +34,8 @@ from rayapp.rollout import external_program
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.external_program import AgentCall, Playing, Tail, environment, remove_folder, run_program
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.limits import SessionLimits
+from rayapp.rollout.gateway.session import Session
 from rayapp.rollout.problem import Problem
 from rayapp.tasks.custom_rewards import load_function
 

@@ -203,6 +203,7 @@ def answer_rewards(config: Config) -> AnswerRewards:
         correct_score=section.correct_score,
         weights=Weights.of(section),
         code=section.code,
+        reads_thoughts=section.reads_thoughts,
         is_optional=bool(section.judges) and not section.verdict_weight,
         custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
     )

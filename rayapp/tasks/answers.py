@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rayapp.config.agent import CodeSection
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import Reward
 from rayapp.tasks.answer_rules import (
     CODE_SOURCES,
@@ -55,6 +56,8 @@ class AnswerRewards:
     """The user's reward function, which replaces the data source's rule; None if there is none."""
     code: CodeSection = field(default_factory=CodeSection)
     """Settings for the tests of code problems."""
+    reads_thoughts: bool = False
+    """True if verl's rules read the thoughts too, as in verl; False if they read only the answer (`answer_of`)."""
     is_optional: bool = False
     """True if data sources without a rule are accepted, because judges score their answers."""
 
@@ -162,7 +165,7 @@ async def _by_custom(answer: Answer, custom: CustomReward) -> Reward:
     )
     solved = float(terms.get("solved", terms["score"] >= 1.0))
     try:
-        form = await on_text(format_term, answer.completion_text)
+        form = await on_text(format_term, answer_of(answer.completion_text))
     except TextTooCostlyError:
         form = 0.0
     return Reward(value=terms["score"], terms={"pass_rate": solved, **terms, "solved": solved, "format": form})
@@ -174,7 +177,8 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
     plain, options = _options(answer.data_source, rewards)
     file = str(_rule_file(rule.module))
     try:
-        terms = await on_text(score_by_rule, answer.completion_text, truth, file, options, plain)
+        text = answer.completion_text if rewards.reads_thoughts else answer_of(answer.completion_text)
+        terms = await on_text(score_by_rule, text, truth, file, options, plain)
     except TextTooCostlyError as error:
         terms = {"score": rule.wrong_score, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
         return Reward(value=rule.wrong_score, terms=terms, status=error.kind, detail=str(error))

@@ -7,23 +7,30 @@ The code of a function is the first of these parts that exists:
 2. The last fenced Python block that defines the function: models correct themselves in later blocks.
 3. The text above any fence, from the first line of Python that leads to the function's `def`.
 
+Only the answer counts, without the thoughts (`core.syntax.answer_of`). Blocks are those of CommonMark, so a fence that
+is indented by four spaces, as in a docstring, is part of the code; it ends the code only if nothing parses otherwise.
 Text after the function is cut, except further definitions and imports: models often append prose or an example call,
 which are not part of the answer and would only raise. Code is neither run nor repaired: a function body that the token
-limit cut off stays broken. Fences are found line by line in linear time, and the number of parses is limited.
+limit cut off stays broken. The number of parses is limited.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 
-from rayapp.core.syntax import parse
+from markdown_it import MarkdownIt
+
+from rayapp.core.syntax import answer_of, parse
 
 _PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _MAX_TRIES = 12
 """Maximum number of parses to find where the code ends (or begins): a hostile completion must not take seconds."""
+_MARKDOWN = MarkdownIt("zero").enable(["blockquote", "code", "fence", "list"])
+_MARKDOWN.core.ruler.enableOnly(["block"])
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -35,14 +42,14 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
     Returns:
         Source that contains `def func_name`, perhaps with a syntax error; None if there is no such `def`.
     """
-    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    text = _answer(completion)
     if prefill:
-        candidates = [_until_fence(_after_fence(prefill) + text)]
+        candidates = [_after_fence(prefill) + text]
     else:
-        candidates = [*reversed(_fenced_blocks(text)), _unfenced(_until_fence(text), func_name)]
+        candidates = [*reversed(_fenced_blocks(text)), _unfenced(_before_fences(text), func_name)]
     for candidate in candidates:
         if _def_pattern(func_name).search(candidate):
-            return cut_after_function(candidate, func_name)
+            return cut_after_function(_until_fence(candidate), func_name)
     return None
 
 
@@ -57,16 +64,16 @@ def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str
     Returns:
         Source, perhaps with a syntax error; None if the completion does not bind the name.
     """
-    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    text = _answer(completion)
     blocks = [] if prefill else _fenced_blocks(text)
     for block in blocks[: -_MAX_TRIES - 1 : -1]:
         if _binds(block, func_name):
-            return block
+            return _until_fence(block)
     if prefill:
         loose = _until_fence(_after_fence(prefill) + text)
     else:
         loose = textwrap.dedent(text)
-        loose = loose if not blocks and parse(loose) is not None else _unfenced(_until_fence(text), func_name)
+        loose = loose if not blocks and parse(loose) is not None else _unfenced(_before_fences(text), func_name)
     return _through_last_python(loose, func_name) if _binds(loose, func_name) else None
 
 
@@ -79,13 +86,16 @@ def extract_program(completion: str) -> str | None:
     Returns:
         Source, perhaps with a syntax error; None if the completion has no code.
     """
-    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    text = _answer(completion)
     marked = [block for block in _fenced_blocks(text, only_marked=True) if block.strip()]
     if marked:
-        return marked[-1]
+        return _until_fence(marked[-1])
+    above = textwrap.dedent(_before_fences(text)).strip()
+    if above and _only_closes(text) and _is_program(above):
+        return above
     blocks = [block for block in _fenced_blocks(text) if block.strip()]
     parsing = (block for block in blocks[:-_MAX_TRIES:-1] if parse(block) is not None)
-    return next(parsing, blocks[-1]) if blocks else textwrap.dedent(text).strip() or None
+    return next(parsing, _until_fence(blocks[-1])) if blocks else above or None
 
 
 def marked_block(completion: str, languages: frozenset[str]) -> str:
@@ -93,12 +103,37 @@ def marked_block(completion: str, languages: frozenset[str]) -> str:
     language. If there is no fence at all, return the whole text. If all blocks have other languages, return an empty
     string.
     """
-    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    text = _answer(completion)
     blocks = [(language.lower(), body) for language, body in _blocks(text) if body.strip()]
     marked = [body for language, body in blocks if language in languages]
     unmarked = [body for language, body in blocks if not language]
     found = marked or unmarked
-    return found[-1] if found else "" if blocks else textwrap.dedent(text).strip()
+    above = textwrap.dedent(_before_fences(text)).strip()
+    if not marked and _only_closes(text) and _num_code_marks(above) > _num_code_marks("".join(unmarked)):
+        return above
+    return found[-1] if found else "" if blocks else above
+
+
+def _answer(completion: str) -> str:
+    return answer_of(completion.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _only_closes(text: str) -> bool:
+    """Return True if the text has one fence only, without a language: it may close code that no fence opens."""
+    blocks = _fences(text)
+    return len(blocks) == 1 and not blocks[0][0] and text.rstrip().count("\n") + 1 in (blocks[0][2], blocks[0][3])
+
+
+def _is_program(text: str) -> bool:
+    """Return True if the text is Python that does more than name values: a heading such as `Solution` is no program."""
+    tree = parse(text)
+    return tree is not None and any(
+        not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in tree.body
+    )
+
+
+def _num_code_marks(text: str) -> int:
+    return sum(map(text.count, ";{}()="))
 
 
 def cut_after_function(source: str, func_name: str) -> str:
@@ -146,10 +181,21 @@ def _after_fence(prefill: str) -> str:
     return "\n".join(lines[openings[-1] + 1 :]) if openings else prefill
 
 
-def _until_fence(text: str) -> str:
-    lines = text.split("\n")
-    closing = next((number for number, line in enumerate(lines) if _fence(line)), None)
-    return text if closing is None else "\n".join([*lines[:closing], ""])
+def _until_fence(source: str) -> str:
+    """Return the source up to a line that looks like a fence, if it doesn't parse with this line: up to the first such
+    line above which it parses, or else up to the first one.
+    """
+    lines = source.split("\n")
+    ends = [number for number, line in enumerate(lines) if _fence(line)]
+    if not ends or parse(source) is not None:
+        return source
+    tries = ("\n".join([*lines[:end], ""]) for end in ends[:_MAX_TRIES])
+    return next((cut for cut in tries if parse(cut) is not None), "\n".join([*lines[: ends[0]], ""]))
+
+
+def _before_fences(text: str) -> str:
+    blocks = _fences(text)
+    return "\n".join([*text.split("\n")[: blocks[0][2]], ""]) if blocks else text
 
 
 def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
@@ -168,21 +214,16 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
 
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Return a pair for every fenced block: its language (empty if none is named) and its dedented contents."""
-    blocks: list[tuple[str, str]] = []
-    opening, body = None, list[str]()
-    for line in text.split("\n"):
-        if opening is None:
-            opening, body = _fence(line), []
-        elif (text := line.strip(" \t")).startswith(opening[0]) and not text.strip("`~"):
-            blocks.append(_block(opening[1], [*body, ""]))
-            opening = None
-        else:
-            body.append(line)
-    return [*blocks, *([_block(opening[1], body)] if opening else [])]
+    return [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
 
 
-def _block(marks: str, body: list[str]) -> tuple[str, str]:
-    return next(iter(marks.split()), ""), textwrap.dedent("\n".join(body))
+@functools.lru_cache(maxsize=2)
+def _fences(text: str) -> list[tuple[str, str, int, int]]:
+    """Return language, contents, first line and end of each fenced block. A block that no fence closes extends to the
+    end of the text.
+    """
+    found = [token for token in _MARKDOWN.parse(text) if token.type == "fence" and token.map]
+    return [(next(iter(each.info.split()), ""), each.content, *each.map) for each in found if each.map]
 
 
 def _fence(line: str) -> tuple[str, str] | None:

@@ -3,8 +3,8 @@
 A call arrives as a pickle, so its arguments may be any plain data. Its result is sent back as JSON, which can't contain
 code.
 
-`text_process.py` starts this program and explains its purpose. The program can import only the standard library, and
-modules of rayapp that need nothing else. It has no secrets in its environment and no standard output.
+`text_process.py` starts this program and explains its purpose. The program imports only the standard library,
+markdown-it, and modules of rayapp that need nothing else. It has no secrets in its environment and no standard output.
 """
 
 from __future__ import annotations

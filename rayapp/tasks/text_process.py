@@ -5,10 +5,10 @@
 
 A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds, or forever. Meanwhile they
 hold the interpreter's lock, and a thread can't be killed. Therefore each rollout worker has one small text process (13
-MB, only the standard library, no secrets in its environment) that runs one call after the other. The kernel kills the
-process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU time, because a
-verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's *code* must run
-in a sandbox.
+MB, only the standard library and markdown-it, no secrets in its environment) that runs one call after the other. The
+kernel kills the process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU
+time, because a verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's
+*code* must run in a sandbox.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
@@ -218,4 +219,8 @@ def _environment() -> dict[str, str]:
     order.
     """
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return needed | {"PYTHONPATH": str(_PACKAGE_ROOT), "PYTHONHASHSEED": "0"}
+    markdown = find_spec("markdown_it")
+    assert markdown is not None
+    assert markdown.origin is not None
+    path = os.pathsep.join([str(_PACKAGE_ROOT), str(Path(markdown.origin).parents[1])])
+    return needed | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import ExecRecord
 from rayapp.tools.config import parse
 
@@ -239,7 +240,7 @@ class SampleCall:
     arguments: dict[str, object]
 
     def is_found_by(self, parser: ToolCallParser) -> bool:
-        return any(self._is_read(parser.parse(after_thoughts(text))) for text in self.texts)
+        return any(self._is_read(parser.parse(answer_of(text))) for text in self.texts)
 
     def _is_read(self, calls: tuple[RawCall, ...]) -> bool:
         if len(calls) != 1 or calls[0].problem or calls[0].name != self.name:
@@ -250,9 +251,35 @@ class SampleCall:
             return False
 
 
+_DECODER = json.JSONDecoder(strict=False)
 MAX_CALLS = 64
 """Maximum number of calls that are read in one turn, because even a call of a few tokens costs a parse, a record and a
 result."""
+
+
+def with_whole_strings(text: str, start: str) -> str:
+    """Return a turn in which no string of a call contains `<`, so that a parser doesn't take `</tool_call>` in a string
+    for the end of the call. The calls' JSON has the same value.
+
+    Args:
+        start: text with which a call begins. Calls that aren't JSON stay as they are.
+    """
+    parts, place = list[str](), 0
+    for _ in range(MAX_CALLS + 1):
+        begin = text.find(start, place) if start else -1
+        if begin < 0:
+            break
+        begin += len(start)
+        begin += len(text[begin:]) - len(text[begin:].lstrip()) if text[begin : begin + 1].isspace() else 0
+        parts.append(text[place:begin])
+        place = begin
+        if text[begin : begin + 1] == "{":
+            try:
+                _, place = _DECODER.raw_decode(text, begin)
+            except (ValueError, RecursionError):
+                continue
+            parts.append(text[begin:place].replace("<", "\\u003c"))
+    return "".join([*parts, text[place:]])
 
 
 def thoughts_of(text: str) -> str:

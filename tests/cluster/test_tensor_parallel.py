@@ -19,7 +19,7 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
+from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, checksum_of, part_of
 from support import make
@@ -73,9 +73,7 @@ async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]
 
 def as_group(prompt: list[int], completion: np.ndarray) -> Group:
     """One trajectory, as the learner takes it."""
-    trajectory = make.trajectory(np.concatenate([prompt, completion]), len(prompt), policy_version=1)
-    rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
-    return Group(group_id=0, prompt=rendered, trajectories=(trajectory,))
+    return make.group(make.trajectory(np.concatenate([prompt, completion]), len(prompt), policy_version=1))
 
 
 async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs(

@@ -14,7 +14,7 @@ from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
+from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
 from support import make
@@ -32,31 +32,15 @@ TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
 def make_config(tiny_model: Path) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"group_size": 2, "max_prompt_tokens": 64, "max_completion_tokens": 32},
-            "learner": {
-                "max_tokens_per_microbatch": 256,
-                "compute_dtype": "float32",
-                "cpu_threads": 1,
-                "lora": {"rank": 4, "alpha": 16},
-                "optimizer": {"lr": 3e-2},
-            },
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1},
-        }
-    )
+    learner = {"lora": {"rank": 4, "alpha": 16}, "optimizer": {"lr": 3e-2}}
+    return make.config(tiny_model, rollout={"group_size": 2}, learner=learner)
 
 
 def group_of(rewards: tuple[float, float]) -> Group:
     """Two completions of one prompt; the first is TOKENS."""
     sequences = [TOKENS, [*TOKENS[:4], 40, 41, 42, 43]]
-    trajectories = tuple(
-        make.trajectory(ids, 4, reward=reward, log_prob=-4.0) for ids, reward in zip(sequences, rewards, strict=True)
-    )
-    prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
-    return Group(group_id=0, prompt=prompt, trajectories=trajectories)
+    scored = zip(sequences, rewards, strict=True)
+    return make.group(*(make.trajectory(ids, 4, reward=reward, log_prob=-4.0) for ids, reward in scored))
 
 
 def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBucket], np.ndarray]]:

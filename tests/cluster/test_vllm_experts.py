@@ -25,11 +25,11 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import FloatArray, Group, Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, pack
-from rayapp.learner.families import trial
 from rayapp.learner.state.export import sent_weights
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
+from support import family_trial as trial
 from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
@@ -66,22 +66,14 @@ def save_model(folder: Path, tokenizer: Path, *, seed: int) -> Path:
 
 
 def config_of(model: Path) -> Config:
-    rollout = {"group_size": 2, "max_prompt_tokens": 64, "max_completion_tokens": 32}
-    learner = {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "cpu_threads": 1}
-    return Config.model_validate(
-        {
-            "model": {"path": str(model)}, "cluster": {"device": "cpu"}, "rollout": rollout, "learner": learner,
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1},
-        }
-    )  # fmt: skip
+    return make.config(model, rollout={"group_size": 2})
 
 
 def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
     """What a learner of this model sends, and its log-probs of TOKENS after the first four."""
-    prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
     learner = Learner(config_of(model), 0, 1, "", 0)
     try:
-        group = Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(TOKENS, 4),))
+        group = make.group(make.trajectory(TOKENS, 4))
         return list(learner.export_weights(0, 1 << 20)), learner.log_probs_of(group)[0]
     finally:
         learner.close()

@@ -1,7 +1,7 @@
 """Runs scripts of docs/migrate-from-trl.md with TRL's GRPOConfig, and prints the run that each would train.
 
-Called by tests/unit/api/test_trl.py with a file of TRL's lines and a file of rayapp's for each script. No trainer
-starts.
+Called by tests/unit/extras/trl/test_trl.py with a file of TRL's lines and a file of rayapp's for each script. No
+trainer starts.
 """
 
 import sys

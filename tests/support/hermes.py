@@ -8,7 +8,7 @@ import json
 import re
 from itertools import islice
 
-from rayapp.tools.base import MAX_CALLS, RawCall
+from rayapp.tools.base import MAX_CALLS, RawCall, with_whole_strings
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
@@ -19,7 +19,8 @@ class HermesParser:
     start = "<tool_call>"
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
-        return tuple(_read_block(match.group(1)) for match in islice(_BLOCK.finditer(text), MAX_CALLS + 1))
+        blocks = _BLOCK.finditer(with_whole_strings(text, self.start))
+        return tuple(_read_block(match.group(1)) for match in islice(blocks, MAX_CALLS + 1))
 
     def words(self, text: str) -> str:
         return text.partition("<tool_call>")[0].rstrip()

@@ -24,6 +24,7 @@ from rayapp.config.agent import GENERATED
 from rayapp.core.errors import InputError
 from rayapp.core.names import did_you_mean
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import AgentStart, CallResult, ExecResult, Prompt, Reward, SandboxSpec
 from rayapp.tasks.verdict import judged_in_sandbox
 
@@ -84,7 +85,7 @@ class GeneratedTask:
             SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
-        answer = _answer_in(completion_text)
+        answer = _answer_in(answer_of(completion_text))
         if answer is None:
             verdict = replace(_reward(0.0), status="no_answer", detail="there is no <answer>…</answer>")
         elif self.is_compared:

@@ -19,6 +19,7 @@ from jsonschema.exceptions import best_match
 
 from rayapp.config.other_models import JudgeSection
 from rayapp.core.errors import RewardFailedError, one_line
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import Prompt
 
 Messages = list[dict[str, Any]]
@@ -51,7 +52,7 @@ class Asked:
 
     @classmethod
     def of(cls, prompt: Prompt, completion_text: str, judge: JudgeSection) -> Asked:
-        """Make the object for a completion. The prefill counts as part of the response.
+        """Make the object for a completion. The prefill counts as part of the response; thoughts don't.
 
         Raises:
             RewardFailedError: of kind judge_reference: the judge needs the ground truth, and the row has none.
@@ -66,7 +67,7 @@ class Asked:
                 )
             reference = _text(prompt.ground_truth)
         known = prompt.messages or ({"role": "user", "content": prompt.text.removesuffix(prompt.prefill)},)
-        return cls(messages=known, response=prompt.prefill + completion_text, reference=reference)
+        return cls(messages=known, response=prompt.prefill + answer_of(completion_text), reference=reference)
 
     @property
     def chat(self) -> Messages:
@@ -104,8 +105,7 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RewardFailedError: of kind judge_answer: the text is prose, does not match the schema, or has a key twice.
     """
-    if text.lstrip().startswith("<think>"):
-        text = text.rpartition("</think>")[2]
+    text = answer_of(text)
     if len(text) > _MAX_ANSWER_CHARS:
         raise RewardFailedError(
             f"answered {len(text):,} characters, more than {_MAX_ANSWER_CHARS:,}: {one_line(text, 200)!r}",

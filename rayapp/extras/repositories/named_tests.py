@@ -31,6 +31,8 @@ _SETUP_TIMEOUT_S = 120.0
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_TEST_BYTES = 1 << 20
 _SHOWN_CHARS = 300
+_FILE_TIME_S = 1_577_836_800
+"""Time of all files that a run writes, in seconds since 1970."""
 _LIBRARY = ".harbor/lib"
 _PATCH = ".harbor/test.patch"
 _TOUCHED = re.compile(
@@ -53,18 +55,21 @@ if not python:
     end(lacks='none of ' + ', '.join(job['pythons']))
 if not shutil.which('git'):
     end(lacks='git')
+def read():
+    texts = {}
+    for path in job['tests']:
+        if os.path.isfile(path) and os.path.getsize(path) <= job['most']:
+            with open(path, 'rb') as file:
+                texts[path] = base64.b64encode(file.read()).decode()
+    return texts
+before = read()
 if job['patch']:
     git = ['git', '-c', 'safe.directory=*', 'apply', '--whitespace=nowarn', job['patch']]
     ran = subprocess.run(git, capture_output=True, text=True, errors='replace')
     os.unlink(job['patch'])
     if ran.returncode:
         end(problem=ran.stderr.strip()[-300:])
-texts = {}
-for path in job['tests']:
-    if os.path.isfile(path) and os.path.getsize(path) <= job['most']:
-        with open(path, 'rb') as file:
-            texts[path] = base64.b64encode(file.read()).decode()
-end(python=python, tests=texts)
+end(python=python, tests=read(), before=before)
 """
 _CHILD = """
 import sys
@@ -97,10 +102,15 @@ _RUN = """
 import base64, ctypes, json, os, secrets, select, signal, subprocess, sys, tempfile, time
 job = json.loads(sys.stdin.read())
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+def is_direct(path):
+    folder = os.path.dirname(path)
+    return os.path.realpath(folder or '.') == os.path.normpath(os.path.join(os.path.realpath('.'), folder))
 for path in job['gone']:
-    if os.path.lexists(path):
+    if os.path.lexists(path) and is_direct(path):
         os.unlink(path)
-for path, data in job['files'].items():
+for path, data in [*job['files'].items(), *job['texts'].items()]:
+    if not is_direct(path):
+        continue
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     if os.path.islink(path):
         os.unlink(path)
@@ -109,6 +119,7 @@ for path, data in job['files'].items():
         file.write(data)
     if data.startswith(b'#!'):
         os.chmod(path, 0o755)
+    os.utime(path, (job['time'], job['time']))
 secret = secrets.token_hex(16)
 ours, theirs = os.pipe()
 env = {**os.environ, 'PYTHONNOUSERSITE': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
@@ -203,7 +214,16 @@ class TestRun:
     seconds: float
 
     def passes(self, name: str) -> bool:
-        return not self.problem and self.outcomes.get(name, False)
+        found = self.outcomes_of(name)
+        return not self.problem and bool(found) and all(found)
+
+    def outcomes_of(self, name: str) -> list[bool]:
+        """Return the outcomes of the tests that a data set's name means. Many names of SWE-bench are cut at a blank,
+        such as `test_x[(AttributeError,`: they mean all tests whose names begin so.
+        """
+        if name in self.outcomes or "[" not in name or name.endswith("]"):
+            return [self.outcomes[name]] if name in self.outcomes else []
+        return [passed for each, passed in self.outcomes.items() if each.startswith(name)]
 
 
 def touched_by(patch: str) -> frozenset[str]:
@@ -215,12 +235,20 @@ def touched_by(patch: str) -> frozenset[str]:
 class PreparedTests:
     """A fresh sandbox with the repository and its tests, to which `run` adds an answer. Make it with `prepare`."""
 
-    def __init__(self, sandbox: Sandbox, tests: NamedTests, python: str, texts: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        tests: NamedTests,
+        python: str,
+        *,
+        texts: Mapping[str, bytes],
+        before: Mapping[str, bytes],
+    ) -> None:
         self._sandbox = sandbox
         self._tests = tests
         self._python = python
-        self.texts = texts
-        """Path -> contents of the test files, after the patch."""
+        self.texts, self.before = texts, before
+        """Path -> contents of the files of `own_files`, after and before the patch."""
 
     @classmethod
     async def prepare(
@@ -242,7 +270,7 @@ class PreparedTests:
             "files": _packed(files),
             "patch": _PATCH if tests.patch else "",
             "pythons": tests.pythons,
-            "tests": tests.files,
+            "tests": sorted(tests.own_files),
             "most": _MAX_TEST_BYTES,
         }
         found = await _told(sandbox, _PREPARE, job, timeout_s=_SETUP_TIMEOUT_S)
@@ -251,8 +279,8 @@ class PreparedTests:
             raise SandboxConfigError(f"{where} lack {lacks}, which the tests need: install it in their image")
         if "problem" in found:
             return Reward.invalid("bad_test_patch", f"test_patch does not apply: {found['problem']}")
-        texts = {path: base64.b64decode(data) for path, data in found["tests"].items()}
-        return cls(sandbox, tests, found["python"], texts)
+        texts, before = _unpacked(found["tests"]), _unpacked(found["before"])
+        return cls(sandbox, tests, found["python"], texts=texts, before=before)
 
     async def run(
         self,
@@ -274,9 +302,11 @@ class PreparedTests:
             SandboxError: the sandbox failed.
         """
         changed = {path: text.encode() for path, text in files.items() if text is not None}
-        wrong = with_sentinels(self.texts, sentinels) if sentinels else {}
+        # A run with sentinels and a run without do the same: the tests are written last, and all files get one time.
         job = {
-            "files": _packed(changed | wrong),
+            "files": _packed(changed),
+            "texts": _packed(with_sentinels(self.texts, sentinels)),
+            "time": _FILE_TIME_S,
             "gone": [path for path, text in files.items() if text is None],
             "tests": self._tests.files,
             "python": self._python,
@@ -317,6 +347,10 @@ def _packed(files: Mapping[str, bytes]) -> dict[str, str]:
     return {path: base64.b64encode(data).decode() for path, data in files.items()}
 
 
+def _unpacked(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {path: base64.b64decode(data) for path, data in files.items()}
+
+
 def named_verdict(tests: NamedTests, run: TestRun, *, pays_share: bool) -> Reward:
     """Return the verdict: 1 if all named tests passed, else 0; with `pays_share`, the fraction of the named tests that
     passed.
@@ -344,7 +378,7 @@ def why_failed(run: TestRun, name: str) -> str:
 
 
 def _state(run: TestRun, name: str) -> str:
-    return "failed" if name in run.outcomes else "did not run"
+    return "failed" if run.outcomes_of(name) else "did not run"
 
 
 def _share(names: Sequence[str], run: TestRun) -> float:

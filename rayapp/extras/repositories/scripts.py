@@ -234,10 +234,13 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """Return the number in a reward file: the value of the key `reward`, or else the only value."""
+    """Return the number in a reward file: the number itself, the value of the key `reward`, or else the only
+    value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)
+        case int() | float() if not isinstance(rewards, bool):
+            return float(rewards)
         case dict() if len(rewards) == 1:
             return float(next(iter(rewards.values())))
     raise ValueError(rewards)

@@ -94,6 +94,12 @@ def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
             yield Sentinel(file=file, test=name, start=start, end=end, wrong=wrong)
 
 
+def tests_in(file: str, data: bytes) -> dict[str, str]:
+    """Return `file::test` -> source of the tests in a Python file, in `ast`'s form."""
+    tree = parse(data.decode(errors="replace")) if file.endswith(".py") else None
+    return {f"{file}::{name}": ast.unparse(node) for name, node in _tests_of(tree.body)} if tree else {}
+
+
 def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield pairs (name, function) of test functions and methods. Tests that are marked to be skipped or to fail are
     left out.

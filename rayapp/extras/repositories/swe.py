@@ -10,6 +10,7 @@ verdict.
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
@@ -33,7 +34,7 @@ from rayapp.extras.repositories.folder import Own, TaskFolder
 from rayapp.extras.repositories.named_tests import PYTHONS, NamedTests, pytest_files
 from rayapp.extras.repositories.scripts import SOLVE
 from rayapp.extras.repositories.task import RepositoryTask
-from rayapp.sandbox.images.reference import PREFIX
+from rayapp.sandbox.images import PREFIX
 from rayapp.tasks.data.files import json_rows
 
 _log = logging.getLogger(__name__)
@@ -342,7 +343,8 @@ def _without_commit(tasks: Mapping[str, RepositoryTask]) -> dict[str, str]:
 
 
 def _named_tests(fields: Mapping[str, Any], options: SweOptions, *, brings_pytest: bool) -> NamedTests:
-    must_pass, must_stay = (_names(fields[name], name) for name in ("fail_to_pass", "pass_to_pass"))
+    row = str(fields["instance_id"])
+    must_pass, must_stay = (_names(fields[name], name, row) for name in ("fail_to_pass", "pass_to_pass"))
     if not must_pass:
         raise InputError("its FAIL_TO_PASS names no test")
     return NamedTests(
@@ -354,14 +356,26 @@ def _named_tests(fields: Mapping[str, Any], options: SweOptions, *, brings_pytes
     )
 
 
-def _names(value: Any, column: str) -> tuple[str, ...]:
-    """Return the names in a column's value, which is a list, or a list as JSON text."""
-    try:
-        names = json.loads(value) if isinstance(value, str) else value or []
-    except ValueError as error:
-        raise InputError(f"its {column.upper()} is not JSON: {error}") from None
+def _list_of(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
+
+
+def _names(value: Any, column: str, row: str) -> tuple[str, ...]:
+    """Return the names in a column's value, which is a list, or a list as text of JSON or Python. Blanks around names,
+    and empty names, are left out.
+    """
+    names = _list_of(value) if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"its {column.upper()} must be a list of names")
+        raise InputError(f"its {column.upper()} is {value!r:.80}: it must be a list of names, or its JSON text")
+    stripped = [name.strip() for name in names]
+    names = [name for name in stripped if name]
+    if num_empty := len(stripped) - len(names):
+        _log.warning("%s: %s has %d empty names, which are left out", row, column.upper(), num_empty)
     if other := next((name for name in names if _TEST.fullmatch(name) is None), ""):
         raise InputError(
             f"its {column.upper()} names {other[:80]!r}: only tests of pytest can run, as tests/test_x.py::test_y"

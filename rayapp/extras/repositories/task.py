@@ -14,15 +14,16 @@ import asyncio
 import fnmatch
 import hashlib
 import json
+import posixpath
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources.abc import Traversable
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
+from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxProtocolError, UnusableWorkError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
@@ -40,11 +41,12 @@ from rayapp.extras.repositories.scripts import (
     run_solve_script,
     without_steering,
 )
-from rayapp.extras.repositories.sentinels import Sentinel, draw
+from rayapp.extras.repositories.sentinels import Sentinel, draw, tests_in
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.text_process import TextReadingFailedError
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
+_T = TypeVar("_T")
 MAX_BYTES = 1 << 20
 """Maximum bytes of all changed files together."""
 MAX_FILES = 200
@@ -174,8 +176,9 @@ def _is_change(item: tuple[object, object]) -> bool:
         (text or "").encode()
     except UnicodeEncodeError:
         return False
-    parts = PurePosixPath(path).parts
-    return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
+    # Another spelling of a path, such as ./tests/test_a.py, would not be recognized as the path of a hidden test.
+    first = path.partition("/")[0]
+    return path == posixpath.normpath(path) and first not in ("", ".", "..") and "\0" not in path
 
 
 TOOLS = ("bash", "edit", "python", "submit_work")
@@ -363,10 +366,16 @@ class RepositoryTask:
         script gives a fraction, only passing all sentinels proves it: the script might not run the test of one
         sentinel.
         """
-        sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
+        rng = random.Random(f"sentinels/{self.name}/{seed}")
+        sentinels = script.sentinels(rng)[: self.folder.own.sentinels]
+        if not sentinels:
+            return found
+        runs = [partial(self._by_script, repository, sandboxes, wrong) for wrong in ((), *((s,) for s in sentinels))]
+        again, *rewards = await _together(runs, rng)
+        if not again.valid or again.value < found.value:
+            return again
         passed = []
-        for sentinel in sentinels:
-            reward = await self._by_script(repository, sandboxes, (sentinel,))
+        for sentinel, reward in zip(sentinels, rewards, strict=True):
             if not reward.valid and reward.failure_kind not in SCRIPT_FAILURES:
                 return reward
             if not reward.valid or reward.value < found.value:
@@ -407,14 +416,18 @@ class RepositoryTask:
             prepared = await self._prepared(tests, sandbox)
             if isinstance(prepared, Reward):
                 return prepared
-            wrong[:] = self._drawn(tests, prepared.texts, rng)
+            wrong[:] = wrong or self._drawn(tests, prepared, rng)
             run = await prepared.run(self._counted(tests, files), timeout_s=self.folder.timeout_s)
             return named_verdict(tests, run, pays_share=self.folder.own.score == "share")
 
         found = await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
         if not found.valid or not found.terms["solved"] or not wrong:
             return found
-        passed = await self._passed(tests, wrong, files, sandboxes)
+        once_more = partial(judged_in_sandbox, sandboxes, self.verdict_spec, judge)
+        runs: list[Callable[[], Awaitable[Any]]] = [once_more, partial(self._passed, tests, wrong, files, sandboxes)]
+        again, passed = await _together(runs, rng)
+        if not again.valid or not again.terms["solved"]:
+            return again
         if isinstance(passed, list) and passed and self.folder.solution:
             solution = read_answer(await self.solve(sandboxes) or "") or {}
             also = await self._passed(tests, passed, solution, sandboxes)
@@ -447,9 +460,18 @@ class RepositoryTask:
         # Copy in a thread: the files of a mirror may have to be read first.
         return await PreparedTests.prepare(sandbox, tests, await asyncio.to_thread(dict, self.folder.repository))
 
-    def _drawn(self, tests: NamedTests, texts: Mapping[str, bytes], rng: random.Random) -> list[Sentinel]:
-        """Draw the sentinels of a verdict, at most one for each named test."""
+    def _drawn(self, tests: NamedTests, prepared: PreparedTests, rng: random.Random) -> list[Sentinel]:
+        """Draw the sentinels of a verdict, at most one for each named test.
+
+        If the patch adds or changes tests, only these get sentinels: code could recognize a sentinel of a test that its
+        author, the agent, has read.
+        """
         named = {name.partition("[")[0] for name in tests.names}
+        texts = {path: prepared.texts[path] for path in tests.files if path in prepared.texts}
+        known = {test for path, data in prepared.before.items() for test in tests_in(path, data).items()}
+        hidden = {name for path, data in texts.items() for name, text in tests_in(path, data).items()
+                  if (name, text) not in known}  # fmt: skip
+        named = named & hidden or named
         firsts: dict[str, Sentinel] = {}
         for each in draw(texts, list(texts), rng):
             if each.name in named:
@@ -484,6 +506,17 @@ class RepositoryTask:
         )
         note = f"left out: {', '.join(left_out)}. " if left_out else ""
         return replace(reward, detail=note + reward.detail), seconds
+
+
+async def _together(runs: Sequence[Callable[[], Awaitable[_T]]], rng: random.Random) -> list[_T]:
+    """Run a verdict's runs at the same time, started in random order, and return their results in the order of `runs`.
+
+    Code that passed the tests runs again with the true tests and with wrong ones. It could tell the runs apart by the
+    clock if one always came first.
+    """
+    order = rng.sample(range(len(runs)), len(runs))
+    ended = dict(zip(order, await side_by_side(runs[place]() for place in order), strict=True))
+    return [ended[place] for place in range(len(runs))]
 
 
 def load_repository(folder: Traversable, name: str, *, trusts_script: bool = False) -> RepositoryTask:

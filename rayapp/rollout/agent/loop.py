@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine
+from rayapp.core.syntax import answer_of, spoken
 from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.calls import read_calls, run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Recorder
-from rayapp.tools.base import RawCall, ToolCallParser, ToolFailedError, after_thoughts
+from rayapp.tools.base import RawCall, ToolCallParser, ToolFailedError
 from rayapp.tools.toolset import ToolSet, ToolStates
 
 
@@ -85,6 +86,7 @@ class _Play:
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.prompt.token_ids)
+        self._read_ids: Sequence[int] = self.prompt.token_ids
 
     async def run(self, states: ToolStates) -> RolloutStatus:
         limits = self.loop.limits
@@ -108,16 +110,19 @@ class _Play:
                 # Don't append results that leave no room for another turn: the policy could not answer them.
                 return RolloutStatus.TRUNCATED
             self.recorder.add_read(suffix)
+            self._read_ids = suffix
 
     async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
         request_id = self.request_id._replace(turn=self.prompt.first_turn + len(self.recorder.turns))
         completion = await self.recorder.sample_turn(self.engine, request_id, sampling, self._text_of)
-        said = after_thoughts(self.recorder.turns[-1].text)
+        said = answer_of(self.recorder.turns[-1].text)
         return completion, await read_calls(self.loop.parser, said, str(self.request_id))
 
     def _text_of(self, completion: Completion) -> str:
-        return self.loop.chat.turn_text(completion.token_ids.tolist())
+        chat = self.loop.chat
+        prompt_end = chat.tokenizer.decode(list(self._read_ids[-8:]), skip_special_tokens=False)
+        return spoken(chat.turn_text(completion.token_ids.tolist()), prompt_end)
 
     def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
         results = [record.output for record in records]

@@ -44,9 +44,9 @@ class ToolCall:
 
     @property
     def parsed(self) -> Any:
-        """The arguments as data, or as text if they are not JSON."""
+        """The arguments as data, or as text if they are not JSON. Some clients write an empty text for no arguments."""
         try:
-            return json.loads(self.arguments)
+            return json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             return self.arguments
 

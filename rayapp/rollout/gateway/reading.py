@@ -191,6 +191,10 @@ def structured_form(value: Any) -> Form | None:
     return Form(field="structured_outputs", structured=given)
 
 
+_DEFS = ("$defs", "definitions")
+"""Keys of a JSON schema for definitions, today's and that of older drafts."""
+
+
 def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -> Form:
     """Return the form of an answer that must call tools.
 
@@ -203,24 +207,40 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
         wanted = f"the tool {name!r:.60}, which is not in tools" if name else "a call, but tools is empty"
         problem = f"tool_choice demands {wanted}"
         return Form(field="tool_choice", structured={}, problem=problem)
+    parts = [_apart(tool.parameters, number) for number, tool in enumerate(chosen)]
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"type": "string", "enum": [tool.name]}, "arguments": _without_defs(tool)},
+            "properties": {"name": {"type": "string", "enum": [tool.name]}, "arguments": parameters},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in chosen
+        for tool, (parameters, _) in zip(chosen, parts, strict=True)
     ]
     most = {} if several and name is None else {"maxItems": 1}
-    definitions = {key: value for tool in chosen for key, value in (tool.parameters.get("$defs") or {}).items()}
+    definitions = {key: value for _, own in parts for key, value in own.items()}
     schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
     schema |= {"$defs": definitions} if definitions else {}
     return Form(field="tool_choice", structured={"json": schema}, is_calls=True)
 
 
-def _without_defs(tool: ToolSchema) -> dict[str, Any]:
-    return {key: value for key, value in tool.parameters.items() if key != "$defs"}
+def _apart(parameters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a tool's schema without its definitions, and the definitions under names that no other tool has."""
+    own = _renamed(dict(parameters), number)
+    return own, {f"{key}_{number}": value for part in _DEFS for key, value in (own.pop(part, None) or {}).items()}
+
+
+def _renamed(value: Any, number: int) -> Any:
+    """Return a part of a schema in which references name the definitions of tool `number`."""
+    if isinstance(value, list):
+        return [_renamed(each, number) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _renamed(each, number) for key, each in value.items()}
+    match str(found.get("$ref")).split("/"):
+        case ["#", part, name, *below] if part in _DEFS:
+            found["$ref"] = "/".join(["#", "$defs", f"{name}_{number}", *below])
+    return found
 
 
 def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters") -> ToolSchema:

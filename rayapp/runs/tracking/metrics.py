@@ -233,7 +233,7 @@ _KEY = "learner/share_computed"
 _WHY = (
     "all completions of each prompt earned the same reward. Read some (rayapp view RUN) and score an answer that you "
     "know to "
-    "be right (rayapp try reward): docs/quick-start.md, 'The line of a step'."
+    "be right (rayapp score): docs/quick-start.md, 'The line of a step'."
 )
 
 

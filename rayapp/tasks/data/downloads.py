@@ -10,9 +10,13 @@ for a data set without a train split. `OwnColumns` maps a user's examples; it re
 from __future__ import annotations
 
 import ast
+import codecs
+import csv
+import gzip
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,8 @@ from rayapp.tasks.data.data_row import parse_messages
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label", "target", "output", "completion")
+MAX_PROMPT_CHARS = 500_000
+"""Maximum characters of a prompt. A longer one is a fault of the file, because few models read so many tokens."""
 _TAKEN = frozenset({"split", "index", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs"})
 
 
@@ -81,6 +87,8 @@ class OwnColumns:
         found = [{"role": str(one["role"]), "content": str(one["content"])} for one in messages]
         if not any(one["content"].strip() for one in found):
             raise InputError(f"{where} is empty")
+        if (size := sum(len(one["content"]) for one in found)) > MAX_PROMPT_CHARS:
+            raise InputError(f"{where} has {size:,} characters, more than the maximum of {MAX_PROMPT_CHARS:,}")
         if self.system and found[0]["role"] != "system":
             return [{"role": "system", "content": self.system}, *found]
         return found
@@ -111,6 +119,26 @@ def _tests(text: str) -> str:
     return text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """Raw examples of one split."""
+
+    rows: Any
+    """Sequence of mappings: a list, or a `datasets.Dataset`."""
+    lines: Sequence[int] = ()
+    """Line of the file for each row; empty if the source has no lines."""
+    bad: tuple[tuple[int, str], ...] = ()
+    """Pairs (line, reason) of lines that hold no row."""
+
+    def where(self, index: int) -> str:
+        return f"line {self.lines[index]}" if self.lines else f"row {index}"
+
+    def taken(self, indices: Sequence[int]) -> Examples:
+        """Return the examples at these places, without the bad lines."""
+        rows = [self.rows[i] for i in indices] if isinstance(self.rows, list) else self.rows.select(indices)
+        return Examples(rows=rows, lines=[self.lines[i] for i in indices] if self.lines else ())
+
+
 SPLITS = ("train", "test")
 _LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".csv": "csv"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -118,8 +146,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def load_splits(
     source: str, *, hub_configuration: str | None, revision: str = "", file_split: str = "train", cache: Path
-) -> Mapping[str, Any]:
-    """Return the splits of `source`, as `datasets.Dataset`. Images stay encoded.
+) -> Mapping[str, Examples]:
+    """Return the splits of `source`. Images stay encoded. Lines of JSONL and CSV files that can't be read are counted.
 
     Args:
         source: a path or a hub id.
@@ -152,7 +180,10 @@ def load_splits(
         raise InputError(
             f"source {source!r} can't be read: {type(error).__name__}: {_first(error)}. {advice}"
         ) from error
-    return {name: _without_decoding(split) for name, split in loaded.items()}
+    return {
+        name: split if isinstance(split, Examples) else Examples(rows=_without_decoding(split))
+        for name, split in loaded.items()
+    }
 
 
 def _load_hub(source: str, configuration: str | None, revision: str) -> Mapping[str, Any]:
@@ -190,20 +221,96 @@ def _load_file(path: Path, cache: Path) -> Any:
 
     if path.suffix not in _LOADERS:
         raise InputError(f"source {path}: the file's name must end in one of {', '.join(_LOADERS)}")
-    return load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train", cache_dir=str(cache))
+    if _LOADERS[path.suffix] == "parquet":
+        return load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(cache))
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return _in_columns(*(_csv_rows(data) if path.suffix == ".csv" else _json_rows(data)))
+
+
+_Found = tuple[dict[int, dict[str, Any]], list[tuple[int, str]]]
+"""Line -> row, and pairs (line, reason) of the lines that hold no row."""
+
+
+def _json_rows(data: bytes) -> _Found:
+    """Read JSON lines, or one JSON list of objects. Its rows then have their numbers in the list in place of lines."""
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if data.lstrip()[:1] == b"[":
+        listed = json.loads(data)
+        good = {i: row for i, row in enumerate(listed, start=1) if isinstance(row, dict)}
+        return good, [(i, "it is not an object") for i in range(1, len(listed) + 1) if i not in good]
+    rows, bad = dict[int, dict[str, Any]](), list[tuple[int, str]]()
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+            bad.append((number, f"it is not JSON in UTF-8: {error}"))
+            continue
+        if isinstance(row, dict):
+            rows[number] = row
+        else:
+            bad.append((number, f"it is {line[:40]!r}, not an object"))
+    return rows, bad
+
+
+def _csv_rows(data: bytes) -> _Found:
+    text = data.removeprefix(codecs.BOM_UTF8).decode(errors="surrogateescape")
+    reader = csv.reader(io.StringIO(text, newline=""))
+    csv.field_size_limit(1 << 30)
+    names, rows, bad, number = next(reader, []), dict[int, dict[str, Any]](), list[tuple[int, str]](), 2
+    for cells in reader:
+        if not all(cell.isprintable() or cell.encode(errors="replace").decode() == cell for cell in cells):
+            bad.append((number, "it is not UTF-8"))
+        elif cells and len(cells) != len(names):
+            bad.append((number, f"it has {len(cells)} fields, and the first line has {len(names)}"))
+        elif cells:
+            rows[number] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
+        number = reader.line_num + 1
+    for name in names:
+        column = [row[name] for row in rows.values() if row[name] is not None]
+        for kind in (int, float):
+            try:
+                typed = dict(zip(column, map(kind, column), strict=True))
+            except ValueError:
+                continue
+            if all(str(value) == text for text, value in typed.items()):
+                for row in rows.values():
+                    row[name] = None if row[name] is None else typed[row[name]]
+                break
+    return rows, bad
+
+
+def _in_columns(rows: Mapping[int, Mapping[str, Any]], bad: Sequence[tuple[int, str]]) -> Examples:
+    """Return rows that all have the same keys and types, as a table needs them. A column of mixed types becomes JSON
+    text.
+    """
+    import pyarrow as pa
+
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns: dict[str, Any] = {}
+    for name in names:
+        values = [row.get(name) for row in rows.values()]
+        try:
+            columns[name] = pa.array(values).to_pylist()
+        except (pa.ArrowException, OverflowError):
+            columns[name] = [each if isinstance(each, str | None) else json.dumps(each) for each in values]
+    found = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
+    return Examples(rows=found, lines=list(rows), bad=tuple(bad))
 
 
 def _without_decoding(split: Any) -> Any:
     """Return the split with images as encoded bytes: decoding and encoding images again would cost time and change
     them.
     """
-    from datasets import Image, Sequence
+    from datasets import Image
+    from datasets import Sequence as Several
 
     for name, feature in split.features.items():
         if isinstance(feature, Image):
             split = split.cast_column(name, Image(decode=False))
         elif isinstance(getattr(feature, "feature", None), Image):
-            split = split.cast_column(name, Sequence(Image(decode=False)))
+            split = split.cast_column(name, Several(Image(decode=False)))
     return split
 
 

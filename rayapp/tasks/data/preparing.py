@@ -9,11 +9,14 @@ Nothing is written to the target before all rows are mapped. The manifest is wri
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,7 +33,7 @@ from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.hidden_cases import Comparison
 from rayapp.tasks.code.languages import language_of
 from rayapp.tasks.code.scoring import CodeProblem
-from rayapp.tasks.data.downloads import OwnColumns, load_splits
+from rayapp.tasks.data.downloads import Examples, OwnColumns, load_splits
 from rayapp.tasks.data.rows import DATASETS, IN_LANGUAGES, ONE_FILE_IS_TEST, Mapper, Row
 
 _log = logging.getLogger(__name__)
@@ -56,13 +59,15 @@ class SplitReport:
     split: str
     num_written: int = 0
     bad: list[str] = field(default_factory=list)
-    """One entry for each bad row: `row 17: reason`."""
+    """One entry for each bad row: `line 17: reason`, or `row 16: reason` if the source has no lines."""
+    repeats: list[str] = field(default_factory=list)
+    """One entry for each row whose prompt an earlier row or the train split has: `line 9 repeats line 3`."""
 
-    def refuse(self, index: int, why: str) -> None:
+    def refuse(self, where: str, why: str) -> None:
         """Count a bad row, and log it unless many were logged before."""
-        self.bad.append(f"row {index}: {why}")
+        self.bad.append(f"{where}: {why}")
         if len(self.bad) <= _MOST_NAMED:
-            _log.warning("%s split, row %d can't be mapped: %s", self.split, index, why)
+            _log.warning("%s split, %s can't be mapped: %s", self.split, where, why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +150,59 @@ def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) 
     if file_split not in splits:
         raise InputError(f"source {job.source!r} has no {file_split} split; there are: {', '.join(splits) or 'none'}")
     if job.test_ratio and "test" not in splits:
-        splits = splits["train"].train_test_split(test_size=job.test_ratio, seed=0)
+        splits = _with_test_split(splits["train"], mapper, job.test_ratio)
     (scratch / "out").mkdir()
     reports = []
+    seen: dict[str, str] = {}
     for split, examples in splits.items():
-        taken = examples.select(range(min(len(examples), job.limit))) if job.limit is not None else examples
         report = SplitReport(split=split)
+        for line, why in examples.bad:
+            report.refuse(f"line {line}", why)
+        num_taken = min(len(examples.rows), job.limit) if job.limit is not None else len(examples.rows)
+        taken = examples.taken(range(num_taken)) if num_taken < len(examples.rows) else examples
         asked = partial(_in_language, mapper, job.language) if job.language else mapper
-        rows = _map_split(taken, asked, report, job.data_source or hub_id, progress)
-        _write(_checked(rows, report, check), scratch / "out" / f"{split}.parquet")
+        rows = _noting_repeats(
+            _map_split(taken, asked, report, job.data_source or hub_id, progress), report, taken, seen
+        )
+        _write(_checked(rows, report, check, taken), scratch / "out" / f"{split}.parquet")
         _check(job, report)
         reports.append(report)
     return reports
+
+
+def _with_test_split(examples: Examples, mapper: Mapper, ratio: float) -> dict[str, Examples]:
+    """Split the examples. All rows with the same prompt are in the same split, and rows keep their order."""
+    groups: dict[str, list[int]] = {}
+    for index, example in enumerate(examples.rows):
+        try:
+            key = _prompt_key(mapper(example, index, "train", OWN_SOURCE))
+        except Exception:  # boundary: a row may hold anything; it is counted as bad when it is mapped
+            key = f"bad {index}"
+        groups.setdefault(key, []).append(index)
+    order = list(groups.values())
+    random.Random(0).shuffle(order)
+    wanted, test = max(1, round(ratio * len(examples.rows))), set[int]()
+    for group in order:
+        if len(test) + len(group) <= wanted:
+            test |= set(group)
+    train = [index for index in range(len(examples.rows)) if index not in test]
+    return {"train": replace(examples.taken(train), bad=examples.bad), "test": examples.taken(sorted(test))}
+
+
+def _prompt_key(row: Row) -> str:
+    return " ".join(json.dumps(row["prompt"], sort_keys=True, default=str).split())
+
+
+def _noting_repeats(
+    rows: Iterator[Row], report: SplitReport, examples: Examples, seen: dict[str, str]
+) -> Iterator[Row]:
+    """Yield the rows. Note those whose prompt an earlier row of any split has."""
+    for row in rows:
+        where, key = f"{report.split} {examples.where(row['extra_info']['index'])}", _prompt_key(row)
+        digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()
+        if seen.setdefault(digest, where) != where:
+            report.repeats.append(f"{where} repeats the prompt of {seen[digest]}")
+        yield row
 
 
 def _in_language(
@@ -170,28 +216,28 @@ def _in_language(
 
 
 def _map_split(
-    examples: Any, mapper: Mapper, report: SplitReport, data_source: str, progress: Progress
+    examples: Examples, mapper: Mapper, report: SplitReport, data_source: str, progress: Progress
 ) -> Iterator[Row]:
-    for index, example in enumerate(examples):
+    for index, example in enumerate(examples.rows):
         try:
             row = mapper(example, index, report.split, data_source)
         except InputError as error:
-            report.refuse(index, str(error))
+            report.refuse(examples.where(index), str(error))
         except Exception as error:  # boundary: a row may hold anything; continue with the next row
-            report.refuse(index, f"{type(error).__name__}: {error}")
+            report.refuse(examples.where(index), f"{type(error).__name__}: {error}")
         else:
             report.num_written += 1
             yield row
-        progress(report.split, index + 1, len(examples))
+        progress(report.split, index + 1, len(examples.rows))
 
 
-def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator[Row]:
+def _checked(rows: Iterator[Row], report: SplitReport, check: Check, examples: Examples) -> Iterator[Row]:
     """Yield the rows whose reference solution passes the row's tests. Count the others as bad."""
     while batch := list(islice(rows, _CHECKED_AT_ONCE)):
         for row, problem in zip(batch, check(batch), strict=True):
             if problem:
                 report.num_written -= 1
-                report.refuse(row["extra_info"]["index"], f"its reference fails its tests: {problem}")
+                report.refuse(examples.where(row["extra_info"]["index"]), f"its reference fails its tests: {problem}")
             else:
                 yield row
 

@@ -107,20 +107,20 @@ ELSEWHERE = (
         why_not="trains with verl; tests/contracts/test_sandbox_fusion.py scores",
     ),
     How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
-    How(begins="rayapp train --verl", test="tests/unit/config/test_verl.py"),
+    How(begins="rayapp train --verl", test="tests/unit/extras/verl/test_verl.py"),
     How(begins="rayapp train configs/coding_cpu.yaml --smoke", test="tests/e2e/test_smoke.py"),
     How(begins="rayapp images pull", test="tests/unit/cli/test_images.py"),
     How(begins="rayapp images build", test="tests/unit/cli/test_images.py"),
     How(begins="rayapp images prune", test="tests/unit/cli/test_images.py"),
     How(begins="rayapp train configs/coding_8gpu.yaml", why_not="needs 8 GPUs; the config is loaded here"),
-    How(begins="rayapp train my_run.yaml", test="tests/unit/config/test_verl.py"),
+    How(begins="rayapp train my_run.yaml", test="tests/unit/extras/verl/test_verl.py"),
     How(begins="rayapp train", test="tests/e2e/test_resume.py"),
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="vllm serve", test="tests/unit/driver/test_serving.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
     How(begins="rayapp config show mine.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
-    How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
+    How(begins="rayapp score rewards.py", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
@@ -136,9 +136,8 @@ ELSEWHERE = (
     How(begins="rayapp data prepare humaneval", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp data prepare taco", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp data prepare codecontests --language", test="tests/unit/tasks/test_code_data.py"),
-    How(begins="rayapp config import-verl", test="tests/unit/config/test_verl.py"),
+    How(begins="rayapp config import-verl", test="tests/unit/extras/verl/test_verl.py"),
     How(begins="rayapp model fetch", test="tests/unit/storage/test_models_fetch_and_check.py"),
-    How(begins="rayapp models check", test="tests/unit/cli/test_model.py"),
     How(begins="rayapp plan", test="tests/unit/learner/test_memory_plan.py"),
     How(begins="rayapp doctor", test="tests/unit/cli/test_doctor.py"),
     How(begins="make", why_not="installs the environment that this test runs in, or runs all tests"),
@@ -148,7 +147,7 @@ ELSEWHERE = (
     How(begins="helm", why_not="needs a Kubernetes cluster; the chart is rendered in tests/unit/cli/test_kuberay.py"),
     How(begins="docker", why_not="needs Docker; tests/e2e/test_image.py builds the image with buildah"),
     How(begins="prometheus", test="tests/cluster/test_alerts.py"),
-    How(begins="python train.py", test="tests/unit/api/test_trl.py"),
+    How(begins="python train.py", test="tests/unit/extras/trl/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m benchmarks.", why_not="measures for minutes on a quiet machine"),
@@ -275,7 +274,7 @@ def check_configuration(context: click.Context) -> None:
     """Check that the files in a command exist, and that the keys it sets are keys of ours."""
     overrides, config = context.params.get("overrides"), context.params.get("config")
     if overrides is None or context.params.get("verl"):
-        return  # no configuration of ours; verl's keys are in tests/unit/config/test_verl.py
+        return  # no configuration of ours; verl's keys are in tests/unit/extras/verl/test_verl.py
     file = ROOT / str(config) if config is not None and str(config).startswith("configs/") else None
     assert file is None or file.is_file(), f"there is no {config}"
     load_config(file, list(overrides or ()))

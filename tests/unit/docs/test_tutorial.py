@@ -40,7 +40,7 @@ def test_own_data_and_own_reward_become_a_configuration_that_fits_the_gpu(
 
     assert main.run(command("data rows")) == 0
     assert {path.name for path in Path("data/mine").glob("*.parquet")} == {"train.parquet", "test.parquet"}
-    assert main.run(command("try reward")) == 0, capsys.readouterr().err
+    assert main.run(command("score")) == 0, capsys.readouterr().err
     assert main.run(command("config show")) == 0
     capsys.readouterr()
     assert main.run([*command("plan"), "--model-config", "config.json"]) == 0

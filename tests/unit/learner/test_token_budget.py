@@ -16,7 +16,7 @@ from rayapp.config.config import Config, with_values
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, Prompt
+from rayapp.core.types import Group
 from rayapp.learner.memory.plan import (
     GIB,
     gathered_bytes,
@@ -44,20 +44,8 @@ MAX_PLAN_ERROR = 0.10
 
 
 def config_of(model: Path, **learner: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 24, "max_completion_tokens": 40},
-            "learner": {
-                "compute_dtype": "float32",
-                "cpu_threads": 1,
-                "log_prob_chunk_tokens": 16,
-                "max_tokens_per_microbatch": "auto",
-                **learner,
-            },
-        }
-    )
+    usual = {"log_prob_chunk_tokens": 16, "max_tokens_per_microbatch": "auto"}
+    return make.config(model, rollout={"max_prompt_tokens": 24, "max_completion_tokens": 40}, learner=usual | learner)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +67,8 @@ def groups_of(num_tokens: int, longest: int) -> list[Group]:
     count = num_tokens // longest
     tokens = np.random.default_rng(0).integers(2, 90, (count, longest + 1)).astype(np.int32)
     tokens[:, 0] = np.arange(count) % 90
-    trajectories = tuple(make.trajectory(row, 1, reward=float(i % 2), log_prob=-4.0) for i, row in enumerate(tokens))
-    prompt = Prompt(task="t", text="", token_ids=tokens[0, :1])
-    return [Group(group_id=0, prompt=prompt, trajectories=trajectories)]
+    rows = (make.trajectory(row, 1, reward=float(i % 2), log_prob=-4.0) for i, row in enumerate(tokens))
+    return [make.group(*rows)]
 
 
 def peak_of_step(config: Config, num_tokens: int) -> int:
@@ -146,7 +133,7 @@ def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: d
     head, backward, _ = plan.moments
     softmax = 8 * (chunk_rows - softmax_rows) * shape.vocabulary
     working = max(head.activations + head.head - softmax, backward.activations + backward.head)
-    expected = plan.gradients + gathered_bytes(shape, config, shape.num_layers) + working
+    expected = plan.gradients + gathered_bytes(shape, config.learner, shape.num_layers) + working
 
     taken = peak_of_step(config, num_tokens)
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rayapp.config.config import Config
-from rayapp.config.verl.importing import import_verl, read_verl
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.extras.verl.importing import import_verl, read_verl
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.shares import Share

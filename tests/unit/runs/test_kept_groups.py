@@ -7,35 +7,19 @@ from pathlib import Path
 import numpy as np
 
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord, VersionSpan
+from rayapp.core.types import Group, VersionSpan
 from rayapp.runs.checkpoints import FOLDER, KeptGroups
+from support import make
 
 
 def group(group_id: int) -> Group:
-    prompt = Prompt(task="t", text="hi", token_ids=np.array([5, 9], np.int32))
-    turn = TurnRecord(
-        start=2,
-        end=4,
-        text="ab",
-        finish_reason="stop",
-        policy_version=3,
-        started_at_s=1.0,
-        queued_s=0.0,
-        generate_s=0.5,
-        version_spans=(VersionSpan(policy_version=3, num_tokens=1), VersionSpan(policy_version=4, num_tokens=1)),
-    )
-    trajectory = Trajectory(
-        token_ids=np.array([5, 9, 7, 2], np.int32),
-        response_mask=np.array([False, False, True, True]),
+    spans = (VersionSpan(policy_version=3, num_tokens=1), VersionSpan(policy_version=4, num_tokens=1))
+    turn = make.turn(2, 4, text="ab", policy_version=3, started_at_s=1.0, generate_s=0.5, version_spans=spans)
+    sampled = make.trajectory(
+        [5, 9, 7, 2], 2, reward=0.5, terms={"solved": 0.0}, policy_version=3, max_policy_version=4, turns=(turn,),
         rollout_log_probs=np.array([0, 0, -0.5, -1.5], np.float32),
-        completion_text="ab",
-        reward=Reward(value=0.5, terms={"solved": 0.0}),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=3,
-        max_policy_version=4,
-        turns=(turn,),
-    )
-    return Group(group_id=group_id, prompt=prompt, trajectories=(trajectory,))
+    )  # fmt: skip
+    return make.group(sampled, group_id=group_id)
 
 
 def test_waiting_groups_come_back_with_the_versions_that_sampled_them(tmp_path: Path) -> None:

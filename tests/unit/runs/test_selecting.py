@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from rayapp.cli.main import run as rayapp
 from rayapp.core.errors import InputError
-from rayapp.core.types import Fork, Group, Prompt, Reward, Trajectory
+from rayapp.core.types import Fork, Group, Reward, Trajectory
 from rayapp.rollout.demonstrations import _of_tokens
 from rayapp.runs.trajectories import Selection, select_from_run, solve_rates, write_trajectories
 from support import make
 
 
 def group(group_id: int, prompt: str, *rewards: float) -> Group:
-    rows = tuple(make.trajectory([5, 6, 10 * group_id + i], 2, reward=reward) for i, reward in enumerate(rewards))
-    return Group(
-        group_id=group_id, prompt=Prompt(task="t", text=prompt, token_ids=np.array([5, 6], np.int32)), trajectories=rows
-    )
+    rows = (make.trajectory([5, 6, 10 * group_id + i], 2, reward=reward) for i, reward in enumerate(rewards))
+    return make.group(*rows, group_id=group_id, text=prompt)
 
 
 def failed(trajectory: Trajectory) -> Trajectory:

@@ -24,7 +24,6 @@ from rayapp.core.types import (
     Reward,
     RolloutStatus,
     Trajectory,
-    TurnRecord,
 )
 from rayapp.runs.trajectories import SCHEMA, read_groups, write_trajectories
 from support import make
@@ -113,11 +112,8 @@ def test_groups_come_back_exactly_as_they_were_written(
 
 
 def test_a_file_without_one_of_the_columns_is_refused_by_its_name(tmp_path: Path) -> None:
-    prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32), source="code")
     path, before = tmp_path / "step=000001.parquet", tmp_path / "before.parquet"
-    write_trajectories(
-        path, 1, [Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(np.array([1, 2]), 1),))]
-    )
+    write_trajectories(path, 1, [make.group(make.trajectory([1, 2]), source="code")])
     pq.write_table(pq.read_table(path).drop_columns(["allowed"]), before)
     assert read_groups(before)[0].trajectories[0].allowed is None  # written before there were forms
     pq.write_table(pq.read_table(path).drop_columns(["source"]), before)
@@ -130,33 +126,13 @@ def test_a_file_without_one_of_the_columns_is_refused_by_its_name(tmp_path: Path
 def test_whatever_a_policy_wrote_and_a_reward_function_returned_can_be_stored(tmp_path: Path) -> None:
     half = "half a pair: \ud800"
     call = CallRecord(name=half, arguments=half, output=half, failure=half, reward=10**400)
-    turn = TurnRecord(
-        start=1,
-        end=2,
-        text=half,
-        finish_reason="stop",
-        policy_version=0,
-        started_at_s=0.0,
-        queued_s=0.0,
-        generate_s=0.0,
-        calls=(call,),
-    )
     terms: Any = {half: 2**60 + 1, 3: np.float32(0.5), "no number": "x", "huge": -(10**400), "nan": float("nan")}
-    trajectory = Trajectory(
-        token_ids=np.array([1, 2], np.int32),
-        response_mask=np.array([False, True]),
-        rollout_log_probs=np.array([0, -1], np.float32),
-        completion_text=half,
-        reward=Reward(value=np.int64(1), terms=terms, status=half, detail=half),  # type: ignore[arg-type]
-        status=RolloutStatus.MAX_TURNS,
-        min_policy_version=0,
-        max_policy_version=0,
-        turns=(turn,),
-    )
-    prompt = Prompt(task="t", text=half, token_ids=np.array([1], np.int32), stop=(half,))
+    reward: Any = Reward(value=np.int64(1), terms=terms, status=half, detail=half)  # type: ignore[arg-type]
+    turns = (make.turn(1, 2, text=half, calls=(call,)),)
+    trajectory = make.trajectory([1, 2], completion_text=half, reward=reward, turns=turns)
     path = tmp_path / "step=000001.parquet"
 
-    write_trajectories(path, 1, [Group(group_id=0, prompt=prompt, trajectories=(trajectory,))])
+    write_trajectories(path, 1, [make.group(trajectory, text=half, stop=(half,))])
 
     (read,) = read_groups(path)[0].trajectories
     spelled = "half a pair: \\ud800"
@@ -168,19 +144,9 @@ def test_whatever_a_policy_wrote_and_a_reward_function_returned_can_be_stored(tm
 
 
 def test_what_the_learner_thought_of_sampled_tokens_stands_beside_the_engines(tmp_path: Path) -> None:
-    prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32))
-    sampled = Trajectory(
-        token_ids=np.array([1, 2, 3, 4], np.int32),
-        response_mask=np.array([False, True, False, True]),
-        rollout_log_probs=np.array([0, -1, 0, -2], np.float32),
-        completion_text="",
-        reward=Reward(value=0.0),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    sampled = make.trajectory([1, 2, 3, 4], log_prob=-1.0, response_mask=np.array([False, True, False, True]))
     path = tmp_path / "step=000001.parquet"
-    groups = [Group(group_id=number, prompt=prompt, trajectories=(sampled, sampled)) for number in range(2)]
+    groups = [make.group(sampled, sampled, group_id=number) for number in range(2)]
 
     # The third of the step: the first of the second group.
     write_trajectories(path, 1, groups, {2: np.array([-1.5, -2.5], np.float32)})
@@ -219,21 +185,8 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
 
 def test_a_changed_byte_is_not_read_as_other_tokens(tmp_path: Path) -> None:
     file = tmp_path / "step=000001.parquet"
-    prompt = Prompt(task="t", text="p", token_ids=np.array([1], np.int32), prefill="", stop=())
     log_probs = np.random.default_rng(0).random(400).astype(np.float32)  # nothing that a packer could leave out
-    trajectory = Trajectory(
-        token_ids=np.arange(400, dtype=np.int32),
-        response_mask=np.array([False] + [True] * 399, np.bool_),
-        rollout_log_probs=log_probs,
-        completion_text="c",
-        reward=Reward(value=1.0, terms={}, status="ok", detail="", time_score_s=0.0),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-        num_turns=1,
-        time_generate_s=0.0,
-    )
-    write_trajectories(file, 1, [Group(group_id=1, prompt=prompt, trajectories=(trajectory,))])
+    write_trajectories(file, 1, [make.group(make.trajectory(range(400), rollout_log_probs=log_probs))])
     group = pq.ParquetFile(file).metadata.row_group(0)
     columns = {group.column(number).path_in_schema: group.column(number) for number in range(group.num_columns)}
     column = columns["rollout_log_probs.list.element"]

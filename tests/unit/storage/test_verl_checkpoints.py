@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rayapp.config.config import Config
 from rayapp.core.errors import InputError
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.storage.models.check import check_model
+from support import make
 from support.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -34,20 +34,9 @@ def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "global_step_1"
 
 
-def config_of(folder: Path | str) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "rollout": {"max_prompt_tokens": 32, "max_completion_tokens": 32},
-            "learner": {"compute_dtype": "float32", "cpu_threads": 1},
-            "cluster": {"device": "cpu"},
-        }
-    )
-
-
 def test_a_run_starts_from_what_verls_merger_makes_of_the_shards_of_two_ranks(checkpoint: Path) -> None:
     with pytest.raises(InputError, match="holds 2 FSDP shards of verl") as caught:
-        check_model(config_of(checkpoint))
+        check_model(make.config(checkpoint))
 
     command = str(caught.value).split("`")[1]
     program, *arguments = shlex.split(command)
@@ -60,7 +49,7 @@ def test_a_run_starts_from_what_verls_merger_makes_of_the_shards_of_two_ranks(ch
     found = AutoModelForCausalLM.from_pretrained(merged).state_dict()
     assert all(torch.equal(found[name].bfloat16(), weight.bfloat16()) for name, weight in whole.items())
 
-    config = config_of(merged)
+    config = make.config(merged)
     check_model(config)
     ranks = start_ranks(config, 0, 1, "", 0)
     try:

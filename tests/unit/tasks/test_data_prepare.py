@@ -270,7 +270,7 @@ def test_code_problems_with_asserts_are_rows_that_can_be_scored(
 
     truth = json.loads(row["reward_model"]["ground_truth"])
     assert truth == {"test_list": ["assert inc(1) == 2", "assert inc(3) == 4"], "test_setup_code": "import math"}
-    assert f"rayapp try reward {mbpp} --data" in capsys.readouterr().out
+    assert f"rayapp score {mbpp} --data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.syntax import parse
-from rayapp.tasks.extraction import cut_after_function, extract_code
+from rayapp.tasks.extraction import cut_after_function, extract_code, extract_module, extract_program, marked_block
 from support.timing import takes_at_most_s
 
 PREFILL = "```python\ndef f(xs):"
@@ -150,11 +150,75 @@ def test_many_definitions_on_one_line_are_kept_once() -> None:
 
 @pytest.mark.parametrize("fence", ["```", "````", "~~~", "~~~~"])
 def test_a_block_is_closed_by_marks_at_least_as_long(fence: str) -> None:
-    inner = fence[:3] + "\n" if len(fence) > 3 else ""
-
-    assert extract_code(f"{fence} python x\n{inner}def f(x): pass\n  {fence}~ \ndef f(x): 1", "f") == (
-        f"{inner}def f(x): pass\n"
+    assert (
+        extract_code(f"{fence} python x\ndef f(x): pass\n  {fence}{fence[0]} \ndef f(x): 1", "f") == "def f(x): pass\n"
     )
+
+
+DOCSTRING = 'def f(x):\n    """Return x.\n\n    {}\n    f(1)\n    {}\n    """\n    return x\n'
+
+
+@pytest.mark.parametrize("fence", ["```", "```python", "~~~"])
+def test_a_fence_in_a_docstring_belongs_to_the_code(fence: str) -> None:
+    source = DOCSTRING.format(fence, fence[:3])
+
+    assert extract_code(f"So:\n```python\n{source}```\nDone.", "f") == source
+    assert extract_module(f"So:\n```python\n{source}```\nDone.", "f") == source
+    assert extract_program(f"So:\n```python\n{source}print(f(1))\n```\n") == f"{source}print(f(1))\n"
+    assert extract_code(f"{source[9:]}```\nDone.", "f", prefill="```python\ndef f(x):") == source
+    assert extract_code(source, "f") == source
+
+
+@pytest.mark.parametrize("text", ["{}    ```\nThat's it.", "{}  ```", "<answer>\n```python\n{}```\n</answer>",
+                                  "> ```python\n> def f(x):\n>     return 1\n> ```"])  # fmt: skip
+def test_a_function_is_found_in_blocks_of_many_forms(text: str) -> None:
+    source = "def f(x):\n    return 1\n"
+    text = text.format(source) if text[0] in "<>" else f"```python\n{text.format(source)}"
+
+    assert extract_code(text, "f") == source
+
+
+@pytest.mark.parametrize("text", ["print(6 * 7)\n```", "print(6 * 7)\n```\nDone.", "print(6 * 7)\n~~~\n\nIt prints.\n",
+                                  "Solution\n```\nprint(6 * 7)", "Code:\n```\nprint(6 * 7)\n```"])  # fmt: skip
+def test_a_program_may_lack_the_fence_that_opens_or_closes_it(text: str) -> None:
+    assert (extract_program(text) or "").strip() == "print(6 * 7)"
+
+
+@pytest.mark.parametrize("text", ["{}\n```", "{}\n```\nDone.", "Here:\n```\n{}", "```cpp\n{}\n```"])
+def test_a_program_of_another_language_may_lack_a_fence(text: str) -> None:
+    source = "int main() { return 0; }"
+
+    assert marked_block(text.format(source), frozenset({"cpp"})).strip() == source
+
+
+DRAFT = "```python\ndef f(x):\n    return 1\n```\n"
+
+
+@pytest.mark.parametrize("text", [
+    "<think>{}", "<think>\n{}I don't know.", "Well.\n<think>{}", "{}</think>I can't.", "<think>{}</think>\nI can't.",
+    "<think>a</think><think>{}", "<think>{}`</think>` is a tag", "<thinking>{}</thinking>No.",
+    "<think><think></think>{}</think>No.",
+])  # fmt: skip
+def test_a_draft_in_a_thought_is_no_answer(text: str) -> None:
+    text = text.format(DRAFT)
+
+    assert extract_code(text, "f") is None
+    assert extract_module(text, "f") is None
+    assert "def f" not in (extract_program(text) or "")
+    assert "def f" not in marked_block(text, frozenset({"cpp"}))
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>hm</think>{}", "hm</think>\n{}", "{}\n<think>Is it right?", "{}It has no `<think>`."]
+)
+def test_code_after_the_thoughts_is_the_answer(text: str) -> None:
+    assert extract_code(text.format(DRAFT), "f") == "def f(x):\n    return 1\n"
+
+
+def test_tags_in_strings_of_the_code_are_no_thoughts() -> None:
+    source = "def f(x):\n    return re.sub(r'<think>(.*?)</think>', '', x.split(\"</think>\")[-1])\n"
+
+    assert extract_code(f"```python\n{source}```", "f") == source
 
 
 def test_code_that_only_closes_a_fence_is_found() -> None:

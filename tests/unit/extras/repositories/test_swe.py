@@ -21,7 +21,7 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.extras.audit.checks import audit
 from rayapp.extras.audit.subjects import task_subject
-from rayapp.extras.repositories.named_tests import touched_by
+from rayapp.extras.repositories.named_tests import PreparedTests, touched_by
 from rayapp.extras.repositories.task import RepositoryTask, as_answer, read_answer
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_source
@@ -154,6 +154,66 @@ async def test_code_that_patches_pytest_is_forged(sandboxes: SandboxSource, task
     assert "wrong expectation in tests/test_stats.py::" in reward.detail
 
 
+FORGES = (
+    "import os, sys, time\nfrom _pytest.reports import TestReport\n"
+    "made = TestReport.from_item_and_call.__func__\n"
+    "def good(cls, item, call):\n    report = made(cls, item, call)\n"
+    "    report.outcome = 'passed'\n    return report\n"
+    "if {where}:\n    TestReport.from_item_and_call = classmethod(good)\n"
+)
+NOT_IN_A_SENTINELS_RUN = {
+    "tests older than the code": "os.stat('tests/test_stats.py').st_mtime_ns < os.stat(__file__).st_mtime_ns",
+    "tests as old as the code": "os.stat('tests/test_stats.py').st_mtime_ns == os.stat(__file__).st_mtime_ns",
+    "tests that changed before the code": "os.stat('tests/test_stats.py').st_ctime_ns < os.stat(__file__).st_ctime_ns",
+    "the first seconds": "time.time() < NOW + 6",
+    "tests that the agent knows": "'mean([2, 4, 9]) == 5' in open('tests/test_stats.py').read()",
+}
+
+
+@real
+@pytest.mark.parametrize("told_by", NOT_IN_A_SENTINELS_RUN)
+async def test_code_cannot_tell_a_run_with_sentinels(
+    sandboxes: SandboxSource, task: RepositoryTask, told_by: str
+) -> None:
+    where = NOT_IN_A_SENTINELS_RUN[told_by].replace("NOW", str(time.time()))
+    waits = f"while {where}: time.sleep(0.1)\n" if "NOW" in NOT_IN_A_SENTINELS_RUN[told_by] else ""
+    forged = await score(task, as_answer({"stats.py": FORGES.format(where=where) + waits + STATS}), sandboxes)
+
+    assert forged.value == 0.0, forged
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "./tests/test_stats.py",
+        "tests//test_stats.py",
+        "tests/./test_stats.py",
+        "tests/../stats.py",
+        "stats.py/",
+        ".",
+        "",
+    ],
+)
+def test_a_path_has_one_spelling(path: str) -> None:
+    assert read_answer(as_answer({path: "x"})) is None
+
+
+@real
+async def test_tests_are_not_reached_through_a_link_of_the_repository(
+    sandboxes: SandboxSource, task: RepositoryTask
+) -> None:
+    assert task.folder.named is not None
+    async with sandboxes.lease(task.verdict_spec, timeout_s=60.0) as sandbox:
+        prepared = await PreparedTests.prepare(sandbox, task.folder.named, dict(task.folder.repository))
+        assert isinstance(prepared, PreparedTests)
+        await sandbox.run_command(["ln", "-s", "tests", "checks"], timeout_s=60.0)
+        passing = {"checks/test_stats.py": "def test_even():\n    pass\n", "checks/conftest.py": "raise SystemExit(0)"}
+        run = await prepared.run(passing, timeout_s=60.0)
+
+    assert not run.passes("tests/test_stats.py::test_empty"), run
+    assert run.passes("tests/test_stats.py::test_mean"), run
+
+
 @real
 async def test_a_patch_that_does_not_fit_is_no_zero(sandboxes: SandboxSource, tmp_path: Path, mirrors: Path) -> None:
     other = row(
@@ -167,7 +227,7 @@ async def test_a_patch_that_does_not_fit_is_no_zero(sandboxes: SandboxSource, tm
 BAD: dict[str, dict[str, Any]] = {
     "it has no problem_statement": {"problem_statement": ""},
     "names 'stats.Tests.test_x'": {"FAIL_TO_PASS": ["stats.Tests.test_x"]},
-    "FAIL_TO_PASS is not JSON": {"FAIL_TO_PASS": "['a']"},
+    "it must be a list of names, or its JSON text": {"FAIL_TO_PASS": "not a list"},
     "names no test": {"FAIL_TO_PASS": []},
     "has no clone of me/other: `git clone --bare` it": {"repo": "me/other"},
     "it must be OWNER/NAME": {"repo": "../../etc"},

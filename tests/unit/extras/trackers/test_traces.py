@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from rayapp.core.types import (
     ExecRecord,
     Fork,
     Group,
-    Prompt,
     Reward,
     RolloutStatus,
     Trajectory,
@@ -27,6 +27,7 @@ from rayapp.extras.trackers.traces import Span, TracedRollout, chosen_rollouts, 
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking import trackers
 from rayapp.runs.tracking.background import MAX_WAITING_TRACES, BackgroundTracer
+from support import make
 
 ROOT = Path(__file__).parents[4]
 RAN = ExecRecord(sandbox_id="box-7", provider="local", outcome="ok", started_at_s=1002.25, duration_s=0.5)
@@ -48,17 +49,8 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def turn(start: int, end: int, started_at_s: float, *calls: CallRecord) -> TurnRecord:
-    return TurnRecord(
-        start=start,
-        end=end,
-        text=f"said {start}",
-        finish_reason="stop",
-        policy_version=3,
-        started_at_s=started_at_s,
-        queued_s=0.5,
-        generate_s=1.5,
-        calls=calls,
-    )
+    times = {"started_at_s": started_at_s, "queued_s": 0.5, "generate_s": 1.5}
+    return make.turn(start, end, text=f"said {start}", policy_version=3, calls=calls, **times)
 
 
 def trajectory(*turns: TurnRecord, status: RolloutStatus = RolloutStatus.COMPLETED) -> Trajectory:
@@ -66,25 +58,17 @@ def trajectory(*turns: TurnRecord, status: RolloutStatus = RolloutStatus.COMPLET
     for one in turns:
         mask[one.start : one.end] = True
     reward = Reward(value=1.0, terms={"score": 1.0}, time_score_s=0.25)
-    return Trajectory(
-        token_ids=np.arange(65, 73, dtype=np.int32),  # ABCDEFGH
-        response_mask=mask,
-        rollout_log_probs=np.zeros(8, np.float32),
-        completion_text="said 6",
-        reward=Reward.invalid("tool_unavailable", "the server is gone") if status.is_error else reward,
-        status=status,
-        min_policy_version=3,
-        max_policy_version=3,
-        turns=turns,
-    )
+    if status.is_error:
+        reward = Reward.invalid("tool_unavailable", "the server is gone")
+    more: dict[str, Any] = {"response_mask": mask, "status": status, "turns": turns, "policy_version": 3}
+    return make.trajectory(range(65, 73), completion_text="said 6", reward=reward, **more)  # ABCDEFGH
 
 
 TWO_TURNS = trajectory(turn(2, 4, 1000.0, CALL, REFUSED), turn(6, 8, 1004.0))
 
 
 def group(*trajectories: Trajectory, group_id: int = 5) -> Group:
-    prompt = Prompt(task="openai/gsm8k", text="AB", token_ids=np.array([65, 66], np.int32))
-    return Group(group_id=group_id, prompt=prompt, trajectories=trajectories)
+    return make.group(*trajectories, group_id=group_id, task="openai/gsm8k", text="AB")
 
 
 def rollout(one: Trajectory = TWO_TURNS) -> TracedRollout:

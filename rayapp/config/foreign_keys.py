@@ -1,0 +1,210 @@
+"""Translates keys of other frameworks (verl, TRL): rules from a key and its value to settings of rayapp.
+
+A rule takes a key's value and all values, and returns rayapp's settings, or the reason why the key has no effect. For
+an unsupported value it raises: nothing that changes the training is dropped silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.config.sections import TRACKERS
+from rayapp.core.errors import ConfigError
+
+Values = Mapping[str, Any]
+"""All keys of the other framework with their values: the user's, or the defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """The outcome of one foreign key: rayapp's settings, and a note."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """rayapp's keys with their values; empty if the key has no effect."""
+    note: str = ""
+    """Reason why the key has no effect, or the difference in meaning."""
+    into: str = ""
+    """Other foreign key whose rule reads this key's value."""
+
+
+Rule = Callable[[str, Any, Values], Landing]
+Convert = Callable[[Any], Any]
+
+
+def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
+    """Return a rule that sets one of rayapp's keys to the value."""
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        return Landing(settings={target: convert(value)}, note=note)
+
+    return rule
+
+
+def optional(target: str, convert: Convert = lambda value: value) -> Rule:
+    """Return a rule like that of `to`, except that null keeps rayapp's default."""
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        return Landing(note="our default stays") if value is None else Landing(settings={target: convert(value)})
+
+    return rule
+
+
+def no_effect(why: str) -> Rule:
+    """Return a rule for a key that has no effect in rayapp, whatever its value."""
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        return Landing(note=why)
+
+    return rule
+
+
+def folded(into: str) -> Rule:
+    """Return a rule for a key that the rule of another key reads."""
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        return Landing(into=into)
+
+    return rule
+
+
+def only(*allowed: Any, why: str) -> Rule:
+    """Return a rule that accepts only these values, which mean what rayapp does anyway.
+
+    Raises (the rule): ConfigError.
+    """
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        if value not in allowed:
+            shown = " or ".join(str(item) for item in allowed)
+            raise ConfigError(f"{key} = {value!r} can't be imported: {why}. It must be {shown}.")
+        return Landing(note=why)
+
+    return rule
+
+
+def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
+    """Return a rule that maps verl's names of choices to rayapp's names.
+
+    Raises (the rule): ConfigError.
+    """
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        if value not in names:
+            known = ", ".join(str(name) for name in names)
+            raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {known}")
+        return Landing(settings={target: names[value]}, note=note)
+
+    return rule
+
+
+def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
+    """Return a rule that accepts these values, which have no effect in rayapp, and refuses all others.
+
+    Raises (the rule): ConfigError.
+    """
+    chosen = choice("", names)
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        chosen(key, value, values)
+        return Landing(note=note)
+
+    return rule
+
+
+def refused(section: str, *, why: str) -> Rule:
+    """Return a rule for a section that can't be imported at all: all of its keys give one message.
+
+    Raises (the rule): ConfigError.
+    """
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        if value is None:
+            return Landing(note=why)
+        raise ConfigError(f"{section}.* can't be imported: {why}.")
+
+    return rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRow:
+    """One row of the table that the import prints: a key, its value and its outcome."""
+
+    key: str
+    value: Any
+    landing: Landing
+    is_default: bool
+    """True if the user did not set the key, and the value is verl's default."""
+
+    @property
+    def outcome(self) -> str:
+        """What became of the key: `train.num_steps = 1`, `folded into KEY`, or `ignored`."""
+        set_here = ", ".join(f"{key} = {shown(value)}" for key, value in self.landing.settings.items())
+        return set_here or (f"folded into {self.landing.into}" if self.landing.into else "ignored")
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        """Place in a list that begins with the keys that set something, those of the user first."""
+        return not self.landing.settings, not self.landing.into, self.is_default
+
+
+def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
+    """Apply a rule to a verl key.
+    Raises:
+        ConfigError: the rule refuses the value, or can't use it; the message names the key and the value.
+    """
+    try:
+        return rule(key, value, values)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, OSError) as error:
+        raise ConfigError(f"{key} = {value!r} can't be imported: {error}") from error
+
+
+def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
+    """Return all settings. If two verl keys set the same rayapp key, a value from the user takes precedence over a
+    default.
+    """
+    ordered = sorted(rows, key=lambda row: not row.is_default)
+    return {key: value for row in ordered for key, value in row.landing.settings.items()}
+
+
+def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
+    """Load a configuration from imported settings and overrides of rayapp's keys.
+    Raises:
+        ConfigError: values contradict each other; the message names the verl keys that they come from.
+    """
+    try:
+        return load_config(None, [*(f"{key}={shown(value)}" for key, value in settings.items()), *overrides])
+    except ConfigError as error:
+        said = [
+            f"{key} comes from {row.key} = {row.value}"
+            for row in rows
+            for key in row.landing.settings
+            if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))
+        ]
+        raise ConfigError("\n  ".join([str(error), *dict.fromkeys(said)])) from error
+
+
+def shown(value: Any) -> str:
+    """Return a value as one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).strip().removesuffix("\n...").strip()
+
+
+def tracked(*names: str) -> Landing:
+    """Return the trackers of these names, and metrics.jsonl; the note lists names without a tracker in rayapp."""
+    kept = [name for name in names if name in TRACKERS]
+    missing = [name for name in names if name not in TRACKERS]
+    note = f"rayapp has no {', '.join(missing)}; the same metrics are in metrics.jsonl" if missing else ""
+    return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the value as a list: many of verl's keys take one value or several."""
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,1 @@
+"""Translates GRPO runs of TRL: `rayapp.trl_config`."""

@@ -1,0 +1,224 @@
+"""TRL's GRPOConfig and trainer arguments as a run here: every field lands, and the page's script runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rayapp.api.arguments import GivenRun
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.names import giving
+from rayapp.extras.trl.translation import DEFAULTS, FIELDS, trl_config
+from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.loading import load_tasks
+
+ROOT = Path(__file__).parents[4]
+RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trl_fields.json").read_text())
+"""Fields of TRL 1.16's own GRPOConfig with their defaults."""
+ROWS = [{"prompt": f"{number} + 1?", "answer": number + 1} for number in range(16)]
+
+
+def right(completions: list[str], answer: list[int], **_: Any) -> list[float]:
+    return [float(text.endswith(str(each))) for text, each in zip(completions, answer, strict=True)]
+
+
+async def short(completions: list[str], **_: Any) -> list[float | None]:
+    return [1.0 if len(text) < 9 else None for text in completions]
+
+
+def translated(folder: Path, args: dict[str, Any], **more: Any) -> GivenRun:
+    parts = {"model": "m", "train_dataset": ROWS, "reward_funcs": [right, short]} | more
+    return trl_config({"output_dir": str(folder), **args}, **parts)
+
+
+def test_every_field_of_trls_class_has_a_place_or_a_reason(tmp_path: Path) -> None:
+    run = translated(tmp_path, RECORDED["fields"] | {"output_dir": str(tmp_path)})
+
+    assert FIELDS.keys() == RECORDED["fields"].keys()
+    assert [row.key for row in run.rows if row.outcome == "ignored" and not row.landing.note] == []
+    assert str(run).count("\n") + 1 == len(RECORDED["fields"])
+
+
+def test_defaults_of_omitted_fields_are_trls() -> None:
+    assert {name: RECORDED["fields"][name] for name in DEFAULTS} == DEFAULTS
+
+
+def test_the_arithmetic_of_batches_is_trls(tmp_path: Path) -> None:
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8}
+    steps = {"max_steps": 40, "save_steps": 8, "warmup_steps": 0.1}
+
+    found = translated(tmp_path, sizes | steps | {"num_generations": 4}, num_gpus=2).config
+
+    # 4 x 2 processes x 8 = 64 completions are sampled, 16 prompts; 16 completions are an optimizer step.
+    assert (found.train.groups_per_step, found.train.num_minibatches) == (16, 4)
+    assert (found.train.num_steps, found.checkpoint.every_steps) == (10, 2)
+    assert found.learner.optimizer.warmup_steps == 4
+    assert (found.learner.num_learners, found.server.num_servers, found.cluster.placement) == (2, 2, "colocated")
+
+
+def test_the_algorithm_means_the_same(tmp_path: Path) -> None:
+    plain = translated(tmp_path, {"use_vllm": True, "beta": 0.01, "delta": 4.0}).config.algorithm
+    assert (plain.loss_agg_mode, plain.clip_ratio_c, plain.kl_loss_type) == ("token-mean", 4.0, "k3+")
+    correction = plain.rollout_correction
+    assert (correction.level, correction.threshold, correction.min_weight) == ("sequence", 3.0, 1e-6)
+    cispo = translated(tmp_path, {"loss_type": "cispo", "epsilon_high": 5.0}).config.algorithm
+    assert (cispo.policy_loss, cispo.clip_ratio_low, cispo.clip_ratio_high) == ("cispo", 1.0, 4.0)
+    gspo = translated(tmp_path, {"loss_type": "grpo", "importance_sampling_level": "sequence"}).config.algorithm
+    assert (gspo.policy_loss, gspo.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
+    several = translated(tmp_path, {"multi_objective_aggregation": "normalize_then_sum"}).config.algorithm
+    assert (several.adv_estimator, several.gdpo_reward_terms) == ("gdpo", ("right", "short"))
+
+
+def test_a_vllm_server_is_one_of_the_runs_own(tmp_path: Path) -> None:
+    args = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}
+    found = translated(tmp_path, args, num_gpus=4).config
+    assert (found.cluster.placement, found.cluster.num_gpus, found.learner.num_learners) == ("split", 6, 4)
+    assert (found.server.num_servers, found.server.tensor_parallel_size) == (1, 2)
+
+
+async def test_rewards_are_called_as_trl_does_and_weighed(tmp_path: Path) -> None:
+    run = translated(tmp_path, {"reward_weights": [1.0, 0.5], "max_steps": 2})
+    row = pq.read_table(run.config.tasks[0]).to_pylist()[3]
+    with giving(run.objects):
+        custom = CustomReward(path=run.config.reward.custom, timeout_s=30.0)
+
+    async def scored(text: str) -> dict[str, float]:
+        return await custom(data_source="trl", solution_str=text, ground_truth="", extra_info=row["extra_info"])
+
+    with giving(run.objects):
+        assert await scored("4") == {"right": 1.0, "short": 1.0, "score": 1.5}
+        assert await scored("well, it is 4") == {"right": 1.0, "score": 1.0}, "None adds nothing, as in TRL"
+        assert (await scored("5"))["score"] == 0.5
+
+
+class Game:
+    """An environment in TRL's form."""
+
+    def reset(self, **columns: Any) -> str:
+        return "begin"
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: any.
+        """
+        return "no"
+
+
+def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
+    run = translated(tmp_path, {"max_steps": 1}, environment_factory=Game)
+
+    tasks: Any = load_tasks(run.config.tasks)
+
+    assert run.objects[tasks[0].environment.factory] is Game
+    assert len(tasks) == len(ROWS)
+    assert tasks[0].columns == ROWS[0]
+    assert tasks[0].environment.reward in run.objects
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"learning_rat": 1}, "learning_rat is not a field.*did you mean learning_rate"),
+        ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
+        ({"top_p": 0.9}, "bias the importance ratio"),
+        ({"num_iterations": 2}, "trained on once"),
+        ({"lr_scheduler_type": "polynomial"}, "supported values are linear"),
+        ({"per_device_train_batch_size": 3}, "not a multiple of num_generations"),
+        ({"eval_strategy": "epoch"}, "eval_strategy = 'epoch' can't be imported: it must be steps or no"),
+        ({"reward_weights": [1.0]}, "1 weights for 2 reward_funcs"),
+        ({"optim": "adafactor"}, "AdamW"),
+        ({"fp16": True}, "bf16=True"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "its own folder"),
+        ({"max_completion_length": None}, "max_completion_length = None can't be imported"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_with_its_reason(tmp_path: Path, args: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        translated(tmp_path, args)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    def reads_ids(completion_ids: Any, **_: Any) -> list[float]:
+        return [0.0]
+
+    adapters = {"r": 8, "lora_dropout": 0.1, "target_modules": None}
+    with pytest.raises(ConfigError) as caught:
+        translated(tmp_path, {"top_p": 0.9, "fp16": True}, reward_funcs=["a/model", reads_ids], peft_config=adapters)
+    for said in ("top_p", "fp16", "docs/judges.md", "reads completion_ids", "lora_dropout", "target_modules"):
+        assert said in str(caught.value)
+
+
+def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    for rows, reason in (
+        (["x"], "row 0: a row must be a mapping"),
+        ([{"prompt": ""}], "row 0 has no prompt"),
+        ([{"prompt": "a", "b": b"x"}] * 9, "train_dataset, row 0: a value can't be written as JSON"),
+        ("f", "a str"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            translated(tmp_path, {}, train_dataset=rows)
+
+
+@pytest.mark.timeout(900)
+def test_the_scripts_of_the_page_run_before_and_after_with_trls_own_class(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "migrate-from-trl.md").read_text()
+    before, after, rewards, wordle, play, played = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    by_hand, environment, with_environment, split = blocks
+    files = {"before.py": before, "after.py": after, "wordle.py": wordle, "play.py": play, "played.py": played}
+    for name, script in files.items():
+        (tmp_path / name).write_text(script)
+    for name in ("math.jsonl", "held_out.jsonl", "words.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 4))
+
+    scripts = ["before.py", "after.py", "play.py", "played.py"]
+    argv = [sys.executable, str(ROOT / "tests" / "data" / "run_trl_page.py"), *scripts]
+    away = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=away, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+
+    config, plays = map(Config.model_validate_json, done.stdout.splitlines())
+    assert (config.rollout.group_size, config.train.groups_per_step, config.train.num_minibatches) == (8, 8, 1)
+    assert (config.train.num_steps, config.eval.every_steps, config.checkpoint.every_steps) == (16, 25, 50)
+    assert (config.learner.lora.rank, config.learner.lora.alpha, config.run.seed) == (32, 64, 7)
+    assert (tmp_path / config.tasks[0]).is_file()
+    assert (tmp_path / config.eval.tasks[0]).is_file()
+    own = {"run.name", "tasks", "eval.tasks", "reward.custom"}  # names
+    for found, of_the_page, others in ((config, by_hand, {"train.num_steps"}), (plays, with_environment, set())):
+        leaves = {key: value for key, value in _leaves(of_the_page).items() if key not in own | others}
+        assert {key: _value(found, key) for key in leaves} == leaves
+    (tmp_path / "wordle.yaml").write_text(yaml.safe_dump(environment))
+    by_file, by_script = (load_tasks([str(tmp_path / file)]) for file in ("wordle.yaml", plays.tasks[0]))
+    assert len(by_file) == len(by_script) == len(ROWS) * 4
+    assert "learning_rate = 2e-05: learner.optimizer.lr" in done.stderr
+    names: dict[str, Any] = {}
+    exec(rewards, names)
+    assert names["compute_score"]("", "4", 4) == {"score": 1.0 + 0.2 * 0.9995, "right": 1.0, "short": 0.9995}
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}
+    servers = translated(tmp_path, server, num_gpus=6).config
+    assert {key: _value(servers, key) for key in _leaves(split)} == _leaves(split)
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested mapping by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _value(config: Any, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
