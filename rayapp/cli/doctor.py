@@ -418,9 +418,10 @@ def doctor(
     if values:
         from rayapp.cli.values import misfits
 
-        with with_model_config(loaded_config(config, overrides), model_config) as loaded:
-            found = list(misfits(loaded, values))
-        typer.echo("\n".join(found) or f"{loaded.run.name} fits the values")
+        named = loaded_config(config, overrides)
+        with with_model_config(named, model_config) as local:
+            found = list(misfits(named, values, local=local))
+        typer.echo("\n".join(found) or f"{named.run.name} fits the values")
         raise typer.Exit(EXIT_FAILED if found else 0)
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)

@@ -193,6 +193,10 @@ async def restore(
     return 0, 0, KeptGroups()
 
 
+STALL_REPORT_S = 600.0
+"""Time without progress after which the log names what each process waits for."""
+
+
 def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
     async def dump() -> str:
         file = folder.path / "stacks.txt"
@@ -202,7 +206,7 @@ def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watch
 
     recovery = cluster.config.recovery
     return Watchdog(
-        report_after_s=recovery.stall_report_s,
+        report_after_s=STALL_REPORT_S,
         stop_after_s=recovery.stall_stop_s,
         report=tracker.note,
         dump_stacks=dump,

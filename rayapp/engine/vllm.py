@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from rayapp.config.config import Config, with_number_formats
-from rayapp.config.engine_args import check_installed_engine_args
+from rayapp.config.engine_args import check_names
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
@@ -108,7 +108,6 @@ class VllmEngine:
             EngineError: vLLM could not start; the message has the reason.
             ConfigError: this machine lacks what the configuration asks for.
         """
-        check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
         config = await asyncio.to_thread(
             with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config.cluster))
@@ -117,6 +116,7 @@ class VllmEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_names(config.server.engine_args, (field.name for field in fields(AsyncEngineArgs)))
         output = EngineOutput()
         try:
             gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config.cluster)))

@@ -351,7 +351,7 @@ def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
 
 
 def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:

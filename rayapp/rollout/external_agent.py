@@ -40,6 +40,7 @@ from rayapp.rollout.problem import Problem
 from rayapp.tasks.custom_rewards import load_function
 
 MAX_ANSWER_BYTES = 1 << 20
+_OUTPUT_CHARS = 16384
 Entry = Callable[[AgentCall], Awaitable[Any]]
 
 
@@ -135,7 +136,7 @@ class ExternalAgent:
             EngineError, DeadlineError: the engine can't generate.
         """
         start, entry = problem.start, entry or self._entry
-        playing = Playing(output=Tail(self._settings.max_output_chars))
+        playing = Playing(output=Tail(_OUTPUT_CHARS))
         with self._session(engine, sampling, request_id) as session:
             call = AgentCall(
                 task=problem.prompt.task,

@@ -200,12 +200,11 @@ def answer_rewards(config: Config) -> AnswerRewards:
     return AnswerRewards(
         method=section.method,
         format_score=section.format_score,
-        correct_score=section.correct_score,
         weights=Weights.of(section),
         code=section.code,
         reads_thoughts=section.reads_thoughts,
         is_optional=bool(section.judges) and not section.verdict_weight,
-        custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
+        custom=CustomReward(path=section.custom) if section.custom else None,
     )
 
 

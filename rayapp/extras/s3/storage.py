@@ -160,8 +160,9 @@ class S3Storage:
                     head = await self._repeated(location, read)
                 except StorageExistsError as error:
                     raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from error
-                except StorageNotFoundError:
-                    await self.check()  # the answer of a HEAD request has no text: find out whether the bucket exists
+                except StorageError as error:
+                    if type(error) in (StorageError, StorageNotFoundError):
+                        await self.check()  # the answer of a HEAD request has no text: let a listing say the cause
                     raise
             found = await hash_file(temporary)
             self._compare(location, found, sha256 or head["Metadata"].get(SHA256, ""))

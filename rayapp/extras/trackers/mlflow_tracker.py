@@ -133,7 +133,7 @@ def mlflow(config: Config, path: Path, first_step: int) -> MlflowTracker:
     section = config.tracking
     return MlflowTracker(
         path,
-        uri=section.mlflow_uri,
+        uri=os.environ.get("MLFLOW_TRACKING_URI", ""),
         experiment=section.project,
         parameters=flattened(config),
         load_decode=lambda: partial(load_tokenizer(config.model).decode, skip_special_tokens=False),

@@ -8,6 +8,7 @@ otherwise: files in `<run>/wandb`, sent with `wandb sync`.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -26,7 +27,11 @@ def tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
 
 def wandb(config: Config, path: Path, first_step: int) -> Tracker:
     section = config.tracking
-    return WandbTracker(path, project=section.project, mode=section.wandb_mode, parameters=flattened(config))
+    return WandbTracker(path, project=section.project, mode=_wandb_mode(), parameters=flattened(config))
+
+
+def _wandb_mode() -> Literal["offline", "online"]:
+    return "online" if os.environ.get("WANDB_MODE") == "online" else "offline"
 
 
 class TensorboardTracker:
