@@ -14,9 +14,9 @@ import pytest
 
 from rayapp.cli.main import run
 from rayapp.core.errors import InputError, StorageBucketError, StorageExistsError
+from rayapp.extras.s3.storage import s3_client
 from rayapp.storage.folders import get_folder
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.storage import s3_client
 from rayapp.storage.settings import settings_from_environment
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.rows import extract_solution, geometry3k_row, gsm8k_row
