@@ -13,12 +13,12 @@ RUN python runtime_env/install.py --device "${DEVICE}" --bytecode now --lock-onl
     && .venv/bin/pip uninstall --yes --quiet uv
 
 FROM ${PYTHON_IMAGE}
-# libibverbs1, librdmacm1, ibverbs-providers: RDMA for NCCL between nodes; without them it silently falls back to TCP.
+# skopeo, umoci: sandboxes on images. libibverbs1, librdmacm1, ibverbs-providers: RDMA for NCCL between nodes; without them it silently falls back to TCP.
 # libnuma1: vLLM for CPUs. gcc: vLLM compiles kernels when it starts. g++: so does torch.compile (learner.compile). wget: KubeRay's probes call it. procps: Ray's dashboard calls ps.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        g++ gcc ibverbs-providers libc6-dev libibverbs1 libnuma1 librdmacm1 procps wget \
+        g++ gcc ibverbs-providers libc6-dev libibverbs1 libnuma1 librdmacm1 procps skopeo umoci wget \
     && rm -rf /var/lib/apt/lists/*
 # The code belongs to root: a run can't change it. Only these two folders, for trials, are the user's.
 RUN useradd --uid 10001 --create-home rayapp \

@@ -31,7 +31,7 @@ from rayapp.rollout.order import (
 )
 from rayapp.rollout.sources import Sources, open_sources
 from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.providers.table import local_provider, remote_providers
+from rayapp.sandbox.providers import local_provider, remote_providers
 from rayapp.tasks.verdict import shape_group
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.reaper import Reaper
-from rayapp.sandbox.providers.table import listing_providers
+from rayapp.sandbox.providers import listing_providers
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0
@@ -91,8 +91,7 @@ class PoolActor(Restartable):
             await self._sweep()
 
     async def _sweep(self, stray_after_s: float | None = None) -> None:
-        stocks = [source.stock for source in self._pool.sources if source.stock is not None]
-        ended = sum(await asyncio.gather(*(stock.sweep(stray_after_s=stray_after_s) for stock in stocks)))
+        ended = await self._pool.stock.sweep(stray_after_s=stray_after_s) if self._pool.stock is not None else 0
         if ended:
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 

@@ -32,8 +32,8 @@ from benchmarks.scripted_policy import TURNS, Instant, ScriptedPolicy, code_of, 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import SandboxSpec
+from rayapp.extras.service.app import serving
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.service.app import serving
 from rayapp.tools.base import ToolContext
 from rayapp.tools.coding import PythonTool
 from rayapp.tools.loading import open_tools

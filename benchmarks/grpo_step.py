@@ -35,7 +35,7 @@ from rayapp.driver.cluster import Cluster, open_cluster
 from rayapp.rollout.agents import render_prompts
 from rayapp.rollout.order import Cohort, GroupRequest, scoring_seed
 from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.providers.table import local_provider
+from rayapp.sandbox.providers import local_provider
 from rayapp.tasks.loading import load_tasks
 
 SIZES = [

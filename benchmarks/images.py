@@ -28,9 +28,10 @@ from pathlib import Path
 from benchmarks.machine import ROOT, memory_below
 from benchmarks.report import print_report
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.images.pull import ImageSource, pull
-from rayapp.sandbox.images.reference import parse
-from rayapp.sandbox.images.store import open_store
+from rayapp.extras.images.cache import ImageSource
+from rayapp.extras.images.pull import pull
+from rayapp.extras.images.store import open_store
+from rayapp.sandbox.images import parse
 from rayapp.sandbox.local.provider import LocalProvider
 
 sys.path.insert(0, str(ROOT / "tests"))

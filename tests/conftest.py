@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ GROUPS = {
     "unit": {
         "vllm": "vllm_adapter vllm_worker monitoring",
         "mlflow": "traces trackers",
-        "images": "pull unpack images",
+        "images": "pull tree images",
     },
     "e2e": {
         "standing_ray": (
@@ -285,6 +286,8 @@ def images() -> Iterator[Any]:
     """Images with this machine's programs; see `support.images`."""
     from support.images import machine_images
 
+    if not (shutil.which("skopeo") and shutil.which("umoci")):
+        pytest.skip("needs Debian's skopeo and umoci")
     with machine_images() as found:
         yield found
 

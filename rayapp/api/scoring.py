@@ -18,7 +18,7 @@ from rayapp.core.own_thread import work_apart
 from rayapp.core.protocols import AgentTask, EnvironmentRow, Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.sandbox.providers import why_no_workspace
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_task
 from rayapp.tasks.verdict import task_verdict

@@ -4,9 +4,6 @@ run      one file, as model-written code would run                     the code'
 serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
-This module also has `rayapp images`, the commands for the cache of images that local sandboxes run on: pull, prune,
-build.
-
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
 like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
 every run with this key, at the config's providers, or at those whose key is in the environment.
@@ -18,10 +15,8 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -30,21 +25,19 @@ import typer
 
 from rayapp.cli.arguments import OptionalConfigFile, Overrides, loaded_config
 from rayapp.config.loading import load_config
-from rayapp.config.sandbox import DaytonaConfig, E2BConfig, LocalConfig, McpConfig, ProviderConfig, SandboxConfig
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
+from rayapp.core.names import load_extra
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.sandbox.images.pull import TOOLS, Wanted, build, pull
-from rayapp.sandbox.images.reference import parse
-from rayapp.sandbox.images.store import Store, open_store
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.pool.build import labels_of
 from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
 from rayapp.sandbox.pool.reaper import reap as reap_all
-from rayapp.sandbox.providers.table import listing_providers, remote_provider
+from rayapp.sandbox.providers import remote_provider
 
 app = typer.Typer(no_args_is_help=True, help="Run code in sandboxes, serve them, and end those that runs left.")
 _STOPPED = 124
@@ -119,13 +112,13 @@ def serve(
 
     Clients are served in turn, so that one with many requests does not delay the others.
     """
-    from rayapp.sandbox.service.clients import ONLY_CLIENT, read_keys
-
     sandboxes = loaded_config(config, overrides).sandbox
     if no_key and keys_file is not None:
         raise InputError("--no-key and --keys-file exclude each other: give one of them")
     key = os.environ.get(api_key_env, "")
-    keys = {} if no_key else read_keys(keys_file) if keys_file is not None else {ONLY_CLIENT: key}
+    keys = {} if no_key else {"default": key}
+    if keys_file is not None:
+        keys = load_extra("service.clients:read_keys")(keys_file)
     if not all(keys.values()):
         raise ConfigError(
             f"clients need a key, but {api_key_env} is not set: set it to a key, name a file of clients with "
@@ -147,11 +140,11 @@ def serve(
 def _serving(
     config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
 ) -> AbstractAsyncContextManager[str]:
-    from rayapp.core.names import load_extra
-    from rayapp.sandbox.service.app import serving
-
     routes = load_extra("service.fusion:fusion_routes")(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
-    return serving(config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings)
+    serving: AbstractAsyncContextManager[str] = load_extra("service.app:serving")(
+        config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings
+    )
+    return serving
 
 
 _ENDPOINTS = """\
@@ -230,11 +223,11 @@ EXIT_LEFT, EXIT_CONFIG = 1, 2
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
     """End sandboxes: one line each on stdout, failures on stderr. Returns 0: none is left; 1: some may be left; 2: a
     key or an endpoint is wrong."""
-    providers = listing_providers(_sections(kinds, config))
+    providers = {str(section.type): remote_provider(section) for section in _sections(kinds, config)}
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
 
-def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
+def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BConfig | DaytonaConfig]:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
         raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(KINDS)}")
@@ -243,7 +236,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
     chosen = [section for section in listed if not kinds or section.type in kinds]
     if not chosen:
         raise SandboxConfigError(_nothing_to_ask(kinds, config))
-    return SandboxConfig(providers=tuple(chosen))
+    return chosen
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
@@ -343,93 +336,3 @@ async def run_once(
         return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
     finally:
         await asyncio.shield(provider.close())
-
-
-images_app = typer.Typer(no_args_is_help=True, help="The cache of images that local sandboxes run on.")
-_MIB, _SHOW_EVERY_S = 1 << 20, 0.5
-ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder, size and mirrors from this config")]
-
-
-@images_app.command(
-    name="pull",
-    epilog="Examples:\n\n  rayapp images pull python:3.12-slim\n\n"
-    "  rayapp images pull registry.example/team/env@sha256:… oci:./layout archive:saved.tar",
-)
-def pull_images(
-    images: Annotated[list[str], typer.Argument(help="REGISTRY/NAME:TAG, …@sha256:…, oci:FOLDER or archive:FILE.tar")],
-    config: ConfigOption = None,
-    platform: Annotated[
-        str, typer.Option(help="Platform of the images, e.g. linux/arm64; default: this machine's")
-    ] = "",
-) -> None:
-    """Download images into the cache, and print the current digest of each name."""
-    section = _local_section(config)
-    store = _store(section)
-    for name in images:
-        wanted = Wanted(platform=platform, mirrors=section.image_mirrors, on_bytes=_progress(name))
-        with pull(store, parse(name), wanted) as hold:
-            print(visible(f"image:{hold.image.name}"), flush=True)
-
-
-@images_app.command()
-def prune(
-    unused_h: Annotated[
-        float, typer.Option(min=0, help="Remove only images that were not used for this many hours")
-    ] = 0.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the cache, least recently used first")] = False,
-    config: ConfigOption = None,
-) -> None:
-    """Remove the images that no sandbox and no pull uses, and leftovers of interrupted pulls."""
-    store = _store(_local_section(config))
-    if dry_run:
-        _list_images(store)
-        return
-    for image in store.prune(unused_s=3600 * unused_h):
-        print(visible(f"removed {image.name}"))
-
-
-@images_app.command(name="build", epilog="Example:\n\n  rayapp images build my_task/environment --name my_task")
-def build_image(
-    folder: Annotated[Path, typer.Argument(help="Folder with a Dockerfile, or a task folder in Harbor's layout")],
-    name: Annotated[str, typer.Option(help="Name of the image; default: the folder's name, which tasks use")] = "",
-    tool: Annotated[str, typer.Option(help=f"{', '.join(TOOLS)}; default: the first that is installed")] = "",
-    config: ConfigOption = None,
-) -> None:
-    """Build a Dockerfile into the cache, as image:build:NAME. The build tool runs the Dockerfile's commands, without
-    rayapp's isolation.
-    """
-    inner = folder / "environment"
-    context = inner if (inner / "Dockerfile").is_file() else folder
-    image = build(_store(_local_section(config)), context, name or folder.resolve().name, tool=tool)
-    print(visible(f"image:build:{name or folder.resolve().name} {image.digest}"))
-
-
-def _local_section(config: Path | None) -> LocalConfig:
-    return (load_config(config).sandbox.local if config is not None else None) or LocalConfig()
-
-
-def _store(section: LocalConfig) -> Store:
-    return open_store(section.image_cache, section.image_cache_gib)
-
-
-def _list_images(store: Store) -> None:
-    names, found = store.names(), store.images()
-    for image, used in found:
-        own = sorted(name for name, digest in names.items() if digest == image.digest) or [image.name]
-        age = timedelta(seconds=max(0, int(time.time() - used)))
-        print(visible(f"{image.digest[7:19]}  {image.num_bytes / _MIB:9.1f} MiB  used {age} ago  {', '.join(own)}"))
-    total, most = store.num_bytes() / (1 << 30), store.max_bytes / (1 << 30)
-    print(f"{len(found)} images, {total:.2f} of {most:g} GiB (layers that images share count once): {store.folder}")
-
-
-def _progress(name: str) -> Callable[[int], None]:
-    done, shown = 0, time.monotonic()
-
-    def add(num_bytes: int) -> None:
-        nonlocal done, shown
-        done += num_bytes
-        if sys.stderr.isatty() and time.monotonic() - shown > _SHOW_EVERY_S:
-            shown = time.monotonic()
-            sys.stderr.write(visible(f"{name}: {done / _MIB:.0f} MiB") + "\r")
-
-    return add

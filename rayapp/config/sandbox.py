@@ -74,12 +74,6 @@ class E2BConfig(_Created):
     """Full URL of sandboxes, if it is not https://PORT-ID.DOMAIN."""
     allow_internet: bool = False
     """Let code in a sandbox reach the internet. Completions could then look up their answers."""
-    claim_timeout_s: int = Field(30, ge=1, le=600)
-    """Longest wait for a sandbox from the warm set, for dialect kruise. Always sent, because otherwise the server would
-    wait forever."""
-    ready_timeout_s: int = Field(60, ge=1, le=600)
-    """Longest wait until a claimed sandbox is ready, for dialect kruise. Always sent, because otherwise the server
-    would wait forever."""
 
     @model_validator(mode="after")
     def _kruise_needs_its_url(self) -> Self:
@@ -158,11 +152,9 @@ class SandboxConfig(FrozenModel):
     """Sandboxes for model-written code: their providers, and the limits of the pool (docs/sandboxes.md)."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
-    """Sandbox providers in order of preference. A later provider is used only while all earlier providers have no quota
-    or keep failing; the isolation of its results names it as a fallback."""
+    """Sandbox provider of the run, as a list with one section."""
     max_leases: int = Field(0, ge=0)
-    """Maximum number of sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers'
-    limits."""
+    """Maximum number of sandboxes in use at once, over all rollout workers. 0: the provider's limit."""
     max_waiting: int = Field(10_000, ge=1)
     """Maximum number of requests for a sandbox that wait. Further requests are refused immediately instead of timing
     out."""
@@ -173,9 +165,6 @@ class SandboxConfig(FrozenModel):
     """Time without a message from a rollout worker after which it counts as dead, and its leases are revoked."""
     min_ready: int = Field(0, ge=0)
     """Idle remote sandboxes to keep ready for each template in use, so that the start of a step does not wait."""
-    prefetch: bool = False
-    """While the learner trains, create as many remote sandboxes for the next step as earlier steps used at once. Idle
-    sandboxes cost money; they are ended after idle_timeout_s, which should be longer than a step."""
     max_uses: int = Field(1, ge=1)
     """Number of uses of a remote sandbox before it is ended. With 1, no use finds files of an earlier use; with more,
     each returned sandbox is checked."""
@@ -189,11 +178,6 @@ class SandboxConfig(FrozenModel):
     sweep_every_s: float = Field(60.0, gt=0)
     """Seconds between comparisons of the provider's list of sandboxes with the pool's list. Sandboxes that the pool
     doesn't know are ended."""
-    breaker_failures: int = Field(5, ge=1)
-    """Consecutive failed creations after which a provider is paused."""
-    breaker_cooldown_s: float = Field(30.0, gt=0)
-    """Length of a provider's pause after breaker_failures failed creations; doubled each time the provider fails again,
-    up to ten minutes."""
     reaper_grace_s: float = Field(120.0, gt=0)
     """Time without a message from the run after which it counts as dead, and the reaper ends its sandboxes."""
     allow_unisolated: bool = False
@@ -201,16 +185,17 @@ class SandboxConfig(FrozenModel):
     `unisolated`."""
 
     @model_validator(mode="after")
-    def _distinct_providers(self) -> Self:
-        if not self.providers:
-            raise ValueError("providers is empty: name at least one provider, e.g. providers: [{type: local}]")
-        kinds = [provider.type for provider in self.providers]
-        if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
+    def _one_provider(self) -> Self:
+        if len(self.providers) != 1:
             raise ValueError(
-                f"provider {', '.join(sorted(twice))} is listed twice: each kind may be listed once. Remove one of the "
-                "two."
+                f"providers has {len(self.providers)} sections: a run uses one provider. "
+                "Name one, e.g. providers: [{type: local}]"
             )
         return self
+
+    @property
+    def provider(self) -> ProviderConfig:
+        return self.providers[0]
 
     @property
     def without_stock(self) -> Self:

@@ -27,7 +27,7 @@ from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept, plays_environments
 from rayapp.rollout.sources import answer_rewards, naming, open_judges
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.sandbox.providers import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
@@ -248,7 +248,7 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
     if (first := next(holding, None)) is not None:
         _check_sandboxes_suffice(config, first, training=training)
     if entries and asks_template:
-        tokenizer: Any = load_tokenizer(config)
+        tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
         check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
 
 

@@ -20,12 +20,12 @@ from rayapp.config.config import Config, sources_of
 from rayapp.config.sandbox import LocalConfig
 from rayapp.core.errors import ImageError
 from rayapp.core.files import write_text
+from rayapp.core.names import load_extra
 from rayapp.rollout.agents import SINGLE_TURN_AGENT
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
 from rayapp.rollout.problem import agent_start, plays_environments
-from rayapp.sandbox.images.pull import Wanted, resolve
-from rayapp.sandbox.images.reference import is_image, parse
-from rayapp.sandbox.providers.table import image_source
+from rayapp.sandbox.images import Reference, is_image, parse
+from rayapp.sandbox.providers import image_source
 from rayapp.tasks.loading import load_tasks
 
 PromptImages = tuple[tuple[str, ...], ...]
@@ -95,7 +95,8 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template
     try:
-        return resolve(reference, Wanted(mirrors=section.image_mirrors)).template
+        current: Reference = load_extra("images.pull:resolve")(reference, section.image_mirrors)
+        return current.template
     except ImageError as error:
         if not earlier:
             raise

@@ -48,8 +48,6 @@ class Lease:
     connection: Connection | None = None
     """Connection to the sandbox. None if the holder itself makes the sandbox (`local`): the lease then only limits the
     number of sandboxes."""
-    fallback_from: tuple[str, ...] = ()
-    """Providers that stand earlier in the configuration but were not available."""
 
 
 class Fate(StrEnum):
@@ -59,8 +57,6 @@ class Fate(StrEnum):
     """The sandbox answered every call, and no code in it was stopped: after a check it may be leased again."""
     DIRTY = "dirty"
     GONE = "gone"
-    UNBORN = "unborn"
-    """The holder could not make the local sandbox that the lease allowed."""
 
 
 class ConnectedSandbox(Sandbox, Protocol):

@@ -22,9 +22,9 @@ import httpx2
 from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
 from rayapp.core.http import TokenBucket, pauses_s, retry_after_s
 from rayapp.core.types import ExecOutcome, ExecRecord
-from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
+from rayapp.tools.mcp_session import McpSession, RpcError
 
 _BUSY = (429, 503)
 _FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S = 0.5, 30.0

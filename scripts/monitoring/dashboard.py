@@ -85,7 +85,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(title="creations per second", metrics=("rl_sandbox_created_total",)),
             Panel(
                 title="failed creations by cause",
-                metrics=("rl_sandbox_failures_total", "rl_sandbox_fallbacks_total", "rl_sandbox_strays_total"),
+                metrics=("rl_sandbox_failures_total", "rl_sandbox_strays_total"),
             ),
         ),
     ),

@@ -25,7 +25,7 @@ from aiohttp import web
 from rayapp.config.sandbox import DaytonaConfig
 from rayapp.core.errors import SandboxError
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.providers.daytona import DaytonaProvider
+from rayapp.extras.providers.daytona import DaytonaProvider
 from rayapp.testing.sandbox_contract import CHECKS
 from support.stubs.daytona_stub import API_KEY, DaytonaStub
 

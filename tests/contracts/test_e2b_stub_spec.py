@@ -17,7 +17,7 @@ from rayapp.config.sandbox import E2BConfig
 from rayapp.core.errors import SandboxConfigError, SandboxError
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.providers.e2b import E2BProvider
+from rayapp.extras.providers.e2b import E2BProvider
 from rayapp.testing.sandbox_contract import CHECKS
 from support.stubs.e2b_stub import API_KEY, E2BStub
 

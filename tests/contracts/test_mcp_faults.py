@@ -11,8 +11,8 @@ import pytest
 from rayapp.config.sandbox import McpConfig
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import ExecOutcome, SandboxSpec
-from rayapp.sandbox.providers.mcp import McpChannel, McpProvider
-from rayapp.sandbox.providers.mcp_session import McpSession
+from rayapp.extras.providers.mcp import McpChannel, McpProvider
+from rayapp.tools.mcp_session import McpSession
 from support.stubs.faults import Faults
 from support.stubs.mcp_stub import API_KEY, McpStub
 

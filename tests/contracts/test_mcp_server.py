@@ -21,11 +21,11 @@ from mcp.client.streamable_http import streamable_http_client
 
 from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
 from rayapp.core.types import Prompt, SandboxSpec
+from rayapp.extras.providers.mcp import McpProvider
 from rayapp.extras.repositories.scripts import TestScript
 from rayapp.extras.repositories.task import RepositoryTask, as_answer
+from rayapp.extras.service.mcp_tools import with_last_value
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.sandbox.providers.mcp import McpProvider
-from rayapp.sandbox.service.mcp_tools import with_last_value
 from rayapp.tasks.loading import load_task
 from support.sandbox_service import mcp_serving
 

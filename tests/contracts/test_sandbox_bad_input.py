@@ -27,7 +27,7 @@ from rayapp.core.http import MAX_WAIT_S, retry_after_s
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.providers.table import remote_provider, remote_providers
+from rayapp.sandbox.providers import remote_provider, remote_providers
 from rayapp.sandbox.verdict.program import read_report
 from support.stubs import daytona_stub, e2b_stub, mcp_stub
 

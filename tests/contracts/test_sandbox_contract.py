@@ -26,7 +26,7 @@ async def local() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def e2b() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.providers.e2b import E2BProvider
+    from rayapp.extras.providers.e2b import E2BProvider
     from support.stubs.e2b_stub import API_KEY, E2BStub
 
     stub = E2BStub()
@@ -41,7 +41,7 @@ async def e2b() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def kruise() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.providers.e2b import E2BProvider
+    from rayapp.extras.providers.e2b import E2BProvider
     from support.stubs.e2b_stub import API_KEY, E2BStub
 
     stub = E2BStub(dialect="kruise")
@@ -57,7 +57,7 @@ async def kruise() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def daytona() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.providers.daytona import DaytonaProvider
+    from rayapp.extras.providers.daytona import DaytonaProvider
     from support.stubs.daytona_stub import API_KEY, DaytonaStub
 
     stub = DaytonaStub()
@@ -72,7 +72,7 @@ async def daytona() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def mcp() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.providers.mcp import McpProvider
+    from rayapp.extras.providers.mcp import McpProvider
     from support.stubs.mcp_stub import API_KEY, McpStub
 
     async with McpStub().running() as url:

@@ -31,7 +31,7 @@ DATA = ("drop", "502", "hang", "garbage", "cut", "slow")
 
 
 def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.sandbox.providers.e2b import E2BProvider
+    from rayapp.extras.providers.e2b import E2BProvider
     from support.stubs.e2b_stub import API_KEY, E2BStub
 
     def make(url: str) -> RemoteProvider:
@@ -43,10 +43,10 @@ def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, 
 
 
 def daytona(**options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.sandbox.providers.daytona import DaytonaProvider, sdk
+    from rayapp.extras.providers.daytona import DaytonaProvider, sdk
     from support.stubs.daytona_stub import API_KEY, DaytonaStub
 
-    sdk()  # imported now, as `providers/table.py` does: on a busy machine it takes seconds of the first deadline
+    sdk()  # imported now, as `DaytonaProvider` does: on a busy machine it takes seconds of the first deadline
     return DaytonaStub(**options), lambda url: DaytonaProvider(DaytonaConfig(api_url=f"{url}/api"), api_key=API_KEY)
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -260,3 +261,32 @@ def test_a_wrong_file_of_clients_is_one_line(tmp_path: Path, lines: str, message
 
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert message in ended.stderr
+
+
+@pytest.mark.parametrize("way", ["run_code", "submit", "mcp"])
+def test_a_client_that_hangs_up_gives_its_sandbox_back(url: str, way: str) -> None:
+    sleeping = "import time\ntime.sleep(50)"
+    row = {"test": [{"input": {"stdin": ""}, "output": {"stdout": ""}}]}
+    config = {"dataset_type": "CommonOJDataset", "provided_data": row, "run_timeout": 60}
+    call = {"name": "run_code_once", "arguments": {"code": sleeping}}
+    path, body = {
+        "run_code": ("/run_code", {"code": sleeping, "run_timeout": 60}),
+        "submit": ("/submit", {"completion": f"```python\n{sleeping}\n```", "config": config}),
+        "mcp": ("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}),
+    }[way]
+    headers = {"Accept": "application/json, text/event-stream"}
+    if way == "mcp":
+        client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+        start = {"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": client}
+        began = requests.post(f"{url}/mcp", json=start, headers=headers, timeout=30)
+        headers["Mcp-Session-Id"] = began.headers["Mcp-Session-Id"]
+        note = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        requests.post(f"{url}/mcp", json=note, headers=headers, timeout=30)
+
+    for _ in range(4):  # the service has two sandboxes
+        with pytest.raises(requests.exceptions.ReadTimeout):
+            requests.post(f"{url}{path}", json=body, headers=headers, timeout=2)
+
+    started = time.monotonic()
+    assert run_code(url, code="print(2)").run_result.stdout == "2\n"
+    assert time.monotonic() - started < 30

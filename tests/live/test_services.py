@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig
-from rayapp.sandbox.providers.table import remote_provider
+from rayapp.sandbox.providers import remote_provider
 from rayapp.testing.sandbox_contract import CHECKS, LABELS, Check
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]

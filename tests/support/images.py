@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.images.manifest import this_platform
-from rayapp.sandbox.images.pull import ImageSource
+from rayapp.extras.images.cache import ImageSource
+from rayapp.extras.images.programs import this_platform
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from support.ports import free_port
@@ -37,6 +39,19 @@ PROGRAMS = (
 _LIBRARY_PARTS = re.compile(
     r"(^|/)(test|tests|idlelib|lib2to3|tkinter|turtledemo|ensurepip|__pycache__|site-packages|config-.*)(/|$)"
 )
+
+
+needs_image_programs = pytest.mark.skipif(
+    not (shutil.which("skopeo") and shutil.which("umoci")), reason="needs Debian's skopeo and umoci"
+)
+
+
+@contextmanager
+def outside_folder() -> Iterator[Path]:
+    """Yield a folder that other users than root may enter, unlike pytest's temporary folders."""
+    with tempfile.TemporaryDirectory(prefix="rayapp-images-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 def entry(name: str, content: bytes | str | None = None, **fields: object) -> tuple[tarfile.TarInfo, bytes]:

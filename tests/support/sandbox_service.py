@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.sandbox.service.app import PATH, serving
+from rayapp.extras.service.app import PATH, serving
 
 
 @asynccontextmanager

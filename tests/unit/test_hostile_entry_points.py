@@ -36,19 +36,19 @@ from rayapp.extras.environments.openenv import OpenEnvEpisode
 from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
 from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
 from rayapp.extras.repositories.task import as_answer, changed_files, read_answer
+from rayapp.extras.service.app import _application, serving
 from rayapp.extras.service.fusion import fusion_routes
+from rayapp.extras.service.mcp_tools import ServerLimits
 from rayapp.extras.view.run import ViewedRun
 from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.sandbox.service.app import _application, serving
-from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
 from rayapp.tasks.code.conditions import holds as condition_holds
 from rayapp.tasks.text_process import holds
@@ -480,23 +480,20 @@ DECODES = {
     "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/reading.py": "gateway",
     "rayapp/rollout/gateway/server.py": "gateway",
-    "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
+    "rayapp/rollout/gateway/turns.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
     "rayapp/extras/view/server.py": "view",
-    **{
-        f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
-        for name in ("manifest", "pull", "sources")
-    },
-    "rayapp/sandbox/images/store.py": OURS,
-    "rayapp/sandbox/images/unpack.py": "unit/sandbox/images/test_unpack.py",
+    "rayapp/extras/images/pull.py": "unit/extras/images/test_pull.py",
+    "rayapp/extras/images/store.py": OURS,
+    "rayapp/extras/images/tree.py": OURS,
     "rayapp/sandbox/local/doctor.py": OURS,
     "rayapp/sandbox/local/inside/child.py": OURS,
     "rayapp/sandbox/local/inside/guest.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,
     "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
-    "rayapp/sandbox/service/app.py": "sandbox service",
-    "rayapp/sandbox/providers/relay.py": "unit/sandbox/providers/test_relay.py",
-    "rayapp/sandbox/providers/relay_program.py": OURS,
+    "rayapp/extras/service/app.py": "sandbox service",
+    "rayapp/extras/providers/relay.py": "unit/extras/providers/test_relay.py",
+    "rayapp/extras/providers/relay_program.py": OURS,
     "rayapp/sandbox/verdict/program.py": "unit/sandbox/verdict/test_results.py",
     "rayapp/extras/audit/hunt.py": OURS,
     "rayapp/extras/audit/subject.py": OURS,
@@ -515,9 +512,15 @@ DECODES = {
     "rayapp/extras/repositories/named_tests.py": "unit/extras/repositories/test_swe.py",
     "rayapp/extras/repositories/scripts.py": "unit/extras/repositories/test_repository.py",
     "rayapp/extras/repositories/sentinels.py": OURS,
-    "rayapp/extras/repositories/swe.py": OURS,
     "rayapp/extras/repositories/task.py": "files that agents changed",
     "rayapp/tasks/text_child.py": OURS,
+    "rayapp/extras/s3/checkpoints.py": OURS,
+    "rayapp/extras/s3/lock.py": OURS,
+    "rayapp/extras/s3/mirror.py": OURS,
+    "rayapp/extras/trackers/traces.py": OURS,
+    "rayapp/extras/trl/translation.py": OURS,
+    "rayapp/rollout/demonstrations.py": OURS,
+    "rayapp/tasks/data/downloads.py": OURS,
     "rayapp/tools/base.py": OURS,
     "rayapp/tools/toolset.py": "arguments of tool calls",
 }

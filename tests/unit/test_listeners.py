@@ -25,7 +25,7 @@ TRIED = {
     "rayapp/extras/view/command.py": "tests/unit/extras/view/test_view_server.py",
     "rayapp/rollout/gateway/listening.py": "tests/unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/server.py": "tests/unit/rollout/gateway/test_server.py",
-    "rayapp/sandbox/service/app.py": "tests/contracts/test_mcp_server.py",
+    "rayapp/extras/service/app.py": "tests/contracts/test_mcp_server.py",
 }
 """File -> the test that calls its server without the key."""
 WITHOUT_A_KEY = {
@@ -34,12 +34,11 @@ WITHOUT_A_KEY = {
     "actors/spawn.py": "finds a free port; listens to nothing",
     "rayapp/core/http.py": "listens for its callers: `view` and the sandbox service",
     "rayapp/cli/machine.py": "tries whether a port is free",
-    "rayapp/engine/weights/vllm_gloo.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/learner/distributed.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/sandbox/local/doctor.py": "listens while it tries whether a sandbox can reach it",
     "rayapp/sandbox/local/levels/loopback.py": "inside a sandbox: leads to the gateway, which asks for the key",
     "rayapp/sandbox/local/levels/namespaces.py": "inside a sandbox: leads to the gateway, which asks for the key",
-    "rayapp/sandbox/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
+    "rayapp/extras/providers/relay_program.py": "inside a sandbox: leads to the gateway, which asks for the key",
 }
 
 

@@ -31,7 +31,7 @@ from rayapp.extras.audit.subject import (
     score_of,
     trivial_of_function,
 )
-from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.sandbox.providers import why_no_workspace
 from rayapp.sandbox.verdict.compare import same_value
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.cases import MODULES, Case

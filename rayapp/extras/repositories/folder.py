@@ -33,7 +33,7 @@ from rayapp.core.validation import explain
 from rayapp.extras.repositories.hidden_tests import HiddenTest, read_hidden_tests
 from rayapp.extras.repositories.named_tests import NamedTests
 from rayapp.extras.repositories.scripts import SOLVE, WORKDIR, TestScript, interpreter_of, why_a_script_needs_an_image
-from rayapp.sandbox.images.reference import PREFIX
+from rayapp.sandbox.images import PREFIX
 
 _PYTHON = re.compile(r"(?:docker\.io/)?(?:library/)?python:(\d+\.\d+)[\w.-]*")
 _BARE = re.compile(r"(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|python)(?::[\w.-]*)?")

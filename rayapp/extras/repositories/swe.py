@@ -34,7 +34,7 @@ from rayapp.extras.repositories.folder import Own, TaskFolder
 from rayapp.extras.repositories.named_tests import PYTHONS, NamedTests, pytest_files
 from rayapp.extras.repositories.scripts import SOLVE
 from rayapp.extras.repositories.task import RepositoryTask
-from rayapp.sandbox.images.reference import PREFIX
+from rayapp.sandbox.images import PREFIX
 from rayapp.tasks.data.files import json_rows
 
 _log = logging.getLogger(__name__)

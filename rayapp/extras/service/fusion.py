@@ -29,7 +29,7 @@ from rayapp.config.agent import CodeSection
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, SandboxUnavailableError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
+from rayapp.extras.service.clients import CALL_HEADER, CLIENT_HEADER, Clients
 from rayapp.sandbox.verdict.codec import off_the_loop
 from rayapp.tasks.code.languages import Language, language_of
 from rayapp.tasks.code.scoring import CodeProblem, compile_program, spec_of, write_program
@@ -86,7 +86,7 @@ class Submit(_Request):
 
 
 def fusion_routes(*, lease_timeout_s: float = 120.0, max_memory_mib: int = 4096) -> Callable[[Clients], list[Route]]:
-    """Return a function that makes the routes of the protocol. `rayapp.sandbox.service.app.serving` takes such
+    """Return a function that makes the routes of the protocol. `rayapp.extras.service.app.serving` takes such
     functions.
 
     Args:
@@ -125,11 +125,15 @@ class _Fusion:
             files = await off_the_loop(num_bytes, lambda: _decoded(asked.files))
             memory_mib = self._memory_mib(asked)
             spec = _spec(language, memory_mib)
-            async with self._sandboxes(request).lease(spec, timeout_s=self._lease_timeout_s) as sandbox:
-                for path, content in files.items():
-                    await sandbox.write_file(path, content)
-                compiled, ran = await _run(sandbox, asked, language, memory_mib)
-                found = await _fetched(sandbox, asked.fetch_files)
+
+            async def work() -> tuple[ExecResult | None, ExecResult | None, dict[str, str]]:
+                async with self._sandboxes(request).lease(spec, timeout_s=self._lease_timeout_s) as sandbox:
+                    for path, content in files.items():
+                        await sandbox.write_file(path, content)
+                    compiled, ran = await _run(sandbox, asked, language, memory_mib)
+                    return compiled, ran, await _fetched(sandbox, asked.fetch_files)
+
+            compiled, ran, found = await self._clients.unless_hung_up(request.headers[CALL_HEADER], work())
         except (ValidationError, InputError, SandboxConfigError, OSError) as error:
             return _answer(400, "Failed", _first_problem(error))
         except SandboxUnavailableError as error:
@@ -156,7 +160,8 @@ class _Fusion:
                     compile_timeout_s=asked.config.compile_timeout or _COMPILE_TIMEOUT_S,
                 ),
             )
-            told = await problem.each_test(asked.completion, self._sandboxes(request))
+            scoring = problem.each_test(asked.completion, self._sandboxes(request))
+            told = await self._clients.unless_hung_up(request.headers[CALL_HEADER], scoring)
         except (InputError, SandboxConfigError) as error:
             return _answer(400, "Failed", str(error))
         except (TextTooCostlyError, TextReadingFailedError) as error:

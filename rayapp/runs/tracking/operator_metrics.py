@@ -107,7 +107,6 @@ METRICS: tuple[Metric, ...] = (
     _gauge("rl_sandbox_waiting", "sandbox/waiting", "Callers that wait for a sandbox"),
     _gauge("rl_sandbox_wait_seconds", "sandbox/wait_{quantile}_s",
            "Wait for a sandbox, over the last 2048 leases", unit="s"),
-    _counter("rl_sandbox_fallbacks_total", "sandbox/fallbacks", "Leases that a fallback provider served"),
     _gauge("rl_sandbox_alive", "sandbox/{provider}/alive", "Remote sandboxes that exist"),
     _gauge("rl_sandbox_limit", "sandbox/{provider}/limit", "Sandboxes that the provider permits"),
     _counter("rl_sandbox_created_total", "sandbox/{provider}/created", "Sandboxes created"),

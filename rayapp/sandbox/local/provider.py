@@ -27,11 +27,9 @@ from rayapp.core.errors import (
     SandboxQuotaError,
 )
 from rayapp.core.machine import num_cores
+from rayapp.core.names import load_extra
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.images.pull import ImageSource
-from rayapp.sandbox.images.reference import is_image
-from rayapp.sandbox.images.store import Hold, Image
-from rayapp.sandbox.images.unpack import MOUNT_POINTS
+from rayapp.sandbox.images import MOUNT_POINTS, Hold, Image, ImageCache, is_image
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
@@ -136,7 +134,7 @@ async def _try_empty_image(levels: Sequence[str]) -> str:
             path.mkdir(exist_ok=True)
             path.chmod(0o755)
         image = Image(
-            name="an empty image", digest="", tree=tree.name, layers=(), num_bytes=0, env=(), workdir="/", uid=0, gid=0,
+            name="an empty image", digest="", tree=tree.name, num_bytes=0, env=(), workdir="/", uid=0, gid=0,
             home="/", python="",
         )  # fmt: skip
         for level in (level for level in levels if level.startswith("ns")):
@@ -169,7 +167,7 @@ class LocalProvider:
         packages: tuple[str, ...] = (),
         max_slots: int | None = None,
         levels: tuple[str, ...] = LEVELS,
-        images: ImageSource | None = None,
+        images: ImageCache | None = None,
     ) -> None:
         """
         Args:
@@ -180,7 +178,7 @@ class LocalProvider:
             levels: isolation levels to try, strongest first.
             images: source of images; None: the default cache.
         """
-        self.images = images or ImageSource()
+        self.images: ImageCache = images or load_extra("images.cache:ImageSource")()
         """Cache of images, which also pulls them."""
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages

@@ -15,7 +15,7 @@ from typing import Any
 
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
-from rayapp.sandbox.images.store import Image
+from rayapp.sandbox.images import Image
 from rayapp.sandbox.local.inside import guest
 from rayapp.sandbox.local.inside.child import GUEST
 from rayapp.sandbox.local.levels.limits import MIB, Limits

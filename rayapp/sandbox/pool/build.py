@@ -1,4 +1,4 @@
-"""Builds a sandbox pool from the configuration, with the suppliers and stocks that fill it.
+"""Builds a sandbox pool from the configuration, with the stock that fills it.
 
 The sandbox-pool actor calls `build_pool`. Programs without Ray (`rayapp score`, `rayapp sandbox serve`, benchmarks)
 call `open_pool`, which runs the same `LeasePool` and its client inside the calling process.
@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
-from rayapp.config.sandbox import LocalConfig, McpConfig, ProviderConfig, SandboxConfig
-from rayapp.core.errors import SandboxConfigError
+from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
 from rayapp.core.http import TokenBucket
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, Fate, Lease, RemoteProvider
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.pool.stock import GRACE_S, Stock, StockRules, Supplier
-from rayapp.sandbox.pool.supply import CircuitBreaker, Supply
-from rayapp.sandbox.providers.table import local_provider, num_local_sandboxes, remote_providers
+from rayapp.sandbox.pool.stock import GRACE_S, Stock, StockRules
+from rayapp.sandbox.pool.supply import Supply
+from rayapp.sandbox.providers import local_provider, num_local_sandboxes, remote_provider, remote_providers
 
 
 def labels_of(run_name: str) -> dict[str, str]:
@@ -35,7 +33,7 @@ def build_pool(
     config: SandboxConfig,
     run_name: str,
     *,
-    providers: Mapping[str, RemoteProvider] | None = None,
+    provider: RemoteProvider | None = None,
     clock: Callable[[], float] = time.monotonic,
     grace_s: float = GRACE_S,
 ) -> LeasePool:
@@ -43,86 +41,45 @@ def build_pool(
 
     Args:
         run_name: value of the sandboxes' run label.
-        providers: provider objects by name, used in place of the configuration's; for tests.
+        provider: remote provider that is used in place of the configuration's; for tests.
         grace_s: seconds to wait for a provider after its own deadline.
     Raises:
         SandboxConfigError: a provider's package or key is missing.
     """
-    made = remote_providers(config) if providers is None else providers
-    builder = _PoolBuilder(config, run_name, clock, grace_s)
-    sources = [builder.source(section, made.get(section.type)) for section in config.providers]
-    limits = (num_local_sandboxes(config) if isinstance(s, LocalConfig) else s.max_sandboxes for s in config.providers)
-    builder.pool = LeasePool(
-        max_leases=config.max_leases or sum(limits),
+    section = config.provider
+    limit = num_local_sandboxes(config) if isinstance(section, LocalConfig) else section.max_sandboxes
+    supply = Supply(section.type, max_sandboxes=limit, clock=clock)
+    pool = LeasePool(
+        max_leases=config.max_leases or limit,
         max_waiting=config.max_waiting,
         ttl_s=config.lease_ttl_s,
-        sources=sources,
+        supply=supply,
         min_ready=config.min_ready,
         holder_timeout_s=config.holder_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
-        is_ahead=config.prefetch,
         clock=clock,
     )
-    return builder.pool
-
-
-@dataclass(slots=True)
-class _PoolBuilder:
-    """Builder of a pool and its stocks. They refer to each other: the pool is built from stocks, and stocks call the
-    pool.
-    """
-
-    config: SandboxConfig
-    run_name: str
-    clock: Callable[[], float]
-    grace_s: float
-    pool: LeasePool = field(init=False)
-
-    def source(self, section: ProviderConfig, provider: RemoteProvider | None) -> Supplier:
-        config, clock = self.config, self.clock
-        if isinstance(section, LocalConfig):
-            return Supplier(Supply("local", max_sandboxes=num_local_sandboxes(config), clock=clock))
-        breaker = CircuitBreaker(failures=config.breaker_failures, cooldown_s=config.breaker_cooldown_s, clock=clock)
-        if isinstance(section, McpConfig):
-            return Supplier(Supply(section.type, max_sandboxes=section.max_sandboxes, clock=clock, breaker=breaker))
-        if provider is None:
-            raise SandboxConfigError(f"sandbox.providers: there is no provider {section.type}")
-        supply = Supply(
-            section.type,
-            max_sandboxes=section.max_sandboxes,
-            clock=clock,
-            bucket=TokenBucket(rate_per_s=section.creations_per_s, burst=section.creation_burst, clock=clock),
-            breaker=breaker,
-            cooldown_s=config.breaker_cooldown_s,
-        )
-        return Supplier(supply, self._stock(supply, provider, section.answer_within_s))
-
-    def _stock(self, supply: Supply, provider: RemoteProvider, answer_within_s: float) -> Stock:
-        config = self.config
-        rules = StockRules(
+    if isinstance(section, LocalConfig | McpConfig):  # lease holders make these sandboxes
+        return pool
+    supply.bucket = TokenBucket(rate_per_s=section.creations_per_s, burst=section.creation_burst, clock=clock)
+    pool.stock = Stock(
+        supply,
+        provider or remote_provider(section),
+        StockRules(
             create_timeout_s=config.create_timeout_s,
             sandbox_ttl_s=config.sandbox_ttl_s,
             idle_timeout_s=config.idle_timeout_s,
             min_ready=config.min_ready,
             max_uses=config.max_uses,
-            kill_timeout_s=answer_within_s,
-            grace_s=self.grace_s,
-        )
-        return Stock(
-            supply,
-            provider,
-            rules,
-            labels=labels_of(self.run_name),
-            clock=self.clock,
-            on_change=self._changed,
-            on_config_error=self._refuse,
-        )
-
-    def _changed(self) -> None:
-        self.pool.pump()
-
-    def _refuse(self, spec: SandboxSpec, error: SandboxConfigError) -> None:
-        self.pool.refuse(spec, error)
+            kill_timeout_s=section.answer_within_s,
+            grace_s=grace_s,
+        ),
+        labels=labels_of(run_name),
+        clock=clock,
+        on_change=pool.pump,
+        on_config_error=pool.refuse,
+    )
+    return pool
 
 
 _TEND_EVERY_S = 5.0
@@ -172,8 +129,8 @@ async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
         await asyncio.sleep(_TEND_EVERY_S)
         pool.tend()
         num_rounds += 1
-        if num_rounds % sweep_every == 0:
-            await asyncio.gather(*(source.stock.sweep() for source in pool.sources if source.stock is not None))
+        if num_rounds % sweep_every == 0 and pool.stock is not None:
+            await pool.stock.sweep()
 
 
 class PoolHere:

@@ -7,7 +7,7 @@ The pool makes and ends remote sandboxes; the worker connects to the one that it
 on the worker's node, so the worker owns them; the pool only limits how many run at once.
 
 A `LeasedSandbox` wraps the provider's sandbox. It adds a second deadline to each call, and records the state in which
-the sandbox is returned (`Fate`). Every result names the preferred providers that were not available.
+the sandbox is returned (`Fate`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar
 
 from rayapp.core.errors import (
@@ -46,20 +46,17 @@ class LeasedSandbox:
 
     Args:
         inner: the provider's sandbox.
-        fallback_from: preferred providers that were not available.
         on_exec: called after every execution with the provider's name and the seconds; for the metrics.
     """
 
     def __init__(
         self,
         inner: Sandbox,
-        fallback_from: tuple[str, ...] = (),
         on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
     ) -> None:
         self.fate = Fate.CLEAN
         self._inner = inner
         self._on_exec = on_exec
-        self._note = f" (fallback from {', '.join(fallback_from)})" if fallback_from else ""
 
     @property
     def id(self) -> str:
@@ -83,20 +80,21 @@ class LeasedSandbox:
         run = self._inner.run_code(
             code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
         )
-        return self._stamped(await self._timed(run, timeout_s))
+        return self._seen(await self._timed(run, timeout_s))
 
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
         call = self._inner.call_function(code, function, inputs, timeout_s=timeout_s)
         report = await self._timed(call, timeout_s)
-        return replace(report, exec=self._stamped(report.exec))
+        self._seen(report.exec)
+        return report
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
         run = self._inner.run_command(argv, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes)
-        return self._stamped(await self._timed(run, timeout_s))
+        return self._seen(await self._timed(run, timeout_s))
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
         await self._watched(self._inner.write_file(path, data, timeout_s=timeout_s), timeout_s)
@@ -141,10 +139,10 @@ class LeasedSandbox:
             self.fate = Fate.DIRTY
             raise
 
-    def _stamped(self, result: ExecResult) -> ExecResult:
+    def _seen(self, result: ExecResult) -> ExecResult:
         if result.stopped_for is not None:
             self.fate = Fate.DIRTY
-        return replace(result, isolation=result.isolation + self._note) if self._note else result
+        return result
 
 
 log = logging.getLogger(__name__)
@@ -205,11 +203,10 @@ class PoolClient:
         lease = await self._lease(spec, timeout_s)
         try:
             sandbox = await self._sandbox(lease, spec, timeout_s)
-        except BaseException as error:
-            fate = Fate.UNBORN if isinstance(error, SandboxError) else Fate.DIRTY
-            await asyncio.shield(self._give_back(lease.lease_id, fate))
+        except BaseException:
+            await asyncio.shield(self._give_back(lease.lease_id, Fate.DIRTY))
             raise
-        return lease, LeasedSandbox(sandbox, lease.fallback_from, self.on_exec)
+        return lease, LeasedSandbox(sandbox, self.on_exec)
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
         # The client chooses the id, so that it can return the lease even if the pool's answer never arrives.

@@ -1,8 +1,7 @@
 """The sandbox pool: grants leases of sandboxes, fairly and up to a maximum number. Each lease has a time to live.
 
     acquire -> queue -> (a ready sandbox | permission to make a local one) -> Lease -> release -> reuse or end
-                 |  no sandbox ready: Stock.create, as fast as the provider allows
-                 '  provider not available: the next one in order, noted in the lease
+                 '  no sandbox ready: Stock.create, as fast as the provider allows
 
 The pool runs in one asyncio event loop, without Ray; the sandbox-pool actor wraps it. Code and outputs go from a worker
 to its sandbox directly, so the pool is not a bottleneck.
@@ -14,17 +13,17 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rayapp.core.errors import SandboxError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool.stock import Supplier
+from rayapp.sandbox.pool.stock import Stock
 from rayapp.sandbox.pool.supply import StockItem, Supply
-from rayapp.sandbox.pool.waiting import Demand, FairQueue, PoolStats
+from rayapp.sandbox.pool.waiting import FairQueue, PoolStats
 
-__all__ = ["Fate", "Lease", "LeasePool", "Supplier"]
+__all__ = ["Fate", "Lease", "LeasePool"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
@@ -39,7 +38,8 @@ class _Lane:
     """Waiting callers, as (holder, id of the lease, turn)."""
     used_at: float
     """Time of the last request for this kind."""
-    demand: Demand
+    num_in_use: int = 0
+    """Number of leased sandboxes of this kind that a stock made."""
     num_wanted_ready: int = 0
     """Number of sandboxes that `prefetch` asked to keep ready."""
 
@@ -47,7 +47,6 @@ class _Lane:
 @dataclass(frozen=True, slots=True)
 class _Held:
     lease: Lease
-    source: Supplier
     item: StockItem | None
 
 
@@ -56,22 +55,21 @@ class LeasePool:
     """Pool that grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    """Maximum number of leases at the same time, over all suppliers."""
+    """Maximum number of leases at the same time."""
     max_waiting: int
     """Maximum number of callers that wait at the same time."""
     ttl_s: float
     """Seconds after which a lease that was not released is reclaimed."""
-    sources: Sequence[Supplier] = ()
-    """Suppliers in order of preference. If there are none, the holders themselves make the sandboxes, up to
-    `max_leases`."""
+    supply: Supply = field(default_factory=lambda: Supply("local", max_sandboxes=1 << 30, clock=time.monotonic))
+    """State of the provider's sandboxes. By default the holders themselves make the sandboxes, up to `max_leases`."""
+    stock: Stock | None = None
+    """Maker of the provider's sandboxes; None if the lease holders make them."""
     min_ready: int = 0
     """Number of sandboxes to keep ready for each kind in use."""
     holder_timeout_s: float = float("inf")
     """Seconds without a heartbeat after which a holder counts as dead."""
     idle_timeout_s: float = 300.0
     """Seconds without a request after which no sandboxes of a kind are kept ready."""
-    is_ahead: bool = False
-    """True to keep sandboxes ready for the next step: as many as were recently in use at the same time."""
     clock: Callable[[], float] = time.monotonic
     """Function that returns monotonic seconds."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
@@ -88,8 +86,6 @@ class LeasePool:
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        if not self.sources:
-            self.sources = (Supplier(Supply("local", max_sandboxes=self.max_leases, clock=self.clock)),)
         self._stats = PoolStats()
 
     async def acquire(
@@ -141,7 +137,7 @@ class LeasePool:
 
     def _granted(self, turn: Turn, started_at: float) -> Lease:
         lease = turn.result()
-        self._stats.waited(self.clock() - started_at, is_fallback=bool(lease.fallback_from))
+        self._stats.waited(self.clock() - started_at)
         return lease
 
     def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
@@ -156,8 +152,7 @@ class LeasePool:
             f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self.max_leases} are leased, and "
             f"{self._num_waiting} callers wait. Raise sandbox.max_leases, or lower the tasks' timeout_s."
         )
-        errors = [f"{s.supply.name}: {s.supply.last_error}" for s in self.sources if s.supply.last_error]
-        return f"{text} Last failures: {'; '.join(errors)}" if errors else text
+        return f"{text} Last failure: {self.supply.last_error}" if self.supply.last_error else text
 
     def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
         """End a lease, or the wait for it. A lease that has already ended or was reclaimed is ignored."""
@@ -165,12 +160,12 @@ class LeasePool:
         if held is None:
             self._withdraw(lease_id)
             return
-        if held.item is None or held.source.stock is None:
-            held.source.supply.return_place(was_made=fate is not Fate.UNBORN)
+        if held.item is None or self.stock is None:
+            self.supply.num_places_taken -= 1
         else:
-            held.source.stock.give_back(held.item, is_clean=fate is Fate.CLEAN)
+            self.stock.give_back(held.item, is_clean=fate is Fate.CLEAN)
             if (lane := self._lanes.get(held.item.spec)) is not None:
-                lane.demand.returned()
+                lane.num_in_use -= 1
         self.pump()
 
     def _withdraw(self, lease_id: int) -> None:
@@ -247,19 +242,11 @@ class LeasePool:
         self._drop_gone(lane)
         if not lane.queue or len(self._leases) >= self.max_leases:
             return False
-        skipped: list[str] = []
-        for source in self.sources:
-            supply = source.supply
-            item = supply.take_ready(spec)
-            if item is not None or supply.has_place:
-                self._grant(lane, source, item, tuple(skipped))
-                return True
-            if supply.is_usable:
-                # This provider works but has no free sandbox, so the caller waits. Callers use the next provider only
-                # if this one fails.
-                return False
-            skipped.append(supply.name)
-        return False
+        item = self.supply.take_ready(spec)
+        if item is None and not self.supply.has_place:
+            return False
+        self._grant(lane, item)
+        return True
 
     def _drop_gone(self, lane: _Lane) -> None:
         # Remove callers that no longer wait: they stay in the queue until their own task runs again.
@@ -267,22 +254,21 @@ class LeasePool:
             lane.queue.pop()
             self._num_waiting -= 1
 
-    def _grant(self, lane: _Lane, source: Supplier, item: StockItem | None, skipped: tuple[str, ...]) -> None:
+    def _grant(self, lane: _Lane, item: StockItem | None) -> None:
         holder, lease_id, turn = lane.queue.pop()
         self._num_waiting -= 1
         if item is None:
-            source.supply.lend_place()
+            self.supply.num_places_taken += 1
         else:
-            lane.demand.taken()
+            lane.num_in_use += 1
         lease = Lease(
             lease_id=lease_id,
             holder=holder,
             expires_at=self.clock() + self.ttl_s,
-            provider=source.supply.name,
+            provider=self.supply.name,
             connection=item.connection if item is not None else None,
-            fallback_from=skipped,
         )
-        self._leases[lease.lease_id] = _Held(lease, source, item)
+        self._leases[lease.lease_id] = _Held(lease, item)
         self._stats.num_granted += 1
         turn.set_result(lease)
 
@@ -290,38 +276,24 @@ class LeasePool:
         """Start sandboxes for waiting callers and for the number to keep ready. Return the seconds until more may be
         started.
         """
-        num_ahead = lane.demand.num_ahead if self.is_ahead else 0
-        num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready, num_ahead)
-        nap_s = float("inf")
-        for source in self.sources:
-            supply = source.supply
-            if source.stock is None:
-                return nap_s
-            num_missing = num_wanted - supply.num_ready(spec) - supply.num_creating[spec]
-            if supply.is_on_trial:
-                # Create one sandbox as a trial. Without it the pool would not notice that the provider works again,
-                # because callers use the next provider.
-                num_missing = max(num_missing, 1)
-            if num_missing > 0 and not supply.has_room:
-                self._make_room(source, spec)
-            is_usable = supply.is_usable
-            for _ in range(num_missing):
-                if not supply.may_create():
-                    nap_s = min(nap_s, supply.next_chance_s())
-                    break
-                source.stock.create(spec)
-            if is_usable:
-                return nap_s
-            # This provider fails: it gets only the trial creation, and callers use the next provider.
-            num_wanted = len(lane.queue)
-        return nap_s
+        if self.stock is None:
+            return float("inf")
+        num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready)
+        num_missing = num_wanted - self.supply.num_ready(spec) - self.supply.num_creating[spec]
+        if num_missing > 0 and not self.supply.has_room:
+            self._make_room(self.stock, spec)
+        for _ in range(num_missing):
+            if not self.supply.may_create():
+                return self.supply.next_chance_s()
+            self.stock.create(spec)
+        return float("inf")
 
-    def _make_room(self, source: Supplier, spec: SandboxSpec) -> None:
+    def _make_room(self, stock: Stock, spec: SandboxSpec) -> None:
         """End an idle sandbox of a kind that no caller waits for, to make room for one of the kind `spec`."""
-        for item in source.supply.idle_items():
+        for item in self.supply.idle_items():
             lane = self._lanes.get(item.spec)
-            if item.spec != spec and (lane is None or not lane.queue) and source.stock is not None:
-                source.stock.retire(item)
+            if item.spec != spec and (lane is None or not lane.queue):
+                stock.retire(item)
                 return
 
     def _wake_in(self, seconds: float) -> None:
@@ -335,10 +307,7 @@ class LeasePool:
     def _lane(self, spec: SandboxSpec) -> _Lane:
         lane = self._lanes.get(spec)
         if lane is None:
-            # Half of the idle timeout is used: with all of it, the forecast would make sandboxes again that were just
-            # ended.
-            demand = Demand(window_s=self.idle_timeout_s / 2, clock=self.clock)
-            lane = self._lanes[spec] = _Lane(FairQueue(), self.clock(), demand)
+            lane = self._lanes[spec] = _Lane(FairQueue(), self.clock())
         lane.used_at = self.clock()
         return lane
 
@@ -360,15 +329,14 @@ class LeasePool:
         self.reclaim_silent()  # reclaim these first: otherwise a lease that expired could go to a dead holder
         self.reclaim_expired()
         self._forget_unused_lanes()
-        for source in self.sources:
-            if source.stock is not None:
-                source.stock.tend(self._lanes.keys())
+        if self.stock is not None:
+            self.stock.tend(self._lanes.keys())
         self.pump()
 
     def _forget_unused_lanes(self) -> None:
         oldest = self.clock() - self.idle_timeout_s
         for spec, lane in tuple(self._lanes.items()):
-            if not lane.queue and not lane.num_wanted_ready and not lane.demand.num_in_use and lane.used_at < oldest:
+            if not lane.queue and not lane.num_wanted_ready and not lane.num_in_use and lane.used_at < oldest:
                 del self._lanes[spec]
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
@@ -382,9 +350,7 @@ class LeasePool:
         for spec in tuple(self._lanes):
             self.refuse(spec, SandboxUnavailableError("the sandbox pool is closed"))
         self._leases.clear()
-        stocks = [source.stock for source in self.sources if source.stock is not None]
-        left = await asyncio.gather(*(stock.close(timeout_s=timeout_s) for stock in stocks))
-        return set().union(*left)
+        return await self.stock.close(timeout_s=timeout_s) if self.stock is not None else set()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -392,4 +358,5 @@ class LeasePool:
 
     def stats(self) -> dict[str, float]:
         """Return the `sandbox/*` metrics."""
-        return self._stats.scalars(num_leased=len(self._leases), num_waiting=self._num_waiting, sources=self.sources)
+        of_leases = self._stats.scalars(num_leased=len(self._leases), num_waiting=self._num_waiting)
+        return of_leases | (self.stock.scalars() if self.stock is not None else {})

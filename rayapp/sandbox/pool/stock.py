@@ -238,7 +238,7 @@ class Stock:
         self.lived_s()  # count the seconds that sandboxes have lived before their number changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
-        self.supply.created()
+        self.supply.num_failed = 0
         if self._is_closing:
             self.retire(item)
             return
@@ -271,19 +271,13 @@ class Stock:
         self.on_change()
 
     def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
-        supply = self.supply
-        supply.note(error)
-        if supply.bucket is None or supply.breaker is None:
-            return
+        self.supply.note(error)
         if isinstance(error, SandboxConfigError):
             self.on_config_error(spec, error)
         if isinstance(error, SandboxQuotaError):
-            supply.quota_met()
-            return
-        pause_s = supply.breaker.failed()
-        if isinstance(error, SandboxRateLimitError) and error.retry_after_s is not None:
-            pause_s = max(pause_s, error.retry_after_s)
-        supply.bucket.block_for(pause_s)
+            self.supply.quota_met()
+        else:
+            self.supply.failed(error.retry_after_s if isinstance(error, SandboxRateLimitError) else None)
 
     async def _end(self, item: StockItem) -> None:
         sandbox_id = item.connection.sandbox_id
@@ -297,6 +291,23 @@ class Stock:
             self.lived_s()
             self.supply.items.pop(sandbox_id, None)
             self.on_change()
+
+    def scalars(self) -> dict[str, float]:
+        """Return the metrics `sandbox/PROVIDER/*`, with failures by kind."""
+        supply, prefix = self.supply, f"sandbox/{self.supply.name}"
+        return {
+            f"{prefix}/alive": float(len(supply.items)),
+            f"{prefix}/ready": float(sum(1 for _ in supply.idle_items())),
+            f"{prefix}/creating": float(supply.num_creating.total()),
+            f"{prefix}/limit": float(supply.limit),
+            f"{prefix}/created": float(self.num_created),
+            f"{prefix}/ended": float(self.num_ended),
+            f"{prefix}/lived_s": self.lived_s(),
+            f"{prefix}/strays_ended": float(self.num_strays_ended),
+            f"{prefix}/late": float(self.num_late),
+            f"{prefix}/soiled": float(self.num_soiled),
+            **{f"{prefix}/failed_{kind}": float(count) for kind, count in supply.failures.items()},
+        }
 
     def lived_s(self) -> float:
         """Return the sum of the seconds for which the sandboxes of this stock have lived so far. Providers bill these
@@ -466,13 +477,3 @@ class Stock:
         deadline = loop.time() + timeout_s
         while (pending := {*self._arrivals, *self._tasks}) and loop.time() < deadline:
             await asyncio.wait(pending, timeout=deadline - loop.time())
-
-
-@dataclass(frozen=True, slots=True)
-class Supplier:
-    """One provider in the pool's order of preference. The provider `local` has no stock: lease holders make its
-    sandboxes.
-    """
-
-    supply: Supply
-    stock: Stock | None = None

@@ -1,64 +1,11 @@
-"""The pool's queue, its forecast of demand, and its metrics.
-
-`FairQueue` serves the lease holders in turn, and each holder's callers in their order, so a worker that requests a
-thousand sandboxes does not delay the other workers. `Demand` predicts that the next step uses as many sandboxes of a
-kind at the same time as the last step did:
-
-    step: in use 0 1 2 … 32 … 3 0 -> training -> the next step finds 32 sandboxes ready
+"""The pool's queue and its metrics. The queue serves the lease holders in turn, so that a worker that requests many
+sandboxes does not delay the other workers.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from rayapp.sandbox.pool.stock import Supplier
-
-
-class Demand:
-    """Maximum number of sandboxes that were in use at the same time, over the last one to two windows.
-
-    Args:
-        window_s: length of a window in seconds: the maximum duration of a step.
-        clock: function that returns monotonic seconds.
-    """
-
-    def __init__(self, *, window_s: float, clock: Callable[[], float]) -> None:
-        self._window_s = window_s
-        self._clock = clock
-        self.num_in_use = 0
-        self._peak = 0
-        self._peak_before = 0
-        self._window_ends_at = clock() + window_s
-
-    def taken(self) -> None:
-        """Record that one more sandbox is in use."""
-        self._turn_over()
-        self.num_in_use += 1
-        self._peak = max(self._peak, self.num_in_use)
-
-    def returned(self) -> None:
-        """Record that one sandbox less is in use."""
-        self._turn_over()
-        self.num_in_use -= 1
-
-    @property
-    def num_ahead(self) -> int:
-        """Return the number of sandboxes that should be ready now: the recent maximum minus the number in use."""
-        self._turn_over()
-        return max(self._peak, self._peak_before) - self.num_in_use
-
-    def _turn_over(self) -> None:
-        now = self._clock()
-        if now < self._window_ends_at:
-            return
-        is_next = now < self._window_ends_at + self._window_s
-        self._peak_before = self._peak if is_next else self.num_in_use
-        self._peak = self.num_in_use
-        self._window_ends_at = now + self._window_s
-
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -136,50 +83,24 @@ class PoolStats:
     def __init__(self) -> None:
         self.num_granted = 0
         self.num_reclaimed = 0
-        self._num_fallbacks = 0
         self._waits_s: deque[float] = deque(maxlen=_LAST_WAITS)
 
-    def waited(self, seconds: float, *, is_fallback: bool) -> None:
+    def waited(self, seconds: float) -> None:
         """Record that a caller got its lease after this many seconds."""
         self._waits_s.append(seconds)
-        self._num_fallbacks += is_fallback
 
-    def scalars(self, *, num_leased: int, num_waiting: int, sources: Sequence[Supplier]) -> dict[str, float]:
-        """Return the metrics `sandbox/*` and, per provider, `sandbox/<provider>/*` with failures by kind."""
-        numbers = {
+    def scalars(self, *, num_leased: int, num_waiting: int) -> dict[str, float]:
+        """Return the metrics `sandbox/*` of the leases."""
+        return {
             "sandbox/leased": float(num_leased),
             "sandbox/waiting": float(num_waiting),
             "sandbox/granted": float(self.num_granted),
             "sandbox/reclaimed": float(self.num_reclaimed),
-            "sandbox/fallbacks": float(self._num_fallbacks),
             "sandbox/wait_p50_s": self._percentile(0.5),
             "sandbox/wait_p99_s": self._percentile(0.99),
         }
-        for source in sources:
-            numbers |= _of(source)
-        return numbers
 
     def _percentile(self, share: float) -> float:
         """Return a percentile of the recent waits, by nearest rank, in seconds; 0 before the first lease."""
         waits_s = sorted(self._waits_s)
         return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))] if waits_s else 0.0
-
-
-def _of(source: Supplier) -> dict[str, float]:
-    supply, stock = source.supply, source.stock
-    if stock is None:
-        return {}
-    prefix = f"sandbox/{supply.name}"
-    numbers = {
-        f"{prefix}/alive": float(len(supply.items)),
-        f"{prefix}/ready": float(sum(1 for _ in supply.idle_items())),
-        f"{prefix}/creating": float(supply.num_creating.total()),
-        f"{prefix}/limit": float(supply.limit),
-        f"{prefix}/created": float(stock.num_created),
-        f"{prefix}/ended": float(stock.num_ended),
-        f"{prefix}/lived_s": stock.lived_s(),
-        f"{prefix}/strays_ended": float(stock.num_strays_ended),
-        f"{prefix}/late": float(stock.num_late),
-        f"{prefix}/soiled": float(stock.num_soiled),
-    }
-    return numbers | {f"{prefix}/failed_{kind}": float(count) for kind, count in supply.failures.items()}

@@ -21,7 +21,6 @@ class Outcome:
     leaked: dict[str, int] = field(default_factory=dict)
     leases_left: float = 0.0
     reclaimed: float = 0.0
-    fallbacks: float = 0.0
     strays_ended: float = 0.0
     reported_left: int = 0
     """Number of sandboxes that pools reported as impossible to end."""
@@ -43,7 +42,6 @@ class Outcome:
             "invalid_share": invalid / max(1, self.executions),
             "invalid_by_kind": dict(self.invalid),
             "verdicts": dict(self.verdicts),
-            "fallbacks": self.fallbacks,
             "strays_ended": self.strays_ended,
             "reported_left": self.reported_left,
             "faults_injected": sum(self.injected.values()),

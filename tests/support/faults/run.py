@@ -2,8 +2,7 @@
 
     programs with known verdicts -> task.score -> PoolClient -> LeasePool -> real SDKs -> stub services with faults
 
-There is one pool per provider, with that provider first and the others as fallbacks. All pools use the same services at
-once: so every provider gets load, and a pool that ends another pool's sandboxes is noticed. Used by
+There is one pool per provider, and all run at once. Used by
 `benchmarks/sandbox_faults.py` and by a test; it measures no speed.
 """
 
@@ -11,19 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
 from rayapp.core.types import Reward, SandboxSpec
+from rayapp.extras.providers.daytona import DaytonaProvider
+from rayapp.extras.providers.e2b import E2BProvider
+from rayapp.extras.providers.mcp import McpProvider
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.pool.build import PoolHere, build_pool
 from rayapp.sandbox.pool.client import PoolClient, PoolLease
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.providers.daytona import DaytonaProvider
-from rayapp.sandbox.providers.e2b import E2BProvider
-from rayapp.sandbox.providers.mcp import McpProvider
 from support.faults.outcome import Outcome
 from support.faults.programs import Program, draw_program, square_prompt, square_task
 from support.stubs import daytona_stub, e2b_stub, mcp_stub
@@ -124,47 +123,39 @@ async def run_with_faults(run: FaultRun, outcome: Outcome | None = None) -> Outc
         names = sorted(services.sections)
         async with asyncio.TaskGroup() as pools:
             for index, name in enumerate(names):
-                order = [name, *(other for other in names if other != name)]
                 share = run.executions // len(names) + (index < run.executions % len(names))
-                pools.create_task(_run_pool(services, run, order, share, outcome), name=f"pool {name}")
+                pools.create_task(_run_pool(services, run, name, share, outcome), name=f"pool {name}")
         outcome.injected = services.injected()
         await _wait_for_ends(services)
         outcome.leaked = _leaked(services)
     return outcome
 
 
-async def _run_pool(
-    services: _Services, run: FaultRun, order: Sequence[str], executions: int, outcome: Outcome
-) -> None:
+async def _run_pool(services: _Services, run: FaultRun, name: str, executions: int, outcome: Outcome) -> None:
+    section = services.sections[name]
     config = SandboxConfig(
-        providers=tuple(services.sections[name] for name in order),
+        providers=(section,),
         max_leases=run.concurrency,
         create_timeout_s=run.create_timeout_s,
         sweep_every_s=5.0,
-        breaker_cooldown_s=1.0,
         lease_ttl_s=2 * run.hung_after_s,
     )
     async with AsyncExitStack() as stack:
-        pool = build_pool(config, f"faults-{order[0]}", providers=_all(services, config), grace_s=2.0)
+        pool = build_pool(config, f"faults-{name}", provider=services.provider(section), grace_s=2.0)
         stack.push_async_callback(_close, pool, outcome)
         client = PoolClient(
             PoolHere(pool),
             None,
-            remote=_all(services, config),
-            holder=order[0],
+            remote={name: services.provider(section)},  # pool and worker have their own
+            holder=name,
             ttl_s=900.0,
             create_timeout_s=config.create_timeout_s,
         )
         stack.push_async_callback(client.close)
         chores = asyncio.create_task(_tend(pool, config.sweep_every_s))
         stack.callback(chores.cancel)
-        rng = random.Random(f"{run.seed} {order[0]}")
+        rng = random.Random(f"{run.seed} {name}")
         await _execute_all(client, run, [draw_program(rng) for _ in range(executions)], services.deaths, outcome)
-
-
-def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvider]:
-    """Return the provider objects of one process: pool and worker have their own."""
-    return {name: services.provider(services.sections[name]) for name in (each.type for each in config.providers)}
 
 
 async def _execute_all(
@@ -212,16 +203,16 @@ async def _tend(pool: LeasePool, sweep_every_s: float) -> None:
         pool.tend()
         if loop.time() - swept_at >= sweep_every_s:
             swept_at = loop.time()
-            await asyncio.gather(*(source.stock.sweep() for source in pool.sources if source.stock is not None))
+            if pool.stock is not None:
+                await pool.stock.sweep()
 
 
 async def _close(pool: LeasePool, outcome: Outcome) -> None:
     stats = pool.stats()
     outcome.leases_left += stats["sandbox/leased"] + stats["sandbox/waiting"]
     outcome.reclaimed += stats["sandbox/reclaimed"]
-    outcome.fallbacks += stats["sandbox/fallbacks"]
     outcome.reported_left += len(await pool.close(timeout_s=60.0))
-    outcome.strays_ended += sum(source.stock.num_strays_ended for source in pool.sources if source.stock is not None)
+    outcome.strays_ended += pool.stock.num_strays_ended if pool.stock is not None else 0
 
 
 class _Deaths:

@@ -25,7 +25,7 @@ from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.rollout.agents import check_agent_name, player_of
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
-from rayapp.sandbox.providers.table import remote_providers
+from rayapp.sandbox.providers import remote_providers
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tasks.loading import load_task
 from rayapp.testing.plugins import check_plugin, check_reward, check_task, check_tool

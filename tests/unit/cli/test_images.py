@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.cli.main import run
-from support.images import entry, layer, write_oci
+from support.images import entry, layer, needs_image_programs, write_oci
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@needs_image_programs
 def test_images_are_pulled_listed_and_pruned(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     digest = write_oci(tmp_path / "oci", [layer(entry("file", "x"))])
 
@@ -34,6 +35,7 @@ def test_images_are_pulled_listed_and_pruned(tmp_path: Path, config: Path, capsy
     assert capsys.readouterr().out.startswith("0 images, 0.00 of 50 GiB")
 
 
+@needs_image_programs
 def test_a_missing_image_is_one_line_and_bad_input(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +46,7 @@ def test_a_missing_image_is_one_line_and_bad_input(
     assert "can't be read" in said
 
 
+@needs_image_programs
 def test_a_dockerfile_is_built_into_the_cache(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,3 +74,11 @@ def test_what_can_not_be_built_is_told_in_one_line(
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     assert run(["images", "build", str(tmp_path), "--name", "x", "--config", str(config)]) == 2
     assert "none of buildah, podman, docker is installed" in capsys.readouterr().err
+
+
+def test_a_missing_program_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["images", "pull", "x:1", "--config", str(config)]) == 2
+    assert "skopeo is not installed: apt-get install skopeo umoci" in capsys.readouterr().err

@@ -13,24 +13,18 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, ImageError
+from rayapp.extras.images.pull import pull
+from rayapp.extras.images.store import open_store
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.images import ImagePlacement, each_once, images_of_prompts, with_pinned_images
 from rayapp.rollout.order import GroupRequest, Mixing
-from rayapp.sandbox.images import sources
-from rayapp.sandbox.images.pull import pull
-from rayapp.sandbox.images.reference import parse
-from rayapp.sandbox.images.store import open_store
+from rayapp.sandbox.images import parse
 from rayapp.sandbox.local import provider
-from rayapp.sandbox.providers.table import image_source
-from support.images import entry, layer, write_oci
+from rayapp.sandbox.providers import image_source
+from support.images import entry, layer, needs_image_programs, write_oci
 from support.stubs.registry_stub import RegistryStub
 
 LIBRARY = Path(__file__).parents[3] / "rayapp" / "tasks" / "library" / "repositories"
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "pauses_s", lambda first, longest: iter([0.01] * 9))
 
 
 def config_of(tmp_path: Path, *images: str, **local: object) -> Config:
@@ -50,6 +44,7 @@ def pinned(config: Config, tmp_path: Path) -> dict[str, str]:
     return dict(made.sandbox.local.images)
 
 
+@needs_image_programs
 def test_a_run_keeps_the_digest_that_a_tag_had_at_its_start(tmp_path: Path) -> None:
     first = write_oci(tmp_path / "oci", [layer(entry("one", "1"))])
     with RegistryStub(tmp_path / "oci").running() as host:
@@ -64,6 +59,7 @@ def test_a_run_keeps_the_digest_that_a_tag_had_at_its_start(tmp_path: Path) -> N
         assert pinned(config, tmp_path / "oci") == {template: f"{template}@{second}"}, "another run"
 
 
+@needs_image_programs
 def test_a_digest_that_is_gone_is_told_with_the_way_out_unless_the_cache_has_it(tmp_path: Path) -> None:
     digest = write_oci(tmp_path / "oci", [layer(entry("one", "1"))])
     with RegistryStub(tmp_path / "oci").running() as host:
@@ -130,6 +126,7 @@ def test_images_of_coming_groups_go_to_the_workers_that_will_run_them() -> None:
     assert ImagePlacement.of(Config()).ahead(range(6)) == {}
 
 
+@needs_image_programs
 async def test_prefetched_images_are_there_before_a_sandbox_asks(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     names = []

@@ -98,9 +98,9 @@ def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
     # The scalars of the sandbox pool, which reports by itself.
     from rayapp.sandbox.pool.waiting import PoolStats
 
-    stats = PoolStats().scalars(num_leased=1, num_waiting=2, sources=[])
+    stats = PoolStats().scalars(num_leased=1, num_waiting=2)
 
-    assert {"rl_sandbox_leased", "rl_sandbox_waiting", "rl_sandbox_wait_seconds", "rl_sandbox_fallbacks_total"} == {
+    assert {"rl_sandbox_leased", "rl_sandbox_waiting", "rl_sandbox_wait_seconds"} == {
         name for name, _ in reported(stats)
     }
 

@@ -15,9 +15,9 @@ import pytest
 
 from rayapp.cli.main import run
 from rayapp.core.errors import InputError, StorageBucketError, StorageExistsError
+from rayapp.extras.s3.storage import s3_client
 from rayapp.storage.folders import get_folder
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.storage import s3_client
 from rayapp.storage.settings import settings_from_environment
 from rayapp.tasks.data.downloads import OwnColumns
 from rayapp.tasks.data.preparing import Preparation, prepare
@@ -272,7 +272,7 @@ def test_code_problems_with_asserts_are_rows_that_can_be_scored(
 
     truth = json.loads(row["reward_model"]["ground_truth"])
     assert truth == {"test_list": ["assert inc(1) == 2", "assert inc(3) == 4"], "test_setup_code": "import math"}
-    assert f"rayapp try reward {mbpp} --data" in capsys.readouterr().out
+    assert f"rayapp score {mbpp} --data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,27 @@ def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
     return _libc.statx, (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
 
 
+class InodeCounter:
+    """Counter with which a tmpfs numbers its files. It also counts files that are gone, so that code could leave a
+    number for the next sandbox.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._next = -1
+
+    def has_moved(self) -> bool:
+        """Return True if files were made since the last call, or if none can be made."""
+        try:
+            descriptor = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            found = os.fstat(descriptor).st_ino
+            os.close(descriptor)
+        except OSError:
+            found = -1
+        wanted, self._next = self._next, found + 1
+        return found < 0 or found != wanted
+
+
 def unshare_step(flags: int) -> Step:
     return _libc.unshare, (ctypes.c_int(flags),), "unshare"
 

@@ -8,6 +8,13 @@ enters one image (`overlay.py`).
       └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
                                   └─ fork per execution: pid 1 of another pid namespace, private mounts, no capabilities
 
+Every mount of a zygote is read-only, whatever made it (`_change_root`), except these, which are made later:
+
+    /tmp                          a tmpfs of `disk_mib`: the sandbox's home; each function call has its own while it
+                                  holds files. A /tmp that code changed is never given to another sandbox.
+    /.image-home, /.image-calls   a tmpfs of `disk_mib`: the writable part of an image and its /dev/shm, likewise
+    /proc                         the execution's own processes, gone with them
+
 When an execution's first process is killed, the kernel kills every process in its pid namespace, daemons included.
 Killing the zygote ends the whole tree. This module runs only in the zygote and its forks.
 """
@@ -85,6 +92,7 @@ class Namespaces:
         self._untouched: tuple[bytes, list[str]] = b"", []
         """Metadata of /tmp before an execution. A difference afterwards shows that the execution changed
         /tmp."""
+        self._inodes = kernel.InodeCounter(_TMP)
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
         self._steps: list[kernel.Step] = []
@@ -171,7 +179,7 @@ class Namespaces:
             mount.forget()
 
     def is_unchanged(self) -> bool:
-        return not self._mounts and self._untouched == _look_at_tmp()
+        return not self._mounts and self._is_tmp_untouched()
 
     def sweep(self, session: int) -> bool:
         """Return True if the working folder is unchanged. All processes have ended with their pid namespace.
@@ -181,8 +189,12 @@ class Namespaces:
         if self._mount:
             return self._mount is self._mounts[True] or self._mount.is_untouched()
         if not self._tmp_is_home:
-            self._tmp_is_new = self._untouched == _look_at_tmp()
+            self._tmp_is_new = self._is_tmp_untouched()
         return self._tmp_is_home or self._tmp_is_new
+
+    def _is_tmp_untouched(self) -> bool:
+        has_made_files = self._inodes.has_moved()
+        return not has_made_files and self._untouched == _look_at_tmp()
 
     def _renew_tmp(self, disk_mib: int) -> None:
         """Mount an empty /tmp for the next execution. Called only if the last execution changed /tmp; most code does
@@ -194,6 +206,7 @@ class Namespaces:
         # With atime, reading a file would count as a change.
         self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
+        self._inodes.has_moved()
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
         self._ruleset = landlock.create_ruleset()
         landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
@@ -258,8 +271,7 @@ class Namespaces:
         os.chdir("/")
         kernel.umount("/.old", kernel.MNT_DETACH)
         os.rmdir("/.old")
-        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | _PLAIN
-        kernel.mount("none", "/", "", flags)
+        _set_attributes("/", _ATTR_RDONLY | _ATTR_NOSUID)
 
 
 def _become_init() -> None:
@@ -318,7 +330,12 @@ def _bind_read_only(source: str, target: str) -> None:
     if not Path(target).exists():
         make_mount_point(target, is_dir=os.path.isdir(source))
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
-    attributes = struct.pack("<QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
+    _set_attributes(target, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
+
+
+def _set_attributes(target: str, flags: int) -> None:
+    """Set attributes of the mount at `target` and of all mounts beneath it."""
+    attributes = struct.pack("<QQQQ", flags, 0, 0, 0)
     kernel.syscall(
         seccomp.number("mount_setattr"),
         ctypes.c_int(kernel.AT_FDCWD),

@@ -44,6 +44,7 @@ class ImageMount:
         """Name of the mounted tree, and the size of the writable part in MiB."""
         self._is_stale = True
         self._untouched = b""
+        self._inodes = kernel.InodeCounter(folder)
         self._ruleset = -1
         self._seen = [ctypes.create_string_buffer(kernel.STATX_BYTES) for _ in _WRITTEN]
         seen = zip(_WRITTEN, self._seen, strict=True)
@@ -62,7 +63,7 @@ class ImageMount:
 
     def is_untouched(self) -> bool:
         """Return True if executions have written nothing to this mount."""
-        self._is_stale |= self._untouched != self._facts()
+        self._is_stale |= self._inodes.has_moved() or self._untouched != self._facts()
         return not self._is_stale
 
     def enter(self, *, with_proc: bool) -> None:
@@ -90,6 +91,7 @@ class ImageMount:
             landlock.allow_port(self._ruleset, loopback.PORT)
         closing = seccomp.installation(_filter)
         self.steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
+        self._inodes.has_moved()
         self._is_stale, self._untouched = False, self._facts()
 
     def _mount_root(self, tree: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rayapp.core.errors import DeadlineError, SandboxDeadlineError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool.client import LeasedSandbox, PoolClient
+from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
 
@@ -157,17 +157,3 @@ async def test_a_sandbox_that_cannot_be_made_gives_its_place_back() -> None:
 
     assert leased(pool) == 0
     await client.close()
-
-
-async def test_every_kind_of_result_of_a_fallback_says_who_should_have_served() -> None:
-    sandbox = await FakeProvider().create(SPEC, labels={}, ttl_s=60, timeout_s=5)
-    leased_one = LeasedSandbox(sandbox, ("e2b", "daytona"))
-
-    results = [
-        await leased_one.run_code("pass", timeout_s=5),
-        await leased_one.run_code("pass", timeout_s=5, stateful=True),
-        await leased_one.run_command(["true"], timeout_s=5),
-        (await leased_one.call_function("def f(x): return x", "f", [[1]], timeout_s=5)).exec,
-    ]
-
-    assert {result.isolation for result in results} == {"fake (fallback from e2b, daytona)"}

@@ -1,0 +1,246 @@
+"""Pulls an image into the cache with skopeo, and unpacks it with umoci.
+
+    name -> skopeo inspect: its digest -> skopeo copy: a folder in OCI's layout -> umoci: a tree -> record
+
+skopeo knows registries, credentials (Docker's `config.json`), folders and archives. umoci unpacks as an
+unprivileged user that can write to one folder only (`tree.py`). `pull` blocks; `cache.py` calls it in threads. `build`
+builds a Dockerfile into the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
+from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
+from rayapp.extras.images.store import Hold, Store, tree_of
+from rayapp.sandbox.images import Image, Reference, parse
+
+_SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_GUESSED_RATIO = 3
+"""Estimated size of an image's tree, as a multiple of the downloaded bytes. This much room is made before unpacking."""
+_MAX_DOCUMENT_BYTES = 8 << 20
+_RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Settings of a pull."""
+
+    mirrors: Mapping[str, Sequence[str]] | None = None
+    """Registry -> mirrors that are tried before it; `http://HOST` is used without TLS."""
+    progress: IO[str] | int = subprocess.DEVNULL
+    """File or descriptor to which skopeo writes what it is doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A place that may have an image, in skopeo's form."""
+
+    name: str
+    is_plain: bool = False
+    """True for a registry that is asked without TLS."""
+
+
+def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
+    """Return a lock (`Hold`) that keeps an image in the cache; download and unpack the image first if it is missing. An
+    image of the cache needs no request if its name has a digest, or if it was built here. For a tag, the registry is
+    first asked for the digest.
+
+    Raises:
+        ImageError: the image is missing, damaged, too large, or for another platform.
+        SandboxUnavailableError: the registry can't be reached.
+    """
+    wanted = wanted or Wanted()
+    if reference.digest or reference.kind == "build":
+        found = store.named(reference)
+        if found is not None and (hold := store.hold(found)) is not None:
+            return hold
+    source, digest = _resolved(reference, wanted)
+    for _ in range(3):
+        if store.image(digest) is None:
+            with store.alone(tree_of(digest)):
+                if store.image(digest) is None:
+                    _bring(store, source, reference, digest, wanted)
+        found = store.image(digest)
+        if found is not None and (hold := store.hold(found)) is not None:
+            pinned = reference.pinned(digest) if reference.kind == "registry" else reference
+            store.put(found, *dict.fromkeys([reference, pinned]))
+            return hold
+    raise SandboxUnavailableError(
+        f"image {reference} was evicted from the cache three times before it could be used: the cache is too small. "
+        "Raise sandbox.providers[].image_cache_gib"
+    )
+
+
+def resolve(reference: Reference, mirrors: Mapping[str, Sequence[str]] | None = None) -> Reference:
+    """Return the name with its current digest, without downloading the image. A name that has a digest is also looked
+    up.
+
+    Raises:
+        ImageError: the image is missing.
+        SandboxUnavailableError: the registry can't be reached.
+    """
+    if reference.kind != "registry":
+        return reference
+    return reference.pinned(_resolved(reference, Wanted(mirrors=mirrors))[1])
+
+
+def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
+    """Return the first place that has the image, and the image's digest."""
+    problem: Exception | None = None
+    for source in _sources(reference, wanted.mirrors or {}):
+        flags = ["--tls-verify=false"] if source.is_plain else []
+        try:
+            raw = skopeo("inspect", reference, [*flags, "--raw", source.name])
+        except (ImageError, SandboxUnavailableError) as error:
+            problem = error
+            continue
+        digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
+        if reference.digest not in ("", digest):
+            raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
+        return source, digest
+    raise problem or ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
+
+
+def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iterator[_Source]:
+    match reference.kind:
+        case "registry":
+            which = f"@{reference.digest}" if reference.digest else f":{reference.tag}"
+            for host in (*mirrors.get(reference.registry, ()), reference.registry):
+                bare = host.removeprefix("http://").removeprefix("https://").rstrip("/")
+                is_plain = host.startswith("http://") or bare in _LOOPBACK or bare.rpartition(":")[0] in _LOOPBACK
+                yield _Source(name=f"docker://{bare}/{reference.name}{which}", is_plain=is_plain)
+        case "oci":
+            yield _Source(name=f"oci:{reference.name}{f':{reference.tag}' if reference.tag else ''}")
+        case "archive":
+            yield _Source(name=_archive(reference))
+
+
+def _archive(reference: Reference) -> str:
+    """Return skopeo's name of an image in an archive, which `docker save` or a tool for OCI archives wrote."""
+    try:
+        with tarfile.open(reference.name) as archive:
+            names = {name.removeprefix("./") for name in archive.getnames()}
+            if "index.json" in names:
+                return f"oci-archive:{reference.name}{f':{reference.tag}' if reference.tag else ''}"
+            found = archive.extractfile("manifest.json")
+            entries = json.loads(found.read(_MAX_DOCUMENT_BYTES)) if found is not None else []
+    except (OSError, KeyError, ValueError, tarfile.TarError) as error:
+        raise ImageError(f"image {reference} can't be read: {one_line(error)}") from error
+    for number, entry in enumerate(entries):
+        tags = [str(tag) for tag in entry.get("RepoTags") or ()]
+        if not reference.tag or any(reference.tag in (tag, *tag.rsplit(":", 1)) for tag in tags):
+            return f"docker-archive:{reference.name}:@{number}"
+    raise ImageError(f"image {reference} is not in the archive")
+
+
+def _bring(store: Store, source: _Source, reference: Reference, digest: str, wanted: Wanted) -> None:
+    """Download and unpack an image into the cache. The caller holds the lock of its tree."""
+    what = f"image {reference}"
+    with store.pending(tree_of(digest)) as folder:
+        layout = folder / "oci"
+        flags = ["--src-tls-verify=false"] if source.is_plain else []
+        copy = [*flags, f"--retry-times={_RETRIES}", source.name, f"oci:{layout}:image"]
+        skopeo("copy", reference, copy, watched=Watch(store, folder, what), progress=wanted.progress)
+        config = _config(layout, what)
+        inner = config.get("config") or {}
+        if not store.make_room(_GUESSED_RATIO * usage(folder)[0]):
+            raise ImageError(too_large(store, what, "the images in use leave too little room"))
+        umoci = program("umoci", what)
+        unpack = [umoci, "raw", "unpack", "--rootless", "--image", "oci:image", "rootfs"]
+        in_child(store, folder, what, {"argv": unpack})
+        shutil.rmtree(layout)
+        env = tuple((name, value) for name, _, value in (str(each).partition("=") for each in inner.get("Env") or ()))
+        job = {"user": str(inner.get("User") or ""), "search_path": dict(env).get("PATH", _SEARCHED)}
+        facts = json.loads(in_child(store, folder, what, job))
+        if "problem" in facts:
+            raise ImageError(f"{what} is refused: {facts['problem']}")
+        if not store.make_room(facts["num_bytes"]):
+            raise ImageError(too_large(store, what, f"it unpacks to {facts['num_bytes']} bytes"))
+    workdir = str(inner.get("WorkingDir") or "/")
+    name = str(reference.pinned(digest)) if reference.kind == "registry" else str(reference)
+    store.put(Image(name=name, digest=digest, tree=tree_of(digest), env=env, workdir=workdir, **facts))
+
+
+def _config(layout: Path, what: str) -> dict[str, Any]:
+    """Read the configuration of a downloaded image. Raises ImageError: it is malformed, or for another platform."""
+
+    def document(digest: str) -> Any:
+        with (layout / "blobs" / digest.replace(":", "/")).open("rb") as file:
+            return json.loads(file.read(_MAX_DOCUMENT_BYTES))
+
+    try:
+        index = json.loads((layout / "index.json").read_bytes())
+        config = document(document(index["manifests"][0]["digest"])["config"]["digest"])
+        inner = config.get("config") or {}
+        words = [*(inner.get("Env") or ()), inner.get("User") or "", workdir := inner.get("WorkingDir") or "/"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise ImageError(f"{what} is malformed: {one_line(error)}") from error
+    has = f"{config.get('os')}/{config.get('architecture')}"
+    if has != this_platform():
+        raise ImageError(f"{what} is built for {has}, not for {this_platform()}")
+    if not all(isinstance(word, str) and "\0" not in word for word in words) or not workdir.startswith("/"):
+        raise ImageError(f"{what} is malformed: its environment, user and working folder must be texts, without NUL")
+    return dict(config)
+
+
+TOOLS = ("buildah", "podman", "docker")
+"""Tools that build Dockerfiles, in the order in which they are looked for. The tool runs the Dockerfile's commands with
+its own network and isolation, so build only Dockerfiles that you trust."""
+
+
+def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
+    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool writes to this
+    process's stdout and stderr.
+
+    Args:
+        tool: one of `TOOLS`; empty: the first that is installed.
+        options: passed to the tool's build command.
+    Raises:
+        ImageError: no tool is installed, or the build failed.
+    """
+    reference = parse(f"build:{name}")
+    if not (folder / "Dockerfile").is_file():
+        raise ImageError(f"image {reference}: there is no file {folder / 'Dockerfile'}")
+    chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
+    if not chosen or shutil.which(chosen) is None:
+        known = ", ".join(TOOLS)
+        raise ImageError(
+            f"image {reference} can't be built: {f'{chosen} is not' if chosen else f'none of {known} is'} installed"
+        )
+    with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
+        tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
+        for argv in _commands(chosen, folder, tag, archive, options):
+            _run(argv, f"image {reference}")
+        with pull(store, parse(f"archive:{archive}")) as hold:
+            store.put(hold.image, reference)
+            return hold.image
+
+
+def _commands(tool: str, folder: Path, tag: str, archive: str, options: Sequence[str]) -> list[list[str]]:
+    """Return the commands that build an image and write it to an archive."""
+    if tool == "buildah":
+        return [
+            ["buildah", "build", "-t", tag, *options, str(folder)],
+            ["buildah", "push", tag, f"oci-archive:{archive}"],
+        ]
+    form = ["--format", "oci-archive"] if tool == "podman" else []
+    return [[tool, "build", "-t", tag, *options, str(folder)], [tool, "save", *form, "-o", archive, tag]]
+
+
+def _run(argv: Sequence[str], what: str) -> None:
+    try:
+        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ImageError(f"{what} can't be built: {one_line(error)}") from error

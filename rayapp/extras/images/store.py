@@ -1,0 +1,236 @@
+"""The cache of images on one node, under one folder.
+
+    trees/NAME/          an image's whole file system
+    images/NAME.json     the image's record; its modification time is the time of the image's last use
+    names/HASH.json      the digest that a name stood for when it was last pulled
+    locks/               one lock file for each tree, and one for the cache
+
+A tree and a record are written under a temporary name and renamed when they are on disk, so each is complete under its
+final name. Readers of a tree hold a shared lock on it; eviction removes only trees on which it gets an exclusive lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Self
+
+from rayapp.core.errors import ImageError
+from rayapp.core.files import aside, fsync, remove_tree
+from rayapp.sandbox.images import Image, Reference
+from rayapp.sandbox.local.inside.privileges import images_uid
+from rayapp.sandbox.local.levels import kernel
+
+_GIB = 1 << 30
+_PENDING = ".pending"
+
+
+class Hold:
+    """A shared lock on an image, as `rayapp.sandbox.images.Hold`."""
+
+    def __init__(self, image: Image, file: IO[bytes]) -> None:
+        self.image = image
+        self._file = file
+
+    def release(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Store:
+    """The cache of images in one folder, for any number of processes and threads."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+
+    @property
+    def trees(self) -> Path:
+        return self.folder / "trees"
+
+    def prepare(self) -> Self:
+        """Make the cache's folders. Raises ImageError: this user may not make them."""
+        try:
+            for name in ("trees", "images", "names", "locks"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            if os.geteuid() == 0:
+                # Sandboxes run as the images' user, who must enter the folder; others must not read private images.
+                os.chown(self.folder, 0, images_uid())
+                self.folder.chmod(0o710)
+        except OSError as error:
+            raise ImageError(
+                f"the image cache {self.folder} can't be made: {error.strerror}. Choose a folder with "
+                "sandbox.providers[].image_cache"
+            ) from error
+        return self
+
+    def image(self, digest: str) -> Image | None:
+        """Return the image with this digest; None if it is not in the cache."""
+        return self._read(self._record(digest))
+
+    def _read(self, record: Path) -> Image | None:
+        try:
+            found = json.loads(record.read_text())
+            image = Image(**{**found, "env": tuple(map(tuple, found["env"]))})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # missing, or of an older version
+        return image if (self.trees / image.tree).is_dir() else None
+
+    def named(self, reference: Reference) -> Image | None:
+        """Return the image that was pulled under a name; None if there is none."""
+        try:
+            digest = str(json.loads(self._name(reference).read_text())["digest"])
+        except (OSError, ValueError, KeyError):
+            digest = reference.digest
+        return self.image(digest) if digest else None
+
+    def put(self, image: Image, *references: Reference) -> None:
+        """Write an image's record, and the names that stand for it."""
+        _write(self._record(image.digest), asdict(image))
+        for reference in references:
+            _write(self._name(reference), {"name": str(reference), "digest": image.digest})
+
+    def images(self) -> list[tuple[Image, float]]:
+        """Return all images with the times of their last use, least recently used first."""
+        found = []
+        for path in (self.folder / "images").glob("*.json"):
+            with contextlib.suppress(OSError):
+                if (image := self._read(path)) is not None:
+                    found.append((image, path.stat().st_mtime))
+        return sorted(found, key=lambda each: each[1])
+
+    def names(self) -> dict[str, str]:
+        """Return every known name with the digest of its image."""
+        found = {}
+        for path in (self.folder / "names").glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                entry = json.loads(path.read_text())
+                found[str(entry["name"])] = str(entry["digest"])
+        return found
+
+    def hold(self, image: Image) -> Hold | None:
+        """Return a lock on an image, and update the time of its last use; None if the image was just evicted."""
+        file = self._lock_file(image.tree).open("ab")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if self.image(image.digest) is None:
+            file.close()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._record(image.digest))
+        return Hold(image, file)
+
+    @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Wait for an exclusive lock, and hold it for the length of the block."""
+        with self._lock_file(name).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _if_unused(self, name: str) -> Iterator[bool]:
+        """Yield True with the lock held, or False if another process or thread holds the lock."""
+        with self._lock_file(name).open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    @contextlib.contextmanager
+    def pending(self, tree: str) -> Iterator[Path]:
+        """Yield an empty folder for work on a tree; its folder `rootfs` becomes the tree if the block succeeds."""
+        making = self.trees / f"{tree}{_PENDING}-{os.getpid()}-{os.urandom(4).hex()}"
+        making.mkdir(mode=0o755)
+        try:
+            if os.geteuid() == 0:
+                os.chown(making, images_uid(), images_uid())
+            yield making
+            _sync(making)
+            remove_tree(self.trees / tree)
+            (making / "rootfs").rename(self.trees / tree)
+            fsync(self.trees)
+        finally:
+            remove_tree(making)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all images as they lie on the disk."""
+        return sum(image.num_bytes for image, _ in self.images())
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Evict images, least recently used first, until this many bytes fit; return False if they can't."""
+        with self.alone("cache"):
+            for image, _ in self.images():
+                if self.num_bytes() + num_bytes <= self.max_bytes:
+                    return True
+                self._evict(image)
+            return self.num_bytes() + num_bytes <= self.max_bytes
+
+    def prune(self, *, unused_s: float = 0.0) -> list[Image]:
+        """Remove the images that no process holds and that were not used for this long, and what has no record."""
+        with self.alone("cache"):
+            before = time.time() - unused_s
+            gone = [image for image, used in self.images() if used <= before and self._evict(image)]
+            known = {image.tree for image, _ in self.images()}
+            for path in self.trees.iterdir():
+                name = path.name.partition(_PENDING)[0]
+                with self._if_unused(name) as is_unused:
+                    if is_unused and path.name not in known:
+                        remove_tree(path)
+        return gone
+
+    def _evict(self, image: Image) -> bool:
+        with self._if_unused(image.tree) as is_unused:
+            if is_unused:
+                self._record(image.digest).unlink(missing_ok=True)
+                remove_tree(self.trees / image.tree)
+            return is_unused
+
+    def _record(self, digest: str) -> Path:
+        return self.folder / "images" / f"{tree_of(digest)}.json"
+
+    def _name(self, reference: Reference) -> Path:
+        return self.folder / "names" / f"{hashlib.sha256(str(reference).encode()).hexdigest()[:32]}.json"
+
+    def _lock_file(self, name: str) -> Path:
+        return self.folder / "locks" / name
+
+
+def tree_of(digest: str) -> str:
+    """Return the name of the tree of an image, short enough for the zygote's requests."""
+    return digest.removeprefix("sha256:")[:32]
+
+
+def open_store(folder: str = "", max_gib: float = 50.0) -> Store:
+    """Open the cache of images; make its folders if they are missing. The default folder is one that the users of
+    sandboxes can enter: root's home is closed to them. Raises ImageError: the folders can't be made.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    default = Path("/var/cache/rayapp/images") if os.geteuid() == 0 else home / "rayapp/images"
+    return Store(Path(folder).expanduser() if folder else default, max_bytes=int(max_gib * _GIB)).prepare()
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    with aside(path) as temporary:
+        temporary.write_text(json.dumps(value))
+
+
+def _sync(folder: Path) -> None:
+    """Sync the whole file system of a folder to disk: for thousands of files this is faster than fsync."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        kernel.syncfs(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,320 @@
+"""Daytona through its SDK: the provider, its control plane, and the data plane of one sandbox.
+
+    DaytonaProvider -> ServiceProvider (deadlines, late answers) -> DaytonaService (control plane) -> DaytonaChannel
+
+Sandboxes are ephemeral (Daytona deletes them when they stop). They have a time to live, which counts in every state,
+and no network unless the configuration allows it. Daytona takes whole minutes, so rayapp rounds times up.
+
+The channel runs programs as shell commands, and stateful code in the interpreter context that every sandbox has. Some
+calls of the SDK seem to succeed when the connection is lost, so the channel checks the results of calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import uuid
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+from rayapp.config.sandbox import DaytonaConfig
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxGoneError,
+    SandboxProtocolError,
+)
+from rayapp.core.http import retry_after_s
+from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.extras.providers.relay import Hear, Say
+from rayapp.extras.providers.remote import Sink, run_session
+from rayapp.extras.providers.service import DAYTONA, ServiceProvider, error_of
+from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.verdict.program import command_of, shell_command
+
+T = TypeVar("T")
+_NAMES = ("daytona", "daytona_sdk")
+_CREATE = "create"
+
+
+class ControlPlane(Protocol):
+    """The control plane's calls about one sandbox that the channel needs."""
+
+    async def get(self, sandbox_id: str) -> Any: ...
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = ...) -> None: ...
+
+
+class DaytonaChannel:
+    """Data plane of one sandbox, in the worker's process. `providers.remote.Channel` describes its methods."""
+
+    def __init__(self, sandbox_id: str, service: ControlPlane) -> None:
+        self._id = sandbox_id
+        self._service = service
+        self._found: Any = None
+
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
+        sandbox = await self._sandbox()
+
+        async def write(path: str) -> None:
+            upload = sandbox.fs.upload_file(program.encode(), path, timeout=math.ceil(timeout_s))
+            await self._guard(upload, "upload a program")
+
+        command = await command_of(program, write)
+        answer = await self._guard(sandbox.process.exec(command, timeout=math.ceil(timeout_s)), "exec")
+        return str(answer.result)
+
+    async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
+        sandbox = await self._sandbox()
+
+        async def run(text: str, out: Sink, err: Sink) -> str:
+            call = sandbox.code_interpreter.run_code(
+                text,
+                on_stdout=lambda message: out(message.output),
+                on_stderr=lambda message: err(message.output),
+                # This time limit is a backup: the call's own deadline is shorter, and closes the connection.
+                timeout=math.ceil(timeout_s) + 1,
+            )
+            failed = (await self._guard(call, "run_code")).error
+            return f"{failed.name}: {failed.value}" if failed is not None else ""
+
+        return await run_session(
+            "daytona", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        )
+
+    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
+        """Run a program and exchange lines with it, as `relay.Converse` describes."""
+        process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
+        await self._guard(process.create_session(session), "create_session")
+        # The program runs in a subshell, because the session's shell must stay alive. Input is not echoed as output.
+        command = sdk().SessionExecuteRequest(
+            command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
+        )
+        ran = await self._guard(process.execute_session_command(session, command), "execute_session_command")
+
+        async def say(text: str) -> None:
+            await self._guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
+
+        started(say)
+        logs = process.get_session_command_logs_async(session, ran.cmd_id, hear, lambda text: None)
+        await self._guard(logs, "listen to a relay")
+
+    async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
+        sandbox = await self._sandbox()
+        await self._guard(sandbox.fs.upload_file(data, path, timeout=math.ceil(timeout_s)), "upload a file")
+
+    async def alive(self, *, timeout_s: float) -> bool:
+        try:
+            await self._service.get(self._id)
+        except SandboxError:
+            return False
+        return True
+
+    async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
+        sandbox = await self._sandbox()
+        await self._guard(sandbox.set_ttl(max(1, math.ceil(ttl_s / 60)), request_timeout=timeout_s), "set_ttl")
+        # Daytona also stops a sandbox without activity, here after its time to live.
+        await self._guard(sandbox.refresh_activity(request_timeout=timeout_s), "refresh_activity")
+
+    async def kill(self, *, timeout_s: float) -> None:
+        await self._service.kill(self._id, timeout_s=timeout_s)
+
+    async def _sandbox(self) -> Any:
+        if self._found is None:
+            self._found = await self._service.get(self._id)
+        return self._found
+
+    async def _guard(self, call: Coroutine[object, object, T], what: str) -> T:
+        try:
+            return await call
+        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise errors of many types
+            raise await self._translated(error, what) from error
+
+    async def _translated(self, error: Exception, what: str) -> SandboxError:
+        mapped = daytona_error(error, what)
+        try:
+            await self._service.get(self._id)
+        except SandboxGoneError as gone:
+            return gone
+        except SandboxError:
+            return SandboxDeadlineError(f"{mapped} (whether the sandbox is alive could not be checked)")
+        # The sandbox is alive, so only this call failed: the answer was malformed or late.
+        if isinstance(mapped, SandboxDeadlineError):
+            return mapped
+        return SandboxProtocolError(f"sandbox {self._id}: status {_status_of(error)}: {mapped}")
+
+
+@cache
+def sdk() -> ModuleType:
+    """Import and return Daytona's SDK, with its client, which the SDK itself imports only when it is named. The import
+    takes seconds, which must not be part of the first call's deadline.
+
+    Raises:
+        SandboxConfigError: the SDK is not installed.
+    """
+    for name in _NAMES:
+        if find_spec(name) is not None:
+            with warnings.catch_warnings():
+                # Hide the deprecation warning of the older package `daytona_sdk`, because the user didn't choose it.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                found = importlib.import_module(name)
+                _ = found.AsyncDaytona
+                return found
+    raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
+
+
+def daytona_error(error: Exception, what: str) -> SandboxError:
+    """Convert an exception of the SDK to a SandboxError.
+
+    Most calls raise DaytonaError or a subclass. Some raise ApiException of the generated clients, which has no base
+    class in common with DaytonaError. So the HTTP status decides; if there is none, the type decides.
+
+    Args:
+        what: name of the call for the message, e.g. `create`.
+    """
+    text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
+    status = _status_of(error)
+    if status in (404, 410) and what != _CREATE:
+        return SandboxGoneError(text)
+    is_timeout = "Timeout" in type(error).__name__ or isinstance(error, TimeoutError)
+    is_late = is_timeout if status is None else status in (408, 504)
+    return error_of(error, text, DAYTONA, status=status, is_late=is_late, wait_s=_wait_s(error))
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the HTTP status of an error of the SDK or of its generated clients."""
+    status = getattr(error, "status_code", None) or getattr(error, "status", None)
+    return status if type(status) is int else None
+
+
+def _wait_s(error: Exception) -> float | None:
+    headers = getattr(error, "headers", None) or {}
+    waits = [str(value) for name, value in dict(headers).items() if str(name).lower().startswith("retry-after")]
+    return max((seconds for wait in waits if (seconds := retry_after_s(wait)) is not None), default=None)
+
+
+_CALL_TIMEOUT_S = 15.0
+_LATE_ANSWER_S = 30.0
+_ENDED = ("destroyed", "destroying")
+
+
+class DaytonaProvider(ServiceProvider):
+    """Provider of sandboxes at Daytona. `leases.RemoteProvider` describes its methods."""
+
+    def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
+        sdk()  # an SDK that is missing is an error now, not at the first call
+        super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
+
+
+class DaytonaService:
+    """Daytona's control plane. `providers.service.Service` describes its methods."""
+
+    name = "daytona"
+
+    def __init__(self, config: DaytonaConfig, api_key: str) -> None:
+        self._config = config
+        self._api_key = api_key
+        self._client: Any = None
+
+    def client(self) -> Any:
+        """Return the SDK's client. The first call makes it, because it belongs to the event loop that runs at that
+        time.
+        """
+        if self._client is None:
+            named = {"api_url": self._config.api_url, "target": self._config.target}
+            given = {name: value for name, value in named.items() if value}
+            self._client = sdk().AsyncDaytona(sdk().DaytonaConfig(api_key=self._api_key, **given))
+        return self._client
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> Connection:
+        # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
+        waited_s = timeout_s + _LATE_ANSWER_S
+        try:
+            made = await self.client().create(self._params(spec, labels, ttl_s), timeout=waited_s)
+        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise errors of many types
+            await self._end_half_made(error)
+            raise daytona_error(error, "create") from error
+        return Connection(sandbox_id=made.id)
+
+    def _params(self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float) -> Any:
+        config = self._config
+        minutes = max(1, math.ceil(ttl_s / 60))
+        common: dict[str, Any] = {
+            "language": "python",
+            "labels": dict(labels),
+            "env_vars": dict(spec.env),
+            "ephemeral": True,
+            "ttl_minutes": minutes,
+            "auto_stop_interval": minutes,
+            "queue_timeout": max(1, math.ceil(_LATE_ANSWER_S / 60)),
+            "network_block_all": not config.allow_internet,
+        }
+        wanted = config.template_of(spec.template)
+        if config.image or _is_image(wanted):
+            resources = sdk().Resources(cpu=config.cpu, memory=config.memory_gib)
+            return sdk().CreateSandboxFromImageParams(image=wanted or config.image, resources=resources, **common)
+        return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
+
+    async def _end_half_made(self, error: Exception) -> None:
+        """End the sandbox that the error of a late creation names, because it may still start."""
+        if (sandbox_id := getattr(error, "sandbox_id", None)) is not None:
+            try:
+                await self.kill(str(sandbox_id))
+            except SandboxError:
+                # A sweep will end the sandbox by its label; if the sweep fails, the sandbox's time to live ends it.
+                return
+
+    async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
+        states = [state for state in sdk().SandboxState if state.value not in _ENDED]
+        query = sdk().ListSandboxesQuery(labels=dict(labels), states=states)
+        try:
+            async for found in self.client().list(query, request_timeout=timeout_s):
+                yield str(found.id)
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
+            raise daytona_error(error, "list") from error
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        try:
+            found = await self.client().get(sandbox_id, request_timeout=timeout_s)
+            await found.delete(timeout=timeout_s)
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
+            mapped = daytona_error(error, "delete")
+            if not isinstance(mapped, SandboxGoneError):
+                raise mapped from error
+
+    async def get(self, sandbox_id: str) -> Any:
+        """Return the SDK's object of a living sandbox.
+
+        Raises:
+            SandboxGoneError: the sandbox does not exist or has ended.
+        """
+        try:
+            found = await self.client().get(sandbox_id, request_timeout=_CALL_TIMEOUT_S)
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
+            raise daytona_error(error, "get") from error
+        state = str(getattr(found.state, "value", found.state))
+        if state != "started":
+            raise SandboxGoneError(f"sandbox {sandbox_id} is {state}")
+        return found
+
+    def channel(self, connection: Connection) -> DaytonaChannel:
+        return DaytonaChannel(connection.sandbox_id, self)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+
+def _is_image(template: str) -> bool:
+    """Return True for a name of an image, e.g. `org/name:tag`. Names of snapshots contain neither a slash nor a
+    colon.
+    """
+    return "/" in template or ":" in template

@@ -1,0 +1,234 @@
+"""Base of the providers that are remote services: deadlines, late answers and clean-up, which are the same for all.
+
+    ServiceProvider (these rules) -> Service (e2b | daytona: the calls themselves)
+
+If a creation is answered after its deadline, the sandbox is killed at once. If the answer is lost, the pool's next
+sweep kills the sandbox; without a pool, the provider object finds it by its label and kills it when it is closed.
+
+`error_of_status` converts an HTTP status to a SandboxError, by one table for all services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxProtocolError,
+    SandboxQuotaError,
+    SandboxRateLimitError,
+    SandboxUnavailableError,
+)
+from rayapp.core.types import SandboxSpec
+from rayapp.extras.providers.remote import Channel, RemoteSandbox
+from rayapp.sandbox.leases import Connection
+
+_HOPELESS = (400, 401, 402, 403, 404, 405, 422)
+_NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
+"""Python's own exceptions that an SDK raises if the server's answer has an unexpected form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """Words in a service's message that mean that a quota is reached, and the hint for refusals that are permanent."""
+
+    quota_words: tuple[str, ...]
+    quota_statuses: tuple[int, ...]
+    to_check: str
+
+
+E2B = Wording(
+    quota_words=("concurrent", "maximum number", "quota"),
+    quota_statuses=(403, 429),
+    to_check="the template, the key and the endpoint",
+)
+DAYTONA = Wording(
+    quota_words=("quota", "limit exceeded", "limit reached", "maximum", "exceeds", "insufficient"),
+    quota_statuses=(400, 402, 403),
+    to_check="the snapshot, the key and the endpoint",
+)
+
+
+def error_of(
+    error: Exception,
+    text: str,
+    wording: Wording,
+    *,
+    status: int | None,
+    is_late: bool,
+    wait_s: float | None = None,
+) -> SandboxError:
+    """Return the SandboxError for an SDK's exception.
+
+    Args:
+        text: text of the message.
+        status: HTTP status of the answer; None if there was no answer or the status is unknown.
+        is_late: True if there was no answer in time.
+        wait_s: pause in seconds that the service asks for.
+    """
+    if is_late:
+        return SandboxDeadlineError(text)
+    if status is None:
+        return SandboxProtocolError(text) if isinstance(error, _NONSENSE) else SandboxUnavailableError(text)
+    return error_of_status(status, text, wording, wait_s=wait_s)
+
+
+def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float | None = None) -> SandboxError:
+    """Return the SandboxError for an HTTP status of the control plane; see `error_of`."""
+    if status in wording.quota_statuses and any(word in text.lower() for word in wording.quota_words):
+        return SandboxQuotaError(text)
+    if status == 429:
+        return SandboxRateLimitError(text, wait_s)
+    if status in _HOPELESS:
+        return SandboxConfigError(f"{text}. Check {wording.to_check}: trying again can't help")
+    return SandboxUnavailableError(text) if status == 409 or status >= 500 else SandboxProtocolError(text)
+
+
+log = logging.getLogger(__name__)
+MAKER_LABEL = "rayapp-maker"
+"""Label whose value is the id of the provider object that created the sandbox."""
+_LATE_WAIT_S = 120.0
+_CLOSE_WAIT_S = 5.0
+
+
+class Service(Protocol):
+    """The calls of one service. Implementations convert an SDK's exceptions: they raise only errors of
+    `rayapp.core.errors`.
+    """
+
+    name: str
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> Connection:
+        """Create a sandbox. The caller waits only `timeout_s` seconds; the call may take longer."""
+        ...
+
+    def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]: ...
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float) -> None: ...
+
+    def channel(self, connection: Connection) -> Channel: ...
+
+    async def close(self) -> None: ...
+
+
+class ServiceProvider:
+    """Provider that adds deadlines and clean-up to a service. `leases.RemoteProvider` describes its methods.
+
+    Args:
+        answer_within_s: seconds that a call to a sandbox may take in addition to the code's own time limit.
+    """
+
+    def __init__(self, service: Service, *, answer_within_s: float) -> None:
+        self._service = service
+        self._answer_within_s = answer_within_s
+        self._maker = uuid.uuid4().hex
+        self._made: set[str] = set()
+        self._late: set[asyncio.Task[object]] = set()
+        self._has_lost = False
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._service.name
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> RemoteSandbox:
+        if self._is_closed:
+            raise SandboxConfigError(f"sandbox provider {self.name} is closed")
+        call = self._service.create(spec, labels={**labels, MAKER_LABEL: self._maker}, ttl_s=ttl_s, timeout_s=timeout_s)
+        arrival = asyncio.ensure_future(call)
+        try:
+            done, _ = await asyncio.wait({arrival}, timeout=timeout_s)
+            if not done:
+                raise SandboxDeadlineError(f"sandbox provider {self.name} made no sandbox within {timeout_s:g} s")
+        except (SandboxDeadlineError, asyncio.CancelledError):
+            self._watch_late(arrival)
+            raise
+        try:
+            connection = arrival.result()
+        except SandboxConfigError:
+            raise
+        except SandboxError:
+            self._has_lost = True
+            raise
+        self._made.add(connection.sandbox_id)
+        return self._sandbox(connection, spec)
+
+    def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
+        """Return a sandbox that another process created; see `RemoteProvider.attach`."""
+        return self._sandbox(connection, spec)
+
+    def _sandbox(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
+        channel = self._service.channel(connection)
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._answer_within_s)
+
+    async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = [sandbox_id async for sandbox_id in self._service.list(labels, timeout_s=timeout_s)]
+        except TimeoutError:
+            raise SandboxDeadlineError(
+                f"sandbox provider {self.name} did not list its sandboxes within {timeout_s:g} s"
+            ) from None
+        for sandbox_id in found:
+            yield sandbox_id
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._service.kill(sandbox_id, timeout_s=timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, SandboxError):
+                raise
+            raise SandboxDeadlineError(
+                f"sandbox provider {self.name} did not end sandbox {sandbox_id} within {timeout_s:g} s"
+            ) from None
+        self._made.discard(sandbox_id)
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._late:
+            await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
+        for task in self._late:
+            task.cancel()
+        await self._end_what_was_made()
+        await self._service.close()
+
+    def _watch_late(self, arrival: asyncio.Task[Connection]) -> None:
+        self._has_lost = True
+        task = asyncio.ensure_future(self._end_late(arrival))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    async def _end_late(self, arrival: asyncio.Task[Connection]) -> None:
+        try:
+            async with asyncio.timeout(_LATE_WAIT_S):
+                connection = await arrival
+            await self.kill(connection.sandbox_id)
+            log.info("%s: sandbox %s answered after its deadline and was ended", self.name, connection.sandbox_id)
+        except (SandboxError, TimeoutError) as error:
+            log.warning("%s: a creation past its deadline failed: %s", self.name, error)
+
+    async def _end_what_was_made(self) -> None:
+        """Kill the sandboxes of this object: known ones by id, others by the label of this object."""
+        left = set(self._made)
+        try:
+            if self._has_lost:
+                left |= {found async for found in self.list({MAKER_LABEL: self._maker})}
+        except SandboxError as error:
+            log.warning("%s: could not list sandboxes while closing: %s", self.name, error)
+        results = await asyncio.gather(*(self.kill(sandbox_id) for sandbox_id in left), return_exceptions=True)
+        if failed := [result for result in results if isinstance(result, BaseException)]:
+            log.warning("%s: %d sandboxes could not be ended, e.g. %s", self.name, len(failed), failed[0])

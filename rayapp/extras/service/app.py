@@ -1,0 +1,237 @@
+"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and further routes.
+
+POST/GET/DELETE /mcp   streamable HTTP of MCP
+GET /metrics           metrics of clients and pool, for Prometheus
+GET /health            the pool's metrics; the only route without a key
+further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.extras.service.fusion`)
+
+Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
+request's body, and counts the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from mcp.server.mcpserver import MCPServer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import ConfigError
+from rayapp.core.http import listen
+from rayapp.extras.service.clients import CALL_HEADER, CLIENT_HEADER, Clients
+from rayapp.extras.service.mcp_tools import SandboxTools, ServerLimits
+from rayapp.extras.service.sessions import SessionId, Sessions
+from rayapp.sandbox.pool.build import open_pool
+from rayapp.sandbox.pool.pool import LeasePool
+
+PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
+MAX_BODY_BYTES = 24 << 20
+_MAX_CONNECTIONS = 4096
+_STOP_GRACE_S = 5.0
+MoreRoutes = Callable[[Clients], Sequence[Route]]
+
+
+@asynccontextmanager
+async def serving(
+    config: SandboxConfig,
+    *,
+    keys: Mapping[str, str],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: ServerLimits | None = None,
+    lease_timeout_s: float = 120.0,
+    max_leases_per_client: int = 0,
+    more_routes: MoreRoutes = lambda clients: (),
+) -> AsyncIterator[str]:
+    """Serve for the length of the block, and then end every sandbox. Yield the address, e.g. `http://127.0.0.1:8082`.
+
+    Args:
+        keys: keys by client name; empty accepts every client.
+        port: port to listen on; 0 for any free port.
+        lease_timeout_s: maximum seconds to wait for a sandbox.
+        max_leases_per_client: maximum number of sandboxes of one client at the same time; 0: no limit.
+        more_routes: function that returns further routes, which `_Guard` also protects.
+    Raises:
+        ConfigError: the address is not available.
+        SandboxConfigError: a provider's package or key is missing.
+    """
+    limits = limits or ServerLimits(max_sandbox_ttl_s=config.lease_ttl_s, passes_templates=config.local is None)
+    with _listening(host, port) as listener:
+        address = f"{host}:{listener.getsockname()[1]}"
+        async with open_pool(config, f"sandbox-service-{address}") as (sandboxes, pool):
+            clients = Clients(keys, sandboxes, pool, max_leases=max_leases_per_client)
+            sessions = Sessions(clients, lease_timeout_s=lease_timeout_s)
+            app = _Guard(_application(sessions, limits, pool, clients, host, more_routes(clients)), clients, sessions)
+            server = _Server(_uvicorn_config(app))
+            running = asyncio.create_task(server.serve(sockets=[listener]), name="sandbox service")
+            try:
+                while not server.started and not running.done():  # noqa: ASYNC110  (uvicorn tells in no other way)
+                    await asyncio.sleep(0.01)
+                yield f"http://{address}"
+            finally:
+                server.should_exit = True
+                await asyncio.wait({running}, timeout=_STOP_GRACE_S)
+                running.cancel()
+                clients.rest()
+                await asyncio.shield(sessions.close())
+
+
+def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        ws="none",
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=30,
+        limit_concurrency=_MAX_CONNECTIONS,
+    )
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that handles no signals, because uvicorn would end the process in the middle of the clean-up."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}. Choose another --port") from error
+
+
+def _application(
+    sessions: Sessions, limits: ServerLimits, pool: LeasePool, clients: Clients, host: str, more: Sequence[Route]
+) -> Starlette:
+    server = MCPServer("rayapp-sandboxes", instructions="Runs code in isolated sandboxes.", log_level="WARNING")
+    tools = SandboxTools(sessions, limits)
+    for tool in (tools.run_code, tools.run_code_once, tools.run_command):
+        server.add_tool(tool, structured_output=True)
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
+
+    async def metrics(request: Request) -> Response:
+        return Response(clients.metrics(), media_type="text/plain; version=0.0.4")
+
+    server.custom_route(HEALTH_PATH, methods=["GET"])(health)
+    server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
+    # Answers are JSON, not an event stream, because each call has one answer and clients limit the size of events.
+    app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
+    app.router.routes.extend(more)
+    return app
+
+
+class _Guard:
+    """Middleware that checks the key, limits the body, counts the answer, and ends a sandbox when its session ends.
+
+    Only the listed routes need no key; all others do. A list of the routes that need a key would be unsafe, because the
+    router accepts unexpected spellings of a path: its pattern ends in `$`, which also matches before a newline, so
+    `/mcp%0A` reaches `/mcp`.
+    """
+
+    def __init__(self, app: Starlette, clients: Clients, sessions: Sessions) -> None:
+        self._app = app
+        self._clients = clients
+        self._sessions = sessions
+        self._paths = {route.path for route in app.routes if isinstance(route, Route)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)  # a websocket can't come here: uvicorn is configured to refuse them
+        is_open = (request.method, scope["path"]) == ("GET", HEALTH_PATH)
+        client = "" if is_open else self._client(request)
+        if client is None:
+            await _refusal(401, "missing or wrong key: send it as E2B-API-KEY or as a bearer token")(
+                scope, receive, send
+            )
+            return
+        if (refusal := _size_refusal(request)) is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._counted(scope, receive, send, client)
+        if request.method == "DELETE":
+            await self._sessions.end(SessionId(client, request.headers.get("mcp-session-id", "")))
+
+    def _client(self, request: Request) -> str | None:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = (request.headers.get("e2b-api-key", ""), bearer)
+        return self._clients.named(given, request.client.host if request.client else "")
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
+        started, status = time.monotonic(), 500
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            with self._clients.calling() as (call_id, hangup):
+                await self._app(_named(scope, client, call_id), _watched(receive, hangup), sent)
+        finally:
+            route = scope["path"] if scope["path"] in self._paths else "other"
+            if client:
+                self._clients.count(client, route, status, time.monotonic() - started)
+
+
+def _named(scope: Scope, client: str, call_id: str) -> Scope:
+    """Return the request with the client's name in `CLIENT_HEADER` and the call's id in `CALL_HEADER`. Headers of these
+    names that the client sent are removed.
+    """
+    own = {CLIENT_HEADER.encode(): client.encode(), CALL_HEADER.encode(): call_id.encode()}
+    return {
+        **scope,
+        "headers": [*((key, value) for key, value in scope["headers"] if key.lower() not in own), *own.items()],
+    }
+
+
+def _watched(receive: Receive, hangup: asyncio.Event) -> Receive:
+    """Return a function that receives the request, then waits in the background for the client to hang up."""
+    listening: list[asyncio.Task[None]] = []
+
+    async def listen_to_client() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        hangup.set()
+
+    async def received() -> Message:
+        if listening:
+            await hangup.wait()
+            return {"type": "http.disconnect"}
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            hangup.set()
+        elif not message.get("more_body", False):
+            listening.append(asyncio.create_task(listen_to_client(), name="wait for a client to hang up"))
+        return message
+
+    return received
+
+
+def _size_refusal(request: Request) -> JSONResponse | None:
+    length = request.headers.get("content-length", "0")
+    if "transfer-encoding" in request.headers or not length.isdecimal():
+        return _refusal(411, "the request must give its length: send Content-Length, not chunks")
+    if int(length) > MAX_BODY_BYTES:
+        return _refusal(413, f"the request is larger than {MAX_BODY_BYTES >> 20} MiB")
+    return None
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"code": status, "message": message}, status_code=status)

@@ -1,0 +1,126 @@
+"""Assigns a sandbox to each MCP session.
+
+A session's sandbox is leased at its first call and given back when the client ends the session, when its time to live
+is over, or when the server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rayapp.core.errors import SandboxGoneError
+from rayapp.core.protocols import Sandbox, SandboxLease
+from rayapp.core.types import SandboxSpec
+from rayapp.extras.service.clients import Clients
+
+log = logging.getLogger(__name__)
+_MAX_REMEMBERED = 10_000
+"""Maximum number of sessions that are remembered, including ended ones. It is needed because clients that vanish never
+end their session."""
+
+
+class SessionId(NamedTuple):
+    """Id of an MCP session, with the name of its client, so that another client can't use the session."""
+
+    client: str
+    mcp_id: str
+
+
+@dataclass(slots=True)
+class _Bound:
+    """The sandbox that a session has, and its lease."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease: SandboxLease | None = None
+    sandbox: Sandbox | None = None
+    is_over: bool = False
+    expiry: asyncio.TimerHandle | None = None
+    num_executions: int = 0
+
+
+class Sessions:
+    """The sessions of one server and their sandboxes.
+
+    Args:
+        clients: the service's clients, which lease the sandboxes.
+        lease_timeout_s: maximum seconds to wait for a sandbox.
+    """
+
+    def __init__(self, clients: Clients, *, lease_timeout_s: float) -> None:
+        self.clients = clients
+        self._lease_timeout_s = lease_timeout_s
+        self._bound: dict[SessionId, _Bound] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_bound(self) -> int:
+        return sum(bound.sandbox is not None for bound in self._bound.values())
+
+    def once(self, client: str, spec: SandboxSpec) -> SandboxLease:
+        """Lease a sandbox for one execution."""
+        return self.clients.of(client).lease(spec, timeout_s=self._lease_timeout_s)
+
+    async def sandbox(self, session: SessionId, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
+        """Return the session's sandbox.
+
+        Raises:
+            SandboxGoneError: the sandbox has ended. The session gets no other sandbox, because the variables of its
+                code are lost. SandboxError: no sandbox is available.
+        """
+        if len(self._bound) > _MAX_REMEMBERED:
+            self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
+        bound = self._bound.setdefault(session, _Bound())
+        async with bound.lock:
+            if bound.is_over:
+                raise SandboxGoneError(f"the sandbox of MCP session {session.mcp_id[:8]} has ended: open a new session")
+            if bound.sandbox is None:
+                lease = self.once(session.client, spec)
+                bound.sandbox = await lease.__aenter__()
+                bound.lease = lease
+                bound.expiry = asyncio.get_running_loop().call_later(ttl_s, self._expire, session)
+            return bound.sandbox
+
+    def count(self, session: SessionId) -> int:
+        """Count an execution, and return its number in the session, from 1."""
+        bound = self._bound[session]
+        bound.num_executions += 1
+        return bound.num_executions
+
+    async def end(self, session: SessionId) -> None:
+        """Return the session's sandbox to the pool, because the client has ended the session. Idempotent."""
+        bound = self._bound.pop(session, None)
+        if bound is not None:
+            await self._give_back(bound)
+
+    async def lose(self, session: SessionId) -> None:
+        """End the lease of the session's sandbox, which is dead or expired. Later calls of the session raise
+        SandboxGoneError.
+        """
+        bound = self._bound.get(session)
+        if bound is not None:
+            await self._give_back(bound)
+
+    async def close(self) -> None:
+        """Return every session's sandbox to the pool."""
+        await asyncio.gather(*(self.end(session) for session in tuple(self._bound)))
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=10.0)
+
+    def _expire(self, session: SessionId) -> None:
+        task = asyncio.create_task(self.lose(session), name=f"end of session {session.mcp_id}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _give_back(self, bound: _Bound) -> None:
+        bound.is_over = True
+        lease, bound.lease, bound.sandbox = bound.lease, None, None
+        if bound.expiry is not None:
+            bound.expiry.cancel()
+        if lease is not None:
+            try:
+                await asyncio.shield(lease.__aexit__(None, None, None))
+            except Exception as error:  # boundary: if returning the lease fails, the pool ends the sandbox
+                log.warning("a session's sandbox was not returned to the pool: %s", error)

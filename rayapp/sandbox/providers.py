@@ -1,0 +1,175 @@
+"""Makes provider objects from the configuration. A remote provider and its SDK are imported only if a configuration has
+the provider.
+"""
+
+from __future__ import annotations
+
+from rayapp.config.sandbox import (
+    DaytonaConfig,
+    E2BConfig,
+    LocalConfig,
+    McpConfig,
+    PluginConfig,
+    ProviderConfig,
+    SandboxConfig,
+)
+from rayapp.core.errors import ImageError, SandboxConfigError, UserError
+from rayapp.core.http import read_key
+from rayapp.core.machine import num_cores
+from rayapp.core.names import load_extra, load_plugin
+from rayapp.core.types import AgentStart
+from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
+from rayapp.sandbox.leases import RemoteProvider
+from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
+
+REMOTE = {
+    "e2b": "providers.e2b:E2BProvider",
+    "daytona": "providers.daytona:DaytonaProvider",
+    "mcp": "providers.mcp:McpProvider",
+}
+"""Type of a remote provider -> place of its class in `rayapp.extras`."""
+_NOT_IN_A_REGISTRY = tuple(f"{PREFIX}{kind}:" for kind in ("oci", "archive", "build"))
+
+
+def num_local_sandboxes(config: SandboxConfig) -> int:
+    """Return the number of local sandboxes that may be in use at the same time."""
+    own = config.local.max_sandboxes if config.local is not None else 0
+    return own or config.max_leases or num_cores()
+
+
+def local_provider(config: SandboxConfig) -> LocalProvider | None:
+    """Return the provider of sandboxes in the calling process; None if the configuration has no local provider."""
+    if config.local is None:
+        return None
+    return LocalProvider(
+        allow_unisolated=config.allow_unisolated,
+        packages=config.local.packages,
+        max_slots=num_local_sandboxes(config),
+        images=image_source(config.local),
+    )
+
+
+def image_source(section: LocalConfig) -> ImageCache:
+    """Return the cache of images that local sandboxes use."""
+    source: ImageCache = load_extra("images.cache:ImageSource")(
+        folder=section.image_cache,
+        max_gib=section.image_cache_gib,
+        mirrors=section.image_mirrors,
+        aliases=section.images,
+    )
+    return source
+
+
+def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
+    """Return every remote provider of the configuration, by name.
+
+    Raises:
+        SandboxConfigError: a provider's package or key is missing.
+    """
+    sections = [section for section in config.providers if not isinstance(section, LocalConfig)]
+    return {section.type: remote_provider(section) for section in sections}
+
+
+def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
+    """Return the remote providers that can list sandboxes of other processes.
+
+    Raises:
+        SandboxConfigError: a provider's package or key is missing.
+    """
+    sections = [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
+    return {section.type: remote_provider(section) for section in sections}
+
+
+def remote_provider(section: ProviderConfig) -> RemoteProvider:
+    """Make one remote provider.
+
+    Raises:
+        SandboxConfigError: the provider's package or key is missing.
+    """
+    match section:
+        case E2BConfig() | DaytonaConfig() | McpConfig():
+            try:
+                make = load_extra(REMOTE[section.type])
+            except ModuleNotFoundError as error:
+                raise SandboxConfigError(
+                    f"the package {error.name} is not installed: pip install {error.name}"
+                ) from error
+            key = read_key(section.api_key_env, f"provider {section.type}", SandboxConfigError)
+            provider: RemoteProvider = make(section, api_key=key)
+            return provider
+        case PluginConfig():
+            return _of_plugin(section)
+        case _:
+            raise SandboxConfigError(
+                "provider local is not a remote provider: each rollout worker makes its own local sandboxes"
+            )
+
+
+def _of_plugin(section: PluginConfig) -> RemoteProvider:
+    try:
+        provider: RemoteProvider = load_plugin("sandbox_providers", section.name)(section.options)
+    except UserError as error:
+        raise SandboxConfigError(str(error)) from error
+    except Exception as error:  # boundary: a plug-in is foreign code
+        raise SandboxConfigError(
+            f"sandbox provider {section.name} (plug-in) can't be made: {type(error).__name__}: {error}"
+        ) from error
+    return provider
+
+
+def why_no_sandbox(config: SandboxConfig, template: str) -> str:
+    """Return the reason why a provider can't make sandboxes of this image or template; empty if all providers may have
+    it.
+
+    The pool may send any lease to any provider, so one provider without the image is an error.
+    """
+    for section in config.providers if template else ():
+        name = template.removeprefix(PREFIX).removeprefix("build:")
+        if isinstance(section, LocalConfig) and (why := _why_no_image(section, template)):
+            return why
+        has_template = _builds_templates(section, template) or bool({template, name} & section.images.keys())
+        if isinstance(section, E2BConfig | McpConfig) and not has_template:
+            return (
+                f"provider {section.type} has no template for this image. Build one, and name it in "
+                f"sandbox.providers[].images: {{{name}: …}}"
+            )
+        if isinstance(section, DaytonaConfig) and name.startswith(("oci:", "archive:")) and name not in section.images:
+            return (
+                f"provider daytona can't read {name}. Push this image to a registry, or name a snapshot for it in "
+                "sandbox.providers[].images"
+            )
+    return ""
+
+
+def _builds_templates(section: ProviderConfig, template: str) -> bool:
+    """Return True if a template is the name of an image in a registry, and E2B builds its own template from it."""
+    is_e2b = isinstance(section, E2BConfig) and section.dialect == "e2b"
+    return is_e2b and is_image(template) and not template.startswith(_NOT_IN_A_REGISTRY)
+
+
+def _why_no_image(section: LocalConfig, template: str) -> str:
+    """Return the reason why the local provider can't make sandboxes of a template; empty if it has the image or can
+    pull it.
+    """
+    wanted = section.images.get(template, template)
+    if not is_image(wanted):
+        return (
+            f"the local provider can use only images. Name one in sandbox.providers[].images: {{{template}: 'image:…'}}"
+        )
+    try:
+        reference = parse(wanted)
+    except ImageError as error:
+        return str(error)
+    if reference.kind == "build" and image_source(section).find(wanted) is None:
+        return "the local provider has not built this image: run `rayapp images build FOLDER`"
+    return why_no_images_here()
+
+
+def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
+    """Return the reason why a provider can't make the sandboxes that an agent needs; empty if every provider can."""
+    images = start.images or ({start.spec.template: ""} if start.spec else {})
+    for image, needed in images.items():
+        if why := why_no_sandbox(config, image):
+            told = f"{image} ({needed})" if needed else image
+            return f"needs sandboxes of {told}, but {why} (docs/environments.md)"
+    return ""

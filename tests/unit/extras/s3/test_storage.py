@@ -1,0 +1,359 @@
+"""`S3Storage` against moto's HTTP server, straight and through a proxy that fails on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import pickle
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rayapp.core.errors import (
+    RayappError,
+    StorageBucketError,
+    StorageConfigError,
+    StorageCorruptError,
+    StorageCredentialsError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnreachableError,
+    UserError,
+)
+from rayapp.extras.s3.storage import part_bytes_for, s3_client
+from rayapp.storage.base import ObjectInfo, Storage
+from rayapp.storage.folders import get_folder, put_folder, read_manifest
+from rayapp.storage.opening import open_storage
+from rayapp.storage.settings import MIB, S3Settings, Transfer
+from support.ports import free_port
+from support.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
+
+pytest.importorskip("moto", reason="needs the development package moto[server]")
+# 5 MiB is the smallest part that S3 takes: 17 MiB make three whole parts and a short one.
+TRANSFER = Transfer(part_bytes=5 * MIB, num_parallel=3, max_attempts=3, connect_timeout_s=5, read_timeout_s=30)
+BIG_BYTES = 17 * MIB
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MotoServer]:
+    server = MotoServer()
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def bucket(server: MotoServer, request: pytest.FixtureRequest) -> str:
+    name = f"b-{hashlib.md5(request.node.name.encode()).hexdigest()[:12]}"
+    await make_bucket(server.url, name)
+    return name
+
+
+@pytest.fixture
+async def proxy(server: MotoServer) -> AsyncIterator[FaultyProxy]:
+    async with FaultyProxy(server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def storage(proxy: FaultyProxy, bucket: str) -> AsyncIterator[Storage]:
+    async with open_storage(f"s3://{bucket}/run", settings=settings(proxy.url)) as storage:
+        yield storage
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    path = tmp_path / "big.bin"
+    path.write_bytes(random.Random(0).randbytes(BIG_BYTES))
+    return path
+
+
+def settings(url: str, **changes: object) -> S3Settings:
+    known = {"endpoint_url": url, "region": REGION, "access_key_id": KEY, "secret_access_key": SECRET}
+    return S3Settings(**{**known, "addressing_style": "path", "transfer": TRANSFER, **changes})  # type: ignore[arg-type]
+
+
+async def make_bucket(url: str, name: str) -> None:
+    async with s3_client(settings(url)) as client:
+        await client.create_bucket(Bucket=name)
+
+
+def first(fault: Fault, times: int = 1, *, of: str = "") -> Plan:
+    """A plan that fails the first requests whose method and query begin so."""
+    left = [times]
+
+    def plan(seen: Seen) -> Fault | None:
+        if not f"{seen.method} {seen.query}".startswith(of) or not left[0]:
+            return None
+        left[0] -= 1
+        return fault
+
+    return plan
+
+
+async def test_a_small_object_comes_back_as_it_was_written(storage: Storage) -> None:
+    written = await storage.put_bytes(b"hello", "a/b.txt")
+
+    assert await storage.get_bytes("a/b.txt") == b"hello"
+    assert await storage.info("a/b.txt") == written
+    assert await storage.exists("a/b.txt")
+    assert not await storage.exists("a/c.txt")
+
+
+async def test_a_file_of_several_parts_comes_back_whole(
+    storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path
+) -> None:
+    await storage.put_file(big, "big.bin")
+    info = await storage.get_file("big.bin", tmp_path / "copy.bin")
+
+    assert sum(seen.is_part for seen in proxy.seen) == 4  # 5 + 5 + 5 + 2 MiB
+    assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
+    assert info.sha256 == hashlib.sha256(big.read_bytes()).hexdigest()
+
+
+async def test_an_empty_file_comes_back_empty(storage: Storage, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+
+    await storage.put_file(tmp_path / "empty", "empty")
+    await storage.get_file("empty", tmp_path / "copy")
+
+    assert (tmp_path / "copy").read_bytes() == b""
+
+
+async def test_listing_gives_relative_keys_in_order(storage: Storage) -> None:
+    for key in ("b", "a/2", "a/1"):
+        await storage.put_bytes(b"x", key)
+
+    assert [info async for info in storage.list()] == [
+        ObjectInfo(key="a/1", num_bytes=1),
+        ObjectInfo(key="a/2", num_bytes=1),
+        ObjectInfo(key="b", num_bytes=1),
+    ]
+    assert [info.key async for info in storage.list("a/")] == ["a/1", "a/2"]
+
+
+async def test_deleting_twice_is_no_error(storage: Storage) -> None:
+    await storage.put_bytes(b"x", "a")
+
+    await storage.delete("a")
+    await storage.delete("a")
+
+    assert not await storage.exists("a")
+
+
+async def test_of_many_conditional_creators_exactly_one_wins(storage: Storage) -> None:
+    results = await asyncio.gather(
+        *(storage.put_bytes(str(i).encode(), "claim", if_absent=True) for i in range(8)), return_exceptions=True
+    )
+
+    lost = [result for result in results if isinstance(result, StorageExistsError)]
+    winner = next(i for i, result in enumerate(results) if isinstance(result, ObjectInfo))
+    assert len(lost) == 7
+    assert await storage.get_bytes("claim") == str(winner).encode()
+
+
+async def test_a_conditional_create_whose_answer_was_lost_still_knows_that_it_won(
+    storage: Storage, proxy: FaultyProxy
+) -> None:
+    proxy.plan = first(Fault.LOSE_ANSWER, of="PUT")
+
+    await storage.put_bytes(b"mine", "claim", if_absent=True)
+
+    assert await storage.get_bytes("claim") == b"mine"
+
+
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.DROP, Fault.LOSE_ANSWER])
+async def test_what_passes_is_retried(
+    storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path, fault: Fault
+) -> None:
+    proxy.plan = first(fault, of="PUT uploadId")
+
+    await storage.put_file(big, "big.bin")
+    await storage.get_file("big.bin", tmp_path / "copy.bin")
+
+    assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
+
+
+async def test_a_body_that_was_cut_is_read_again(
+    storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path
+) -> None:
+    await storage.put_file(big, "big.bin")
+    proxy.plan = first(Fault.CUT_BODY, times=2, of="GET")
+
+    await storage.get_file("big.bin", tmp_path / "copy.bin")
+
+    assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
+
+
+async def test_damage_on_the_way_or_at_rest_is_refused_and_leaves_no_file(
+    storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path
+) -> None:
+    await storage.put_file(big, "big.bin")
+    await storage.put_bytes(b"small", "small")
+    proxy.plan = lambda seen: Fault.FLIP_BYTE if seen.method == "GET" else None
+    folder = tmp_path / "to"
+
+    with pytest.raises(StorageCorruptError):
+        await storage.get_file("big.bin", folder / "copy.bin")
+    # The client library refuses damaged bytes by their CRC, each time it asks; otherwise our own checksum does.
+    with pytest.raises((StorageCorruptError, StorageUnreachableError)):
+        await storage.get_bytes("small")
+
+    assert list(folder.iterdir()) == []
+
+
+async def test_an_object_replaced_by_another_program_is_refused(
+    storage: Storage, server: MotoServer, bucket: str, tmp_path: Path
+) -> None:
+    written = await storage.put_bytes(b"right", "a")
+    async with s3_client(settings(server.url)) as client:
+        await client.put_object(Bucket=bucket, Key="run/a", Body=b"wrong")
+
+    with pytest.raises(StorageCorruptError, match=r"SHA-256 is .*, not"):
+        await storage.get_file("a", tmp_path / "a", sha256=written.sha256)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "words"),
+    [
+        (Fault.EXPIRED, StorageCredentialsError, "expired"),
+        (Fault.DENIED, StoragePermissionError, "credentials don't permit this"),
+        (Fault.SLOW_DOWN, StorageUnreachableError, "3 tries"),
+    ],
+)
+async def test_refusals_say_what_to_do(
+    storage: Storage, proxy: FaultyProxy, tmp_path: Path, fault: Fault, expected: type[RayappError], words: str
+) -> None:
+    proxy.plan = lambda _: fault
+
+    for request in (
+        storage.put_bytes(b"x", "a"),
+        storage.get_bytes("a"),
+        storage.get_file("a", tmp_path / "a"),
+        storage.check(),
+    ):
+        with pytest.raises(expected, match=words):
+            await request
+
+
+async def test_a_full_storage_is_named(storage: Storage, proxy: FaultyProxy) -> None:
+    proxy.plan = lambda seen: Fault.FULL if seen.method == "PUT" else None
+
+    with pytest.raises(StorageFullError, match="full"):
+        await storage.put_bytes(b"x", "a")
+
+
+async def test_a_missing_bucket_is_named_whatever_is_asked(server: MotoServer, tmp_path: Path) -> None:
+    async with open_storage("s3://not-there/x", settings=settings(server.url)) as storage:
+        for request in (storage.check(), storage.get_file("a", tmp_path / "a"), storage.put_bytes(b"x", "a")):
+            with pytest.raises(StorageBucketError, match="no bucket 'not-there'"):
+                await request
+
+
+async def test_a_missing_object_is_named(storage: Storage, tmp_path: Path) -> None:
+    with pytest.raises(StorageNotFoundError, match="run/nothing"):
+        await storage.get_bytes("nothing")
+    with pytest.raises(StorageNotFoundError, match="run/nothing"):
+        await storage.get_file("nothing", tmp_path / "a")
+
+
+async def test_a_server_that_is_not_there_is_unreachable() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+
+    async with open_storage("s3://bucket/x", settings=settings(url)) as storage:
+        with pytest.raises(StorageUnreachableError, match=url):
+            await storage.check()
+
+
+async def test_a_server_killed_in_the_middle_leaves_the_file_and_a_new_start_succeeds(big: Path) -> None:
+    server = MotoServer()
+    server.start()
+    try:
+        await make_bucket(server.url, "bucket")
+        async with FaultyProxy(server.url) as proxy:
+
+            def kill_at_third_part(seen: Seen) -> Fault | None:
+                if "partNumber=3" in seen.query:
+                    server.kill()
+                    return Fault.DROP
+                return None
+
+            proxy.plan = kill_at_third_part
+            async with open_storage("s3://bucket/run", settings=settings(proxy.url)) as storage:
+                with pytest.raises(StorageUnreachableError):
+                    await storage.put_file(big, "big.bin")
+                assert big.stat().st_size == BIG_BYTES
+
+                # The restarted server has neither the bucket nor the parts.
+                server.start()
+                await make_bucket(server.url, "bucket")
+                proxy.plan = lambda _: None
+                written = await storage.put_file(big, "big.bin")
+
+                assert await storage.info("big.bin") == written
+    finally:
+        server.kill()
+
+
+async def test_a_file_that_changes_while_it_is_sent_is_not_stored(
+    storage: Storage, proxy: FaultyProxy, big: Path
+) -> None:
+    def change(seen: Seen) -> Fault | None:
+        if "partNumber=2" in seen.query:
+            with big.open("r+b") as file:
+                file.write(b"changed")
+        return None
+
+    proxy.plan = change
+
+    with pytest.raises(StorageCorruptError, match="changed"):
+        await storage.put_file(big, "big.bin")
+
+    assert not await storage.exists("big.bin")
+
+
+async def test_a_folder_goes_on_with_the_files_that_are_missing_and_its_manifest_comes_last(
+    storage: Storage, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train.parquet", "test.parquet"):
+        (folder / name).write_bytes(name.encode())
+    proxy.plan = lambda seen: Fault.DENIED if (seen.method, seen.path[-13:]) == ("PUT", "train.parquet") else None
+    with pytest.raises(StoragePermissionError):
+        await put_folder(folder, storage)
+    assert await read_manifest(storage) is None
+    await storage.put_file(folder / "test.parquet", "test.parquet")
+    proxy.plan, proxy.seen = lambda _: None, []
+
+    await put_folder(folder, storage)
+    await get_folder(storage, tmp_path / "back")
+
+    written = [seen.path.rpartition("/")[2] for seen in proxy.seen if seen.method == "PUT"]
+    assert written == ["train.parquet", "manifest.json"]
+    assert (tmp_path / "back" / "train.parquet").read_bytes() == b"train.parquet"
+
+
+async def test_keys_may_have_spaces_and_unicode(storage: Storage) -> None:
+    await storage.put_bytes(b"x", "ordner/größe 1+2 ✓.txt")
+
+    assert [info.key async for info in storage.list()] == ["ordner/größe 1+2 ✓.txt"]
+    assert await storage.get_bytes("ordner/größe 1+2 ✓.txt") == b"x"
+
+
+def test_part_size_grows_for_files_beyond_ten_thousand_parts() -> None:
+    assert part_bytes_for(80_000 * MIB, 8 * MIB) == 8 * MIB
+    # 80,001 MiB / 10,000 parts is just above 8 MiB: the next whole MiB is 9.
+    assert part_bytes_for(80_001 * MIB, 8 * MIB) == 9 * MIB
+
+
+def test_configuration_errors_are_the_users_and_cross_processes() -> None:
+    for kind in (StorageBucketError, StoragePermissionError, StorageCredentialsError):
+        assert issubclass(kind, StorageConfigError)
+        assert issubclass(kind, UserError)
+        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"

@@ -1,0 +1,126 @@
+"""Every provider is built from its section of a configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from rayapp.config.sandbox import DaytonaConfig, LocalConfig, ProviderConfig, SandboxConfig
+from rayapp.core.errors import SandboxConfigError
+from rayapp.core.types import SandboxSpec
+from rayapp.extras.providers import daytona
+from rayapp.sandbox.pool.build import build_pool
+from rayapp.sandbox.providers import local_provider, remote_provider, remote_providers, why_no_sandbox
+
+ROOT = Path(__file__).parents[3]
+SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
+REMOTE: list[dict[str, object]] = [
+    {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
+    {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
+    {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
+]
+
+
+@pytest.mark.parametrize("section", REMOTE, ids=lambda section: str(section["type"]))
+async def test_every_kind_of_the_schema_is_built_and_has_a_pool(
+    section: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYAPP_TEST_KEY", "key")
+    config = SandboxConfig.model_validate({"providers": [section]})
+
+    ((name, provider),) = remote_providers(config).items()
+
+    assert name == provider.name == section["type"]
+    assert (f"sandbox/{name}/limit" in build_pool(config, "run").stats()) == (name != "mcp")
+    assert local_provider(config) is None
+    await provider.close()
+
+
+def test_a_run_has_one_provider() -> None:
+    for providers in ([], [{"type": "local"}, {"type": "e2b"}]):
+        with pytest.raises(ValueError, match="one provider"):
+            SandboxConfig.model_validate({"providers": providers})
+
+
+def test_the_local_section_is_no_remote_provider() -> None:
+    with pytest.raises(SandboxConfigError, match="local"):
+        remote_provider(LocalConfig())
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_no_key_of_a_provider_is_without_a_reader(section: type[BaseModel]) -> None:
+    folders = (ROOT / "rayapp/sandbox", ROOT / "rayapp/extras/providers", ROOT / "actors")
+    paths = [path for folder in folders for path in folder.rglob("*.py") if path.name != "config.py"]
+    text = "\n".join(path.read_text() for path in paths)
+    unread = [key for key in section.model_fields if f".{key}" not in text]
+    assert not unread
+
+
+def test_an_mcp_section_has_no_rate_of_creations_which_the_pool_could_not_keep() -> None:
+    """Sessions are opened by the workers that use them; the pool only counts them."""
+    with pytest.raises(ValueError, match="creations_per_s"):
+        SandboxConfig.model_validate({"providers": [{"type": "mcp", "url": "http://h/mcp", "creations_per_s": 1}]})
+
+
+def test_an_image_that_a_task_names_is_the_providers_template_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The SDK is not in every environment; here only which of its two requests is made with what matters.
+    requests = dict.fromkeys(("Resources", "CreateSandboxFromImageParams", "CreateSandboxFromSnapshotParams"), dict)
+    monkeypatch.setattr(daytona, "sdk", lambda: SimpleNamespace(**requests))
+    config = DaytonaConfig(images={"org/x:1": "snapshot-of-x"}, snapshot="usual")
+    service = object.__new__(daytona.DaytonaService)
+    service._config = config
+    asked = [
+        service._params(SandboxSpec(template=template), {}, 60.0) for template in ("org/x:1", "org/y:2", "mine", "")
+    ]
+
+    assert [each.get("snapshot") for each in asked] == ["snapshot-of-x", None, "mine", "usual"]
+    assert [each.get("image") for each in asked] == [None, "org/y:2", None, None]
+
+
+def why(*providers: dict[str, object], template: str = "org/x:1") -> str:
+    return why_no_sandbox(SandboxConfig.model_validate({"providers": providers}), template)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_the_local_provider_takes_an_image_or_a_name_for_one() -> None:
+    assert why({"type": "local"}, template="image:org/x:1") == ""
+    assert why({"type": "local", "images": {"org/x:1": "image:oci:/x"}}) == ""
+
+
+def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None:
+    assert why({"type": "local"}).startswith("the local provider can use only images")
+    assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
+    assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
+    assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
+    told = (
+        "provider e2b has no template for this image. Build one, and name it in sandbox.providers[].images: "
+        "{org/x:1: …}"
+    )
+    assert why({"type": "e2b"}) == told
+    assert why({"type": "e2b"}, template="image:org/x:1") == ""  # E2B builds a template from it
+    kruise = {"type": "e2b", "dialect": "kruise", "api_url": "http://h"}
+    assert (
+        why({"type": "e2b"}, template="image:build:x")
+        == why(kruise, template="image:x")
+        == told.replace("org/x:1", "x")
+    )
+    assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
+    assert why({"type": "local"}, template="") == ""
+
+
+def test_daytonas_sdk_is_loaded_with_its_client_and_not_within_the_first_calls_deadline() -> None:
+    program = (
+        "import sys\n"
+        "from rayapp.extras.providers.daytona import sdk\n"
+        "found, before = sdk(), len(sys.modules)\n"
+        "found.AsyncDaytona, found.CreateSandboxFromSnapshotParams, found.ListSandboxesQuery, found.SandboxState\n"
+        "print(len(sys.modules) - before)\n"
+    )
+
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True, timeout=240) == "0\n"
