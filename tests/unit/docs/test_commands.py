@@ -21,7 +21,7 @@ from rayapp.cli import main
 from rayapp.config.loading import load_config
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = ("rayapp", "make", "python", "ray", "kubectl", "helm", "docker", "prometheus", "export")
+PROGRAMS = ("rayapp", "make", "vllm", "python", "ray", "kubectl", "helm", "docker", "prometheus", "export")
 PLACES = {
     "CONFIG": "configs/coding_cpu.yaml",
     "RUN": "outputs/coding_cpu",
@@ -122,7 +122,6 @@ ELSEWHERE = (
     How(begins="rayapp score rewards.py", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
-    How(begins="rayapp sync", test="tests/unit/runs/test_mirror.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp score", test="tests/contracts/test_score_command.py"),
     How(begins="rayapp task audit", test="tests/unit/extras/audit/test_audit.py"),
@@ -156,6 +155,7 @@ ELSEWHERE = (
     How(begins="python -m scripts.agent_frameworks", test="tests/e2e/test_agent_frameworks.py"),
     How(begins="python -m scripts.check_wheel", test="tests/unit/test_wheel.py"),
     How(begins="python -m scripts.config_docs", test="tests/unit/docs/test_configure.py"),
+    How(begins="python -m support.family_check", test="tests/cluster/test_vllm_families.py"),
     How(begins="python -m scripts.house", test="tests/unit/test_house.py"),
     How(begins="python -m scripts.like_docker", why_not="needs root, and changes what this process may do"),
     How(begins="python -m scripts.model_table", test="tests/unit/docs/test_models.py"),

@@ -84,7 +84,6 @@ CALLS = {
         "TrainerWeightTransferEngine.shutdown": "",
     },
     f"{TRANSFER}/factory.py": {
-        "WeightTransferEngineFactory.register_engine": "name",
         "WeightTransferTrainerFactory.trainer_init": "init_info client source",
     },
     f"{TRANSFER}/ipc_engine.py": {"IPCTrainerInitInfo": "packed packed_buffer_size_bytes"},
