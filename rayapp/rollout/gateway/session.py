@@ -42,7 +42,7 @@ from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.limits import MODEL, MOST_CHOICES, Sending, SessionLimits
 from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
-from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, note_results
+from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, new_prompt_ids, note_results
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
 
