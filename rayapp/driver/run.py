@@ -33,7 +33,7 @@ from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
 from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
-from rayapp.runs.mirror.layout import PROFILES
+from rayapp.runs.layout import PROFILES
 from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 

@@ -42,7 +42,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         kl_coef=config.algorithm.kl_in_reward.coef,
         verdicts=None
         if told.privileged == "none"
-        else VerdictReader(load_tokenizer(config), told.max_privileged_tokens),
+        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), told.max_privileged_tokens),
     )
 
 

@@ -353,7 +353,7 @@ async def _agent_of_tasks(config: Config, sandboxes: SandboxSource, tasks: Seque
         agents: Agent = load_extra("environments.agent:EnvironmentAgents").of(config, sandboxes)
         return agents
     if config.agent_name == SINGLE_TURN_AGENT:
-        return OneTurn(load_tokenizer(config))
+        return OneTurn(load_tokenizer(config.model, config.agent.chat_template_kwargs))
     if config.agent_name == EXTERNAL_AGENT:
         return await ExternalAgent.open(config, sandboxes)
     return LoopAgent.of(config, sandboxes)

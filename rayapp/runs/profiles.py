@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayapp.core.files import aside
-from rayapp.runs.mirror.layout import PROFILES
+from rayapp.runs.layout import PROFILES, step_name
 
 MOST_MICRO_BATCHES, MOST_ITERATIONS = 8, 64
 _MAX_TRACE_BYTES = 64 << 20
@@ -53,7 +53,7 @@ def take_engine_trace(folder: Path) -> bytes:
 
 def write_profile(run_folder: Path, step: int, profiles: Sequence[Profile]) -> None:
     """Write the traces of a step. Call it in a thread."""
-    folder = run_folder / PROFILES / f"step={step:06d}"
+    folder = run_folder / PROFILES / step_name(step)
     folder.mkdir(parents=True, exist_ok=True)
     for profile in profiles:
         with aside(folder / f"{profile.process}.json.gz") as file:

@@ -35,12 +35,7 @@ def _wandb_mode() -> Literal["offline", "online"]:
 
 
 class TensorboardTracker:
-    """Writes scalars.
-
-    Args:
-        folder: made if missing; every start of the run adds a file.
-        first_step: TensorBoard drops data of earlier files from this step on: a resumed run repeats those steps.
-    """
+    """Writes scalars, a file for each start of the run; later files replace earlier ones from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         # Two seconds of imports (TensorBoard loads boto3): only runs with this tracker pay for them.
@@ -65,14 +60,7 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Logs to one W&B run, the same one after a resume.
-
-    Args:
-        folder: the run folder, whose name is the run's.
-        project: W&B project.
-        mode: online needs WANDB_API_KEY.
-        parameters: the flattened configuration.
-    """
+    """Logs to one W&B run, the same one after a resume; online it needs WANDB_API_KEY."""
 
     def __init__(
         self, folder: Path, *, project: str, mode: Literal["offline", "online"], parameters: Mapping[str, str]

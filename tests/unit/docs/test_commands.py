@@ -124,7 +124,6 @@ ELSEWHERE = (
     How(begins="rayapp score rewards.py", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
-    How(begins="rayapp sync", test="tests/unit/runs/test_mirror.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp score", test="tests/contracts/test_score_command.py"),
     How(begins="rayapp task audit", test="tests/unit/extras/audit/test_audit.py"),
