@@ -193,7 +193,7 @@ class Learner:
         if self._config.learner.offload_when_idle:
             self._idle.park(weights_of(learner.model, *learner.frozen.values()))
             self._idle.park(moments_of(learner.optimizer))
-        give_back_memory(self._config, learner.ranks.device)
+        give_back_memory(self._config.cluster, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
         parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())

@@ -30,6 +30,7 @@ DASHBOARD_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0
 """Seconds that a Ray has to start. Ray's own limit of 30 s is too short for a busy machine."""
 PROGRESS_S = 10.0
+AGENT_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
 FIRST_DASHBOARD_PORT = 8266
 """First port that the dashboard of a Ray of ours tries; `ray start` expects 8265."""
 NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the dashboard's Metrics page stays empty"
@@ -189,21 +190,30 @@ def server_names(config: Config) -> list[str]:
 def _ports_that_ray_start_does_not_use() -> Iterator[None]:
     """Context manager in which a Ray takes other ports than `ray start --head` and `ray job submit` expect by default.
 
-    The dashboard tries the ports from FIRST_DASHBOARD_PORT on, and the agent takes any free port. `ray.init` has no
-    option for the agent's port, and tries a single port if it is given one for the dashboard.
+    The dashboard tries the ports from FIRST_DASHBOARD_PORT on, and the agents take free ports. With ports that an agent
+    chooses itself, the raylet waits only 15 s for them, and an agent on a busy machine imports for longer. `ray.init`
+    has no options for these ports, and tries a single port if it is given one for the dashboard.
     """
     from ray._private import parameter, ray_constants
 
-    class AnyAgentPort(parameter.RayParams):  # type: ignore[misc]
+    class OwnPorts(parameter.RayParams):  # type: ignore[misc]
         def __init__(self, **options: Any) -> None:
-            super().__init__(**{"dashboard_agent_listen_port": 0, **options})
+            super().__init__(**options | dict(zip(AGENT_PORTS, _free_ports(len(AGENT_PORTS)), strict=True)))
 
     params, port = parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT
-    parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT = AnyAgentPort, FIRST_DASHBOARD_PORT
+    parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT = OwnPorts, FIRST_DASHBOARD_PORT
     try:
         yield
     finally:
         parameter.RayParams, ray_constants.DEFAULT_DASHBOARD_PORT = params, port
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as open_sockets:
+        found = [open_sockets.enter_context(socket.socket()) for _ in range(number)]
+        for each in found:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in found]
 
 
 @contextmanager
@@ -234,10 +244,8 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
                 if now - began > START_TIMEOUT_S or any(raylet.poll() is not None for raylet in raylets):
                     raise
                 if now - said >= PROGRESS_S:
-                    report(
-                        f"Ray has not started after {now - began:.0f} s; waiting for at most {START_TIMEOUT_S:.0f} s"
-                    )
                     said = now
+                    report(f"Ray has not started in {now - began:.0f} s; waiting for at most {START_TIMEOUT_S:.0f} s")
                 time.sleep(0.1)
 
     popen, get_node = services.ConsolePopen, services.get_node

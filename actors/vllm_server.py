@@ -38,7 +38,7 @@ def with_planned_share(config: Config) -> Config:
     """Replace `server.gpu_memory_utilization: auto` by the share that the plan gives on this machine's GPUs."""
     if config.server.gpu_memory_utilization != "auto":
         return config
-    from rayapp.learner.memory.nearest import without_autos
+    from rayapp.learner.memory.plan import without_autos
     from rayapp.learner.memory.shape import Gpu, model_shape
 
     if not (total := gpu_bytes()):

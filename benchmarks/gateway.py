@@ -35,9 +35,9 @@ from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.listening import Listening, bound
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.testing.engine import ScriptedEngine
 
 CALLS = 8

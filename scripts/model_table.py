@@ -1,7 +1,7 @@
 """Writes the table of docs/models.md from docs/models.json: `python -m scripts.model_table`. A test finds a stale
 table.
 
-`rayapp models check --record docs/models.json` writes docs/models.json.
+`PYTHONPATH=tests python -m support.family_check FAMILY --record docs/models.json` writes docs/models.json.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def rows(
     )
     _prepare(job)
     tried, setting = (data_source, "") if scored else ("FILE.py:FUNCTION", " reward.custom=FILE.py:FUNCTION")
-    typer.echo(f"try it:   rayapp try reward {tried} --data {out}/train.parquet")
+    typer.echo(f"try it:   rayapp score {tried} --data {out}/train.parquet")
     typer.echo(f"train it: rayapp train CONFIG tasks='[{out}/train.parquet]'{setting}")
 
 

@@ -35,7 +35,7 @@ from rayapp.core.errors import LearnerError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
 from rayapp.core.machine import available_memory
-from rayapp.storage.models.fetch import check_remote_model, is_remote_model
+from rayapp.storage.models.fetch import check_remote_model
 from rayapp.storage.opening import open_storage
 
 app = typer.Typer()
@@ -76,6 +76,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
     problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
     problems += [Finding("note", "profiles", config.profile_note)] if config.profile_note else []
+    problems += [Finding("note", "loss", config.algorithm.loss_note)] if config.algorithm.loss_note else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # if the folder has weights, it must also have a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
@@ -136,17 +137,17 @@ def _gpu_computes(config: Config) -> Iterator[Finding]:
 def _check_model(config: Config, *, has_weights: bool) -> None:
     from rayapp.storage.models.check import check_architecture, check_model, check_teacher
 
-    if is_remote_model(config):
+    if config.model.path.startswith("s3://"):
         # Only check that it exists; the run fetches it.
-        check_remote_model(config)
+        check_remote_model(config.model.path)
         return
     (check_model if has_weights else check_architecture)(config)
     from rayapp.learner.policy import build_causal_lm
 
     build_causal_lm(config)  # build the model without its weights
     teacher = frozen_models(config).get("teacher")
-    if has_weights and teacher is not None and is_remote_model(teacher):
-        check_remote_model(teacher)
+    if has_weights and teacher is not None and teacher.model.path.startswith("s3://"):
+        check_remote_model(teacher.model.path)
     elif has_weights:
         check_teacher(config)
         if teacher is not None:
@@ -190,10 +191,10 @@ def _tokenizer(config: Config, *, is_found: bool) -> Any:
     """
     from rayapp.storage.models.tokenizer import load_tokenizer
 
-    if is_remote_model(config) or not (is_found or Path(config.model.path).is_dir()):
+    if config.model.path.startswith("s3://") or not (is_found or Path(config.model.path).is_dir()):
         return None
     try:
-        return load_tokenizer(config)
+        return load_tokenizer(config.model, config.agent.chat_template_kwargs)
     except Exception:  # boundary: the files of any model
         return None
 
@@ -339,10 +340,9 @@ def _shared_memory_fits(config: Config) -> Iterator[Finding]:
 
 def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
-    if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
+    if config.cluster.device == "cpu" or config.model.path.startswith("s3://") or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import without_autos
-    from rayapp.learner.memory.plan import plan_gpu, plan_server
+    from rayapp.learner.memory.plan import plan_gpu, plan_server, without_autos
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 
@@ -418,9 +418,10 @@ def doctor(
     if values:
         from rayapp.cli.values import misfits
 
-        with with_model_config(loaded_config(config, overrides), model_config) as loaded:
-            found = list(misfits(loaded, values))
-        typer.echo("\n".join(found) or f"{loaded.run.name} fits the values")
+        named = loaded_config(config, overrides)
+        with with_model_config(named, model_config) as local:
+            found = list(misfits(named, values, local=local))
+        typer.echo("\n".join(found) or f"{named.run.name} fits the values")
         raise typer.Exit(EXIT_FAILED if found else 0)
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)

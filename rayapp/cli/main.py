@@ -4,9 +4,6 @@ Each command's module has an `app`, a Typer. The module is imported when the com
 the imports of another one; `COMMANDS` has the lines that `rayapp --help` prints. Exit codes: 0 done, 1 failed, 2 bad
 config or input, 3 the budget is spent, 130 interrupted. Errors that a user can correct are printed as one message
 without a traceback.
-
-One short command is defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
-empties its staging folder.
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ import logging
 import os
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
-from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, UserError, first_line
+from rayapp.core.errors import BudgetSpentError, RayappError, UserError, first_line
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -48,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
-    "try": ("trying:app", "Try a reward or a tool without training."),
+    "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models, and check whether a model can be trained."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
@@ -197,33 +193,6 @@ def _told(error: OSError) -> str:
     }
     said = f"{error.filename}: {error.strerror or type(error).__name__}."
     return f"{'error' if isinstance(error, _OF_THE_USER) else 'failed'}: {said}{cures.get(type(error), '')}"
-
-
-@app.command(name="sync", epilog="Examples:\n\n  rayapp sync ~/.cache/rayapp/runs/coding_8gpu-3f1c0a9b2d4e")
-def sync_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Staging folder that the run's last message names")],
-) -> None:
-    """Finish the uploads of a run on s3:// that ended or was killed before all its files were uploaded."""
-    from rayapp.config.config import with_values
-    from rayapp.config.loading import load_config
-    from rayapp.core.files import locked
-    from rayapp.runs.mirror.layout import Ledger
-    from rayapp.runs.mirror.mirror import mirroring
-
-    folder = folder.expanduser()
-    ledger = Ledger.load(folder)
-    if ledger is None:
-        raise RunFolderError(
-            f"{folder} is not a staging folder of a run on s3://: there is no .mirror.json in it. Give the folder that "
-            "the run's last message names."
-        )
-    file = folder / "config.yaml"
-    config = load_config(file if file.exists() else None)
-    location, _, name = ledger.uri.rpartition("/")
-    config = with_values(config, run={"output_dir": location, "name": name})
-    with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
-        typer.echo(f"sending the remaining files of {folder} to {ledger.uri}")
-    typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")
 
 
 _list_whole_sentences(app)

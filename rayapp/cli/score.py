@@ -1,4 +1,4 @@
-"""`rayapp score` scores completions in files with the code that training scores with.
+"""`rayapp score` scores completions of a task, or answers to a reward, with the code that training scores with.
 
 It prints one JSON line per completion, in order. It needs no model and no Ray: the sandbox pool is in this process.
 """
@@ -90,23 +90,50 @@ def _read(file: str) -> str:
     epilog="Examples:\n\n"
     "  rayapp score sort_numbers answer.py\n\n"
     '  rayapp score my_task.yaml completions.jsonl --seed 7     (a line each: {"completion": "…"})\n\n'
-    "  cat answer.txt | rayapp score max_subarray_sum -"
+    "  cat answer.txt | rayapp score max_subarray_sum -\n\n"
+    "  rayapp score rewards.py:compute_score --data data/mine/train.parquet      (a reward, on its first rows)\n\n"
+    "  rayapp score rewards.py:compute_score --ground-truth 4 --answer 'It is 4' --answer 5\n\n"
+    "  rayapp score openai/gsm8k --ground-truth 72 answers.jsonl                 (a rule that ships)"
 )
 def score(
-    task: Annotated[str, typer.Argument(help="Name of a shipped task, or a .yaml or .py file")],
-    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Completions: .txt, .py, .jsonl, or - for stdin")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="TASK|REWARD", help="Task (shipped, .yaml, .py), FILE.py:FUNCTION, or a rule of rows"),
+    ],
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE", help="Answers: .txt, .py, .jsonl, or - for stdin")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="A reward's parquet file with rows")] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="Score only this row of --data, counted from 0")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Score this many rows of --data, from the first")] = 3,
+    ground_truth: Annotated[str, typer.Option(help="Without --data: the ground truth to compare answers with")] = "",
+    answer: Annotated[list[str] | None, typer.Option(help="An answer to a reward; may be repeated")] = None,
     seed: Annotated[int, typer.Option(help="Seed that draws the hidden tests")] = 0,
-    config: Annotated[Path | None, typer.Option(help="Take the sandbox settings of this config")] = None,
+    config: Annotated[Path | None, typer.Option(help="Take sandbox and reward settings from this config")] = None,
 ) -> None:
-    """Score completions as training would: in the sandbox, one JSON line each. Use this command to check a task of your
-    own.
+    """Score completions as training would: in the sandbox, one JSON line each. Use this command to check a task or a
+    reward of your own.
 
-    A text with the function's `def` line is the whole answer; any other text is appended to the task's prefill.
+    Of a task's answers, a text with the function's `def` line is the whole answer; any other text is appended to the
+    task's prefill. A reward without answers scores the ground truth itself and an empty text: the ground truth should
+    earn more.
     """
+    if data is not None or ground_truth or answer or ":" in name:
+        from rayapp.cli.trial import Trial, try_reward
+
+        given = range(row, row + 1) if row is not None else range(rows)
+        trial = Trial(name=name, data=data, rows=given, ground_truth=ground_truth, seed=seed, config=config)
+        raise typer.Exit(0 if try_reward(trial, answer or [], files or []) else EXIT_FAILED)
+    if not files:
+        raise InputError(f"no answers to {name}: name their files, or - for stdin")
+    _score_task(name, files, seed, config)
+
+
+def _score_task(name: str, files: list[str], seed: int, config: Path | None) -> None:
     from rayapp.api.arguments import load
     from rayapp.api.scoring import as_task, score_all
 
-    loaded = as_task(task)
+    loaded = as_task(name)
     answers = [answer for file in files for answer in read_answers(file)]
     valid: list[bool] = []
 

@@ -1,6 +1,4 @@
-"""`rayapp init`: write a project folder; `rayapp try`: try your own reward or tool without a model and without
-training.
-"""
+"""`rayapp init`: write a project folder; `rayapp try tool`: try your own tool without a model and without training."""
 
 from __future__ import annotations
 
@@ -13,40 +11,15 @@ from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 
-app = typer.Typer(help="Try a reward or a tool without training.", no_args_is_help=True)
+app = typer.Typer(help="Try a tool without training.", no_args_is_help=True)
 init_app = typer.Typer()
 Data = Annotated[Path | None, typer.Option(metavar="FILE", help="Parquet file with rows to train on")]
 ConfigOption = Annotated[Path | None, typer.Option(help="Take sandbox and reward settings from this config")]
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "  rayapp try reward rewards.py:compute_score --data data/mine/train.parquet      (its first rows)\n\n"
-    "  rayapp try reward rewards.py:compute_score --ground-truth 4 --answer 'It is 4' --answer 5\n\n"
-    "  rayapp try reward openai/gsm8k --ground-truth 72 answers.jsonl         (a rule that ships)"
-)
-def reward(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="FILE.py:FUNCTION, package.module:function, or a rule")],
-    files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="Answers: .txt, .py, .jsonl, or - for stdin")
-    ] = None,
-    data: Data = None,
-    row: Annotated[int | None, typer.Option(min=0, help="Score only this row of --data, counted from 0")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Score this many rows of --data, from the first")] = 3,
-    ground_truth: Annotated[str, typer.Option(help="Without --data: the ground truth to compare answers with")] = "",
-    answer: Annotated[list[str] | None, typer.Option(help="An answer; may be given more than once")] = None,
-    seed: Annotated[int, typer.Option(help="Seed that draws the tests of code problems")] = 0,
-    config: ConfigOption = None,
-) -> None:
-    """Score answers as training does: one JSON line each, with every term of the reward.
-
-    Without an answer, the ground truth itself and an empty text are scored: the ground truth should earn more.
-    """
-    from rayapp.cli.trial import Trial, try_reward
-
-    given = range(row, row + 1) if row is not None else range(rows)
-    trial = Trial(name=name, data=data, rows=given, ground_truth=ground_truth, seed=seed, config=config)
-    raise typer.Exit(0 if try_reward(trial, answer or [], files or []) else EXIT_FAILED)
+@app.callback()  # without it typer would drop the name of the only command
+def _group() -> None:
+    """Try a tool without training."""
 
 
 @app.command(
@@ -138,7 +111,7 @@ train: data/train.parquet
 \trayapp train config.yaml $(ARGS)
 
 try: data/train.parquet
-\trayapp try reward rewards.py:compute_score --data data/train.parquet
+\trayapp score rewards.py:compute_score --data data/train.parquet
 \trayapp model fetch smollm2-135m
 \trayapp doctor config.yaml
 

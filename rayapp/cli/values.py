@@ -21,18 +21,22 @@ from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.learner.memory.plan import plan_node
-from rayapp.learner.memory.shape import GIB, model_shape
+from rayapp.learner.memory.shape import GIB, ModelShape, model_shape
 
 Manifest = dict[str, Any]
 CHART = Path(__file__).parents[2] / "configs" / "kuberay" / "chart"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """YAML loader: libyaml reads a RayJob (a thousand lines) in 0.1 s, Python's own loader in 1 s."""
 CONFIG_IN_POD = "/var/configs/run.yaml"
+_ROWS = {".parquet", ".jsonl", ".json"}
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def misfits(config: Config, values: Sequence[Path]) -> Iterator[str]:
+def misfits(config: Config, values: Sequence[Path], *, local: Config | None = None) -> Iterator[str]:
     """Yield what does not fit between a config and the values in these files; later files take precedence.
+
+    Args:
+        local: config whose model this machine has; None if it has the model of `config`.
 
     Raises:
         ConfigError: the chart refuses the values.
@@ -51,8 +55,8 @@ def misfits(config: Config, values: Sequence[Path]) -> Iterator[str]:
     except ConfigError as error:
         yield f"the job would fail at its start: {error}"
         return
-    yield from _too_small(job, in_pod)
-    yield from _not_mounted(job, in_pod)
+    yield from _too_small(job, in_pod, model_shape(local or config))
+    yield from _not_there(job, yaml.load(files["configmap.yaml"], LOADER)["data"], in_pod)
 
 
 def rendered(config: str, values: Mapping[str, Any], *, name: str = "rayapp", namespace: str = "default") -> Manifest:
@@ -99,13 +103,13 @@ def pod_groups(job: Manifest) -> Iterator[tuple[str, Manifest]]:
         yield "workers", group["template"]["spec"]["containers"][0]
 
 
-def _too_small(job: Manifest, config: Config) -> Iterator[str]:
+def _too_small(job: Manifest, config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield the pods with GPUs that have less memory than `rayapp plan` gives for a node."""
     for name, container in pod_groups(job):
         limits = container["resources"]["limits"]
         if not (num_gpus := int(limits.get("nvidia.com/gpu", 0))):
             continue
-        node = plan_node(model_shape(config), config, num_gpus)
+        node = plan_node(shape, config, num_gpus)
         if node.total > bytes_of(limits["memory"]):
             yield (
                 f"{name}.memory is {limits['memory']}, but a pod of {num_gpus} GPUs needs {node.described()}. Set "
@@ -119,14 +123,22 @@ def bytes_of(quantity: object) -> int:
     return int(float(number) * _UNITS.get(unit, 1))
 
 
-def _not_mounted(job: Manifest, config: Config) -> Iterator[str]:
-    """Yield the absolute paths of the config that are on no volume of the head, where the driver looks for them."""
+def _not_there(job: Manifest, beside: Mapping[str, str], config: Config) -> Iterator[str]:
+    """Yield the files of the config that the head's pod, where the driver looks for them, does not have.
+
+    Args:
+        beside: the files beside the config, by name.
+    """
     mounts = [PurePosixPath(each["mountPath"]) for _, head in [next(pod_groups(job))] for each in head["volumeMounts"]]
     sources = [source.config for source in sources_of(config)]
     named = {"model.path": [config.model.path], "agent.tool_file": [each.agent.tool_file for each in sources]}
-    named |= {"tasks": [task for each in sources for task in (*each.tasks, *each.eval.tasks)]}
+    named |= {"tasks": [task for each in sources for task in (*each.tasks, *each.eval.tasks) if "://" not in task]}
     for key, paths in named.items():
         for path in dict.fromkeys(map(PurePosixPath, filter(None, paths))):
-            if path.is_absolute() and not any(path.is_relative_to(mount) for mount in mounts):
+            if path.parent == PurePosixPath(CONFIG_IN_POD).parent and path.name not in beside:
+                yield f"{key}: {path} is not among the files beside the config: add {path.name} to run.files"
+            elif path.is_absolute() and not any(path.is_relative_to(mount) for mount in mounts):
                 there = ", ".join(map(str, mounts))
                 yield f"{key}: {path} is on no volume of the pods ({there}): set storage.models or storage.data"
+            elif not path.is_absolute() and path.suffix in _ROWS:
+                yield f"{key}: {path} is relative, and the image has no rows: name the file on storage.data"

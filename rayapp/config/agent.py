@@ -93,8 +93,6 @@ class ExternalSection(FrozenModel):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program, besides those with the policy's address. The program sees no variables of
     the trainer."""
-    max_output_chars: int = Field(16384, ge=0)
-    """Characters of the program's output that are kept with its trajectory, counted from the end."""
     files: dict[str, Path] = Field(default_factory=dict)
     """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
     models: Literal["train", "untrained", "endpoint", "refuse"] = "train"
@@ -182,8 +180,6 @@ class RewardSection(FrozenModel):
     """Form of an answer that GSM8K's rule reads. strict: `#### N`. flexible: the last number."""
     format_score: float = 0.0
     """Score of a wrong answer that has the right form, for GSM8K's rule."""
-    correct_score: float = 1.0
-    """Score of a right answer, for GSM8K's rule."""
     format_weight: float = 0.0
     """Weight of the term format, which is 1 if the answer has exactly one `#### N`, at its very end."""
     tool_weight: float = 0.0
@@ -196,8 +192,6 @@ class RewardSection(FrozenModel):
     custom: str = ""
     """Your own reward function in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()
-    custom_timeout_s: float = Field(30.0, gt=0)
-    """Deadline of one call of the custom function."""
     judges: dict[str, float] = Field(default_factory=dict)
     """Judges that score answers, for rows and all other tasks: name in `judges` -> weight. With weight 0 the judge's
     score is recorded but not added to the reward."""

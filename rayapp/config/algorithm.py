@@ -7,7 +7,7 @@ them with verl 0.9.1's registries, without the estimators that need a critic.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -41,49 +41,51 @@ advantage."""
 NEEDS_GREEDY_BASELINE = ("remax",)
 """Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
 
-POLICY_LOSSES = (
-    "bypass_mode",
-    "cispo",
-    "clip_cov",
-    "dppo_kl",
-    "dppo_tv",
-    "dro",
-    "geo_mean",
-    "gpg",
-    "gspo",
-    "kl_cov",
-    "sapo",
-    "vanilla",
-)
-BATCH_COUPLED_LOSSES = ("clip_cov", "kl_cov")
-"""Losses that select tokens by statistics of the whole mini-batch."""
+
+class PolicyLoss(NamedTuple):
+    """Facts about one of verl's policy losses."""
+
+    pulls_at_zero_advantage: bool
+    """True if a trajectory without an advantage may have a gradient, so that it must be computed."""
+    options: tuple[str, ...] = ()
+    """Names of the options that the loss reads."""
+    is_batch_coupled: bool = False
+    """True if the loss selects tokens by statistics of the whole mini-batch."""
 
 
-LOSS_OPTIONS = {
-    "bypass_mode": ("loss_type", "rollout_rs", "rollout_rs_threshold"),
-    "clip_cov": ("clip_cov_lb", "clip_cov_ratio", "clip_cov_ub"),
-    "dro": ("dro_beta",),
-    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
-    "sapo": ("tau_neg", "tau_pos"),
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "bypass_mode": PolicyLoss(False, ("loss_type", "rollout_rs", "rollout_rs_threshold")),
+    "cispo": PolicyLoss(False),
+    "clip_cov": PolicyLoss(True, ("clip_cov_lb", "clip_cov_ratio", "clip_cov_ub"), is_batch_coupled=True),
+    "dppo_kl": PolicyLoss(False),
+    "dppo_tv": PolicyLoss(False),
+    "dro": PolicyLoss(True, ("dro_beta",)),
+    "geo_mean": PolicyLoss(False),
+    "gpg": PolicyLoss(False),
+    "gspo": PolicyLoss(False),
+    "kl_cov": PolicyLoss(True, ("kl_cov_ratio", "ppo_kl_coef"), is_batch_coupled=True),
+    "sapo": PolicyLoss(False, ("tau_neg", "tau_pos")),
+    "vanilla": PolicyLoss(False),
 }
-"""Options by loss of verl 0.9.1. Losses of verl that are not listed read no options; a plug-in's loss may read any of
-these options."""
+"""Losses of verl 0.9.1, by name."""
 REJECTION_CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
 """Rejection criteria that the option `rollout_rs` of bypass_mode accepts; its value may name several, separated by
 commas."""
+K1_RATIO = "the engine's probability over the learner's"
+"""Ratio that a range of a k1 criterion bounds (verl's k1), inverse to the weights of `rollout_correction`."""
 _TEXTS = {"loss_type", "rollout_rs", "rollout_rs_threshold"}
 
 Options = Mapping[str, float | int | str | bool]
 
 
 def options_of(loss: str) -> tuple[str, ...]:
-    """Return the names of the options that a loss reads."""
+    """Return the names of the options that a loss reads; a plug-in's loss may read any of verl's."""
     if loss in POLICY_LOSSES:
-        return LOSS_OPTIONS.get(loss, ())
-    return tuple(sorted(name for names in LOSS_OPTIONS.values() for name in names))
+        return POLICY_LOSSES[loss].options
+    return tuple(sorted(name for known in POLICY_LOSSES.values() for name in known.options))
 
 
 def check_loss_options(loss: str, options: Options) -> None:
@@ -91,7 +93,10 @@ def check_loss_options(loss: str, options: Options) -> None:
     known = options_of(loss)
     if unread := sorted(set(options) - set(known)):
         homes = [
-            f"{name} belongs to {home}" for home, names in LOSS_OPTIONS.items() for name in names if name in unread
+            f"{name} belongs to {home}"
+            for home, known_loss in POLICY_LOSSES.items()
+            for name in known_loss.options
+            if name in unread
         ]
         raise ValueError(
             f"algorithm.policy_loss_options has {', '.join(unread)}, which policy_loss {loss} does not read. {loss} "
@@ -138,7 +143,7 @@ def _check_rejection(options: Options) -> None:
         )
     for criterion, limit in zip(criteria, whole, strict=True):
         if not _is_limit(criterion, limit):
-            ranges = ", or a range such as 0.5_2" if criterion.endswith("k1") else ""
+            ranges = f", or a range of {K1_RATIO} such as 0.5_2" if criterion.endswith("k1") else ""
             raise ValueError(f"{shown}, but the limit of {criterion} must be a number above 0{ranges}.")
 
 
@@ -246,7 +251,8 @@ class AlgorithmSection(FrozenModel):
     policy_loss_options: dict[str, float | int | str | bool] = {}  # noqa: RUF012 - pydantic copies it
     """Options of policy_loss: clip_cov has clip_cov_ratio, clip_cov_lb, clip_cov_ub; kl_cov has kl_cov_ratio,
     ppo_kl_coef; dro has dro_beta (required); sapo has tau_pos, tau_neg; bypass_mode has loss_type, rollout_rs,
-    rollout_rs_threshold. Options that the loss does not read are errors."""
+    rollout_rs_threshold. Options that the loss does not read are errors. With the k1 criteria of rollout_rs, a range
+    such as 0.5_2 bounds the engine's probability over the learner's: IcePop's 0.5 to 5 is 0.2_2."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Average over tokens in the loss, by verl's names. token-mean: every token of the step has the same weight.
     seq-mean-…: every trajectory has the same weight; -token-sum-norm divides by the longest response (Dr. GRPO)."""
@@ -291,7 +297,25 @@ class AlgorithmSection(FrozenModel):
         """True if a token's loss depends on the whole mini-batch, so that the loss is computed on the whole mini-batch
         at once."""
         weighs_itself = self.policy_loss == "bypass_mode" and self.policy_loss_options.get("loss_type") == "reinforce"
-        return self.policy_loss in BATCH_COUPLED_LOSSES or (weighs_itself and self._normalizes)
+        known = POLICY_LOSSES.get(self.policy_loss)
+        return (known is not None and known.is_batch_coupled) or (weighs_itself and self._normalizes)
+
+    @property
+    def pulls_at_zero_advantage(self) -> bool:
+        """True if a trajectory without an advantage may have a gradient; a plug-in's loss may have any terms."""
+        known = POLICY_LOSSES.get(self.policy_loss)
+        has_terms = self.kl_loss_coef > 0 or self.entropy_coef > 0 or self.is_batch_coupled
+        return has_terms or known is None or known.pulls_at_zero_advantage
+
+    @property
+    def loss_note(self) -> str:
+        """Sentence for users whose loss has another loss's numbers; else empty."""
+        if self.policy_loss != "cispo" or (self.clip_ratio_low, self.clip_ratio_high) != (0.2, 0.2):
+            return ""
+        return (
+            "algorithm.policy_loss is cispo, but clip_ratio_low and clip_ratio_high are 0.2, as for PPO. CISPO bounds "
+            "importance weights: MiniMax-M1 leaves out the lower bound (clip_ratio_low=1) and tunes a wide upper one."
+        )
 
     @property
     def _normalizes(self) -> bool:

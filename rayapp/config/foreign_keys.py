@@ -7,7 +7,7 @@ an unsupported value it raises: nothing that changes the training is dropped sil
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +190,24 @@ def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides
             if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))
         ]
         raise ConfigError("\n  ".join([str(error), *dict.fromkeys(said)])) from error
+
+
+def rules_of(lines: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Rule]]:
+    """Yield keys of a data file, each with its rule. A line has one or more keys, and what becomes of them."""
+    for keys, said in lines.items():
+        for key in keys.split():
+            name = f"{section}.{key}" if section else key
+            match said:
+                case {"set": target}:
+                    yield name, optional(target)
+                case {"into": other}:
+                    yield name, folded(other)
+                case {"only": values, "why": why}:
+                    yield name, only(*values, why=why)
+                case {"refused": why}:
+                    yield name, refused(name.removesuffix(".*"), why=why)
+                case _:
+                    yield name, no_effect(said)
 
 
 def shown(value: Any) -> str:

@@ -16,8 +16,6 @@ class OptimizerSection(FrozenModel):
     """Learning rate at the peak of the schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates: of the running mean of the gradient, and of its square."""
-    eps: float = Field(1e-8, gt=0.0)
-    """Small number that AdamW adds to its denominator, to prevent division by zero."""
     weight_decay: float = Field(0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0.0)

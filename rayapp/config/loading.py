@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
@@ -26,7 +27,6 @@ from rayapp.core.validation import explain
 
 ALIASES: Mapping[str, str] = {
     "adam_beta1": "learner.optimizer.betas",
-    "adam_epsilon": "learner.optimizer.eps",
     "batch_size": "train.groups_per_step",
     "beta": "algorithm.kl_loss_coef",
     "bf16": "learner.compute_dtype",
@@ -96,11 +96,14 @@ RENAMED: Mapping[str, str] = {
     "data.eval_files": "eval.tasks",
     "data.max_eval_rows": "eval.max_problems",
     "data.train_files": "tasks",
+    "warmup.optimizer": "warmup.lr",
 }
 """Key of an earlier version -> its name now, in the configuration and in each of its sources."""
 
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
+_OF_SHELLS = re.compile(r"(?<!\\)\$\{(?=[A-Z0-9_]+\}|(?!oc\.)\w+(\[[^\]]*\])?[:%#/^,@-]|[#!*@?])")
+"""Begin of an expansion of a shell: a name in capitals (`${HOME}`), or one with an operator (`${name:-default}`)."""
 INCLUDE = "include"
 """Key of a config file that is not a setting: it lists other config files (paths relative to this file). This file's
 settings override theirs."""
@@ -128,7 +131,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise ConfigError(f"{where}: " + "; ".join(f"{key} is now called {name}" for key, name in old.items()))
         config = Config.model_validate(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {first_line(error)}") from error
+        escape = ". Write a literal ${ as \\${" if "nterpolation" in str(error) else ""
+        raise ConfigError(f"{where}: {first_line(error)}{escape}") from error
     except ValidationError as error:
         raise ConfigError(f"{where}:{_indented(explain(error, Config, ALIASES))}") from error
     _check_names(config)
@@ -175,7 +179,7 @@ def _read(path: Path, parents: tuple[Path, ...] = ()) -> DictConfig:
 
 def _load_yaml(path: Path) -> DictConfig:
     try:
-        loaded = OmegaConf.load(path)
+        loaded = OmegaConf.create(_of_shells_escaped(_plain(path.read_text(encoding="utf-8"))) or {})
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}. {_files_nearby(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -185,6 +189,19 @@ def _load_yaml(path: Path) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"config file {path} must hold sections such as `train:`, not a list")
     return loaded
+
+
+def _plain(text: str) -> Any:
+    return yaml.load(text, Loader=get_yaml_loader())
+
+
+def _of_shells_escaped(value: Any) -> Any:
+    """Return plain data in which `${HOME}` and other expansions of shells are no references to keys."""
+    if isinstance(value, dict):
+        return {key: _of_shells_escaped(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_of_shells_escaped(each) for each in value]
+    return _OF_SHELLS.sub(r"\\${", value) if isinstance(value, str) else value
 
 
 def _change_in_list(merged: DictConfig | ListConfig, override: str) -> None:
@@ -212,7 +229,11 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         if not equals or not key.strip():
             raise ConfigError(f"override {override!r} is not of the form key.sub=value, e.g. train.num_steps=50")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        parsed = OmegaConf.create()
+        for override in overrides:
+            key, _, text = override.partition("=")
+            OmegaConf.update(parsed, key, _of_shells_escaped(_plain(text)))
+        return parsed
     except yaml.YAMLError as error:
         raise ConfigError(f"overrides {' '.join(overrides)}: a value is not YAML: {error}") from error
 
@@ -223,7 +244,7 @@ def _check_names(config: Config) -> None:
 
     checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (
         ("algorithm.adv_estimator", "estimators", config.algorithm.adv_estimator, ADV_ESTIMATORS),
-        ("algorithm.policy_loss", "losses", config.algorithm.policy_loss, POLICY_LOSSES),
+        ("algorithm.policy_loss", "losses", config.algorithm.policy_loss, tuple(POLICY_LOSSES)),
     )
     for key, kind, name, known in checked:
         if name not in known and not is_plugin(kind, name):

@@ -74,12 +74,6 @@ class E2BConfig(_Created):
     """Full URL of sandboxes, if it is not https://PORT-ID.DOMAIN."""
     allow_internet: bool = False
     """Let code in a sandbox reach the internet. Completions could then look up their answers."""
-    claim_timeout_s: int = Field(30, ge=1, le=600)
-    """Longest wait for a sandbox from the warm set, for dialect kruise. Always sent, because otherwise the server would
-    wait forever."""
-    ready_timeout_s: int = Field(60, ge=1, le=600)
-    """Longest wait until a claimed sandbox is ready, for dialect kruise. Always sent, because otherwise the server
-    would wait forever."""
 
     @model_validator(mode="after")
     def _kruise_needs_its_url(self) -> Self:

@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rayapp.config.base import AutoDtype, Dtype, FrozenModel
 from rayapp.config.engine_args import check_engine_args
-from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
 from rayapp.core.files import Location
 from rayapp.core.names import check_name
@@ -142,8 +141,8 @@ class TrainSection(FrozenModel):
     """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
     which is also the maximum."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0, and a summary of where
-    the step's time went, in profiles/ of the run folder (docs/view.md#where-a-step-goes). A profiled step is slower."""
+    """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0 in
+    profiles/ of the run folder. A profiled step is slower."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
     stays within max_staleness. null: groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0:
@@ -187,16 +186,14 @@ class WarmupSection(FrozenModel):
     Empty: the demonstrations of the run's tasks."""
     eval_files: tuple[str, ...] = ()
     """Files of validation rows, never trained on. Their loss is the metric `sft/validation_loss`."""
-    eval_every_steps: int = Field(0, ge=0)
-    """Steps between computations of the validation loss. 0: only before the first step and after the last."""
     rows_per_step: int = Field(4, ge=1)
     """Demonstrations per optimizer step. Each epoch takes all demonstrations in a new order, drawn from run.seed."""
     max_tokens: int = Field(0, ge=0)
     """Longest row in tokens; longer rows are refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
     filter_overlong: bool = False
     """Drop rows longer than max_tokens, and report how many, instead of refusing them."""
-    optimizer: OptimizerSection = OptimizerSection(lr=2e-5)
-    """Optimizer of the supervised steps. GRPO starts with a fresh optimizer."""
+    lr: float = Field(2e-5, gt=0)
+    """Learning rate of the supervised steps. GRPO starts with a fresh optimizer."""
 
 
 class ServerSection(FrozenModel):
@@ -237,9 +234,9 @@ class ServerSection(FrozenModel):
     sync_timeout_s: float = Field(120.0, gt=0)
     """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
-    weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
+    weight_transport: Literal["auto", "object_store", "nccl", "ipc"] = "auto"
     """Transport of weights to the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they
-    share the learners'. gloo works like nccl, for machines without GPUs."""
+    share the learners'."""
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
     quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"
@@ -404,8 +401,6 @@ class RecoverySection(FrozenModel):
     """Time after which a server is replaced if it has requests but samples no token. Keep it below
     server.request_timeout_s, after which requests fail. Requests of groups that start together wait for each other for
     at most half of this time."""
-    stall_report_s: float = Field(600.0, gt=0)
-    """Time without a finished group or phase of a step after which the log names what each process waits for."""
     stall_stop_s: float = Field(3600.0, gt=0)
     """Time without a finished group or phase of a step after which the run writes the stacks of all processes, saves
     all complete work, and stops. Keep it longer than the slowest healthy step."""
@@ -419,15 +414,10 @@ class TrackingSection(FrozenModel):
     (docs/plugins.md). A failing tracker is reported once and counted in `tracking/failed`; training continues."""
     project: str = Field("rayapp", min_length=1)
     """Name of the MLflow experiment and of the W&B project."""
-    mlflow_uri: str = ""
-    """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
     """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker. A trace has the turns,
     generations, tool calls and sandbox runs with their texts; writing one takes about 15 ms, in parallel with
     training."""
-    wandb_mode: Literal["offline", "online"] = "offline"
-    """Mode of W&B. offline: files in the run folder, for `wandb sync`. online: W&B's server, with
-    WANDB_API_KEY."""
     trajectories: bool = True
     """Write each step's trajectories to trajectories/step=NNNNNN.parquet of the run folder (docs/run-folder.md)."""
     log_format: Literal["text", "json"] = "text"

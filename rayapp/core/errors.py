@@ -37,7 +37,6 @@
     │   ├── StorageUnreachableError     no answer after every retry, or the server fails
     │   ├── StorageNotFoundError        there is no such object or file
     │   ├── StorageExistsError          a conditional create lost: another writer was first
-    │   ├── StorageTakenError           another process has taken the folder over: the caller must not write there
     │   ├── StorageCorruptError         the bytes read are not the bytes written
     │   ├── StorageFullError            the disk or the quota is full
     │   ├── StorageIncompleteError      a run ended before all its files were uploaded
@@ -237,10 +236,6 @@ class StorageNotFoundError(StorageError):
 
 class StorageExistsError(StorageError):
     """A conditional create failed: the object already exists, perhaps from another writer."""
-
-
-class StorageTakenError(StorageError):
-    """Another process has taken the folder over. The process that gets this error must not write there again."""
 
 
 class StorageCorruptError(StorageError):

@@ -389,7 +389,7 @@ def processor_of(*, on_gpu: bool) -> str:
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
     chosen = choose_transport(config, on_gpu=on_gpu)
-    return None if chosen == "object_store" else transfer_plan(config, chosen)
+    return None if chosen == "object_store" else transfer_plan(config.server, chosen)
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_waves
-from rayapp.runs.mirror.layout import CHECKPOINTS, EVALUATIONS, METRICS, TRAJECTORIES
+from rayapp.runs.layout import CHECKPOINTS, EVALUATIONS, METRICS, TRAJECTORIES
 from rayapp.runs.tracking.metrics import JsonlTracker, summarize_passes, summarize_step
 from rayapp.runs.trajectories import writing_trajectories
 

@@ -97,7 +97,7 @@ async def _train_step(
         per_s = metrics["tokens/total"] / metrics["timing_s/step"]
         metrics["throughput/tokens_per_s_per_gpu"] = per_s / run.cluster.num_gpus  # as NeMo-RL counts
     run.tracker.log(step, metrics)
-    await write_profiles(run, step, metrics)
+    await write_profiles(run, step)
     return metrics
 
 

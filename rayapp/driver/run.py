@@ -33,8 +33,8 @@ from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
 from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
-from rayapp.runs.mirror.layout import PROFILES
-from rayapp.runs.profiles import Profile, profile_lines, write_profile
+from rayapp.runs.layout import PROFILES
+from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
 TASK, EVAL = "task/", "eval/"
@@ -193,6 +193,10 @@ async def restore(
     return 0, 0, KeptGroups()
 
 
+STALL_REPORT_S = 600.0
+"""Time without progress after which the log names what each process waits for."""
+
+
 def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
     async def dump() -> str:
         file = folder.path / "stacks.txt"
@@ -202,7 +206,7 @@ def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watch
 
     recovery = cluster.config.recovery
     return Watchdog(
-        report_after_s=recovery.stall_report_s,
+        report_after_s=STALL_REPORT_S,
         stop_after_s=recovery.stall_stop_s,
         report=tracker.note,
         dump_stacks=dump,
@@ -224,17 +228,17 @@ async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
         run.profiles.append(await server.end_profile())
 
 
-async def write_profiles(run: Training, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the profiles of a step that is in `train.profile_steps`, and print where the step's time went."""
+async def write_profiles(run: Training, step: int) -> None:
+    """Write the traces of a step that is in `train.profile_steps`."""
     if step not in run.cluster.config.train.profile_steps:
         return
     with _noting_failure(run, step):
         if (of_learner := await run.cluster.learners.profile(step)) is not None:
             run.profiles.append(of_learner)
         with run.folder.explain_full_disk(run.folder.path / PROFILES):
-            written = await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles, metrics)
-        for line in profile_lines(written, f"{run.folder.uri}/{PROFILES}"):
-            run.tracker.note(line)
+            await asyncio.to_thread(write_profile, run.folder.path, step, run.profiles)
+        covered = ", ".join(f"{profile.process} ({profile.covers})" for profile in run.profiles)
+        run.tracker.note(f"traces of step {step} for Perfetto: {covered} in {run.folder.uri}/{PROFILES}")
     run.profiles.clear()
 
 

@@ -44,7 +44,7 @@ def _parser(config: Config) -> str:
     agent = config.agent
     try:
         return check_parser(
-            load_tokenizer(with_local_model(config)),
+            load_tokenizer(with_local_model(config).model, agent.chat_template_kwargs),
             model=config.model.path,
             parser=agent.tool_parser,
             chat_template=agent.chat_template,

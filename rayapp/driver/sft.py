@@ -18,6 +18,7 @@ from functools import partial
 from rayapp.config.agent import DataSection
 from rayapp.config.config import Config, with_values
 from rayapp.config.keys import all_tasks
+from rayapp.config.learner import OptimizerSection
 from rayapp.config.sections import RolloutSection, TrainSection
 from rayapp.core.aio import finish_then_cancel, run_until_done
 from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError
@@ -28,7 +29,7 @@ from rayapp.core.types import Trajectory
 from rayapp.driver.budget import read_costs, within_budget
 from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
 from rayapp.driver.run import restore
-from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped, saying_what_is_saved
+from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped, saying_what_is_saved
 from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
 from rayapp.rollout.order import index_in_epochs
 from rayapp.runs.folder import RunFolder, note_machine
@@ -70,7 +71,7 @@ def sft_config(config: Config) -> Config:
     not affect the supervised run.
     """
     limits = {key: getattr(config.rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
-    learner = config.learner.model_copy(update={"optimizer": config.warmup.optimizer})
+    learner = config.learner.model_copy(update={"optimizer": OptimizerSection(lr=config.warmup.lr)})
     return Config(
         run=config.run.model_copy(update={"name": sft_name(config)}),
         model=config.model,
@@ -141,7 +142,7 @@ class _Learning:
             metrics = await self.learners.supervised_step(step, [rows[i] for i in chosen])
         self.version = step
         metrics |= {"sft/epoch": step * warmup.rows_per_step / len(rows)}
-        if is_due(step, warmup.eval_every_steps, last=last):
+        if step == last:
             with phases("eval"):
                 metrics |= await self.validation()
         every = self.config.checkpoint.every_steps

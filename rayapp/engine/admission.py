@@ -1,13 +1,10 @@
 """Admits requests to an engine: in cohorts that start together, and within a limit of concurrent requests.
 
-`Cohorts` makes requests wait until their cohort is complete. The wait is limited, because requests may be lost.
-
 `ConcurrencyLimit` finds the number of concurrent requests at run time. Too few leave the device idle; too many overfill
-the KV cache, and vLLM preempts sequences, which it computes again later. The limit doubles until the first preemption,
-then grows slowly, and is lowered at preemptions. Finding the limit takes as long as several completions, which is
-minutes on a GPU. So on GPUs the limit is `server.max_num_seqs` (`limit_of`), and vLLM handles preemption alone. `Gate`
-admits requests within the limit. The oldest group comes first, because a step waits for it. `VllmEngine` uses this
-module, which is pure asyncio, without Ray or vLLM.
+the KV cache, and vLLM preempts sequences, which it computes again. The limit doubles until the first preemption, then
+grows slowly, and is lowered at preemptions. On GPUs finding it would take minutes, so there it is
+`server.max_num_seqs`, and vLLM handles preemption alone. `Gate` admits the oldest group first, because a step waits for
+it. Pure asyncio, without Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -35,16 +32,17 @@ class Request:
         self.sampling = sampling
         self.created_s = time.monotonic()
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """Future of the engine's output queue: set when the request starts, cancelled when the caller is gone."""
+        """The engine's output queue: set when the request starts, cancelled when the caller is gone."""
 
 
 class Cohorts:
     """Collects requests until their cohort is complete, then starts it.
 
     Args:
-        start: function that starts the given requests, and sets the `queue` of each.
-        patience_s: longest wait of a request for its cohort, after which the cohort starts incomplete. When a worker
-            dies, its groups are issued again without their cohort, and the rest of the cohort must not wait for them.
+        start: starts requests, and sets the `queue` of each.
+        patience_s: longest wait, after which a cohort starts incomplete. When a worker dies, its groups are issued
+            again
+            without their cohort, which must not wait for them.
     """
 
     def __init__(self, start: Callable[[list[Request]], Awaitable[None]], *, patience_s: float) -> None:
@@ -53,11 +51,7 @@ class Cohorts:
         self._waiting: list[Request] = []
 
     async def admit(self, request: Request, size: int) -> Any:
-        """Start a request with its cohort, in the order of ids. Returns the engine's output queue for it.
-
-        Args:
-            size: number of requests in the cohort, this request included.
-        """
+        """Start a request with its cohort of `size`, in the order of ids. Returns the engine's output queue for it."""
         self._waiting.append(request)
         try:
             if len(self._waiting) < size:
@@ -91,21 +85,18 @@ class Cohorts:
 
 
 HOLD_ABOVE = 0.95
-"""If a larger share of the KV cache is in use, no request starts, because running sequences still grow."""
+"""Share of the KV cache above which no request starts: running sequences still grow."""
 GROW_BELOW = 0.85
 BACK_OFF = 0.7
 GROWTH_PER_ROUND = 4.0
-"""Number by which the limit grows, after the first preemption, whenever as many requests have ended as the limit
-permits.
-"""
+"""Growth of the limit, after the first preemption, for each limit's number of ended requests."""
 
 
 class ConcurrencyLimit:
     """Limit of concurrent requests, adapted by additive increase and multiplicative decrease.
 
     Args:
-        ceiling: largest limit, `server.max_num_seqs`.
-        start: first limit.
+        ceiling: largest limit.
         backs_off: False leaves preemption to the engine, and keeps the limit.
     """
 
@@ -123,24 +114,15 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def admits(self, in_flight: int) -> bool:
-        """Return True if one more request may start. With no request in flight it is always True, so that requests can
-        start at all.
-        """
+        """Return True if one more request may start; always without one in flight."""
         return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
 
     def was_given(self, in_flight: int) -> None:
-        """Raise the limit to the number of requests in flight, after a cohort started as a whole. The limit stays
-        raised until the cache overflows.
-        """
+        """Raise the limit to the requests in flight, after a cohort started as a whole, until the cache overflows."""
         self._limit = min(self._ceiling, max(self._limit, float(in_flight)))
 
     def observe(self, *, kv_used: float, num_preempted: int, in_flight: int) -> None:
-        """Update the limit after each step of the engine.
-
-        Args:
-            kv_used: share of the KV cache in use.
-            num_preempted: sequences preempted in this step.
-        """
+        """Update the limit after a step: share of the KV cache in use, sequences preempted in this step."""
         self._kv_used = kv_used
         if num_preempted and self._num_to_settle == 0 and self._backs_off:
             # Take the number of requests in flight if it is below the limit: a limit that was not reached did not cause
@@ -152,9 +134,7 @@ class ConcurrencyLimit:
             self._num_to_settle = in_flight
 
     def ended(self, *, is_wanted: bool) -> None:
-        """Count the end of a request, which may raise the limit. Args: is_wanted: True if other requests wait;
-        otherwise the limit is not raised.
-        """
+        """Count the end of a request, which may raise the limit if others wait."""
         self._num_to_settle = max(0, self._num_to_settle - 1)
         if is_wanted and self._num_to_settle == 0 and self._kv_used < GROW_BELOW:
             step = 1.0 if self._is_probing else GROWTH_PER_ROUND / self._limit
@@ -162,13 +142,12 @@ class ConcurrencyLimit:
 
 
 def limit_of(max_num_seqs: int, *, on_gpu: bool) -> ConcurrencyLimit:
-    """Return the limit for an engine that decodes at most `max_num_seqs` sequences."""
     start = {"start": max_num_seqs} if on_gpu else {}
     return ConcurrencyLimit(ceiling=max_num_seqs, backs_off=not on_gpu, **start)
 
 
 class Gate:
-    """Admits requests to the engine up to the limit; further requests wait."""
+    """Admits requests up to the limit; others wait."""
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit
@@ -182,9 +161,7 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, order: RequestId) -> AsyncIterator[None]:
-        """Context manager that waits for a place below the limit, and holds it during the block; the smallest `order`
-        comes first.
-        """
+        """Wait for a place below the limit, and hold it during the block; the smallest `order` comes first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._order), future))
         self._let_in()
@@ -201,7 +178,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Context manager that counts a request as in flight during the block, without waiting for the limit."""
+        """Count a request as in flight during the block, without waiting."""
         self._in_flight += 1
         self._limit.was_given(self._in_flight)
         try:
@@ -210,7 +187,6 @@ class Gate:
             self._leave()
 
     def observe(self, *, kv_used: float, num_preempted: int) -> None:
-        """Update the limit after each step of the engine; see `ConcurrencyLimit.observe`."""
         self._limit.observe(kv_used=kv_used, num_preempted=num_preempted, in_flight=self._in_flight)
         self._let_in()
 
@@ -227,7 +203,7 @@ class Gate:
                 future.set_result(None)
 
     def scalars(self) -> dict[str, float]:
-        """Return the limit, how often it was lowered, and the number of waiting requests."""
+        """Return the limit, how often it was lowered, and the waiting requests."""
         return {
             "concurrency_limit": float(self._limit.limit),
             "back_offs": float(self._limit.num_back_offs),

@@ -1,27 +1,23 @@
 """vLLM's async engine as a `RolloutEngine`: token ids in, token ids and log-probs out, weights replaced in place.
 
-The vllm-server actor uses it; tests and tools use it without the actor. Only this module and `vllm_*` import vLLM.
+Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. On CPU, and
+wherever kernels choose their blocking by batch size, the last bits of a log-prob depend on which requests share a
+batch, and can flip a token. So the requests of a step start as one cohort: the scheduler stays paused from one weight
+update until the whole cohort is queued, in the order of request ids.
 
-Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. To make this so,
-the requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
-queued, in the order of request ids. Equal seeds alone are not enough: on CPU, and wherever kernels choose their
-blocking by batch size, the last bits of a log-prob depend on which requests share a batch, and can flip a token.
-
-vLLM has two model runners. The second runner, used on GPUs, draws each request's noise from the request's own seed. The
-first runner, used on CPUs, would make a torch generator per seed. That costs as much as the model's forward on a CPU,
-and crashes vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`). So with the first
-runner all requests share one generator, which is seeded with the first seed of the cohort.
+vLLM's second model runner, on GPUs, draws each request's noise from its own seed. The first, on CPUs, would make a
+torch generator per seed, which costs as much as the model's forward, and crashes vLLM 0.30 when a prompt is prefilled
+in parts. So there all requests share one generator, seeded with the first seed of the cohort.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +25,7 @@ import numpy as np
 import psutil
 
 from rayapp.config.config import Config, with_number_formats
-from rayapp.config.engine_args import check_installed_engine_args
+from rayapp.config.engine_args import check_names
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
@@ -48,17 +44,18 @@ from rayapp.engine.vllm_output import (
     EngineLoad,
     EngineOutput,
     TokenVersions,
+    last_output,
+    plain_error,
     vllm_sampling_params,
     way_out,
     whole_completion,
 )
 from rayapp.engine.weights.buckets import SharedWeights
-from rayapp.runs.profiles import MOST_ITERATIONS, Profile, read_trace
+from rayapp.runs.profiles import MOST_ITERATIONS, Profile, take_engine_trace
 from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-_TRACE_OF_FIRST_RANK = re.compile(r"rank-?0\..*trace\.json\.gz$")
 Carried = Literal["group", "memory"]
 
 
@@ -66,11 +63,10 @@ class VllmEngine:
     """One vLLM engine; build it with `start`.
 
     Args:
-        engine: vLLM's AsyncLLM.
-        load: stat logger, which vLLM calls after each step of the engine, and which updates the gate.
+        load: stat logger, which vLLM calls after each step, and which updates the gate.
         gate: admits requests without a cohort.
-        in_hand: counts the requests being served, and has the time of the last progress, to detect a stalled server.
-        output: output of the engine's processes, in which the cause of an error is searched.
+        in_hand: requests being served, and the time of the last progress, to detect a stalled server.
+        output: output of the engine's processes, in which an error's cause is searched.
         patience_s: longest wait of a request for its cohort.
     """
 
@@ -86,44 +82,44 @@ class VllmEngine:
         self._is_paused = False
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
-        """True if vLLM's model runner draws each request's noise from the request's own seed (second runner)."""
+        """True for the second model runner."""
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
-        """LoRA adapter of the policy, as vLLM's LoRARequest; None until an adapter is loaded."""
+        """The policy's LoRARequest, once an adapter is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._forms = FormReader(engine)
         self._updating: Carried | None = None
-        """Transport of the update in progress, from `begin_update` to `go_on`. It stays set if the update fails midway.
-        """
+        """Transport of the update in progress, until `go_on`; it stays set if the update fails midway."""
         self._num_loaded = 0
-        """Number of tensors of the last update."""
+        """Tensors of the last update."""
         self._is_holding = False
         """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
-        """Lock held while requests start or weights are replaced, because starting a request would wake a frozen
-        engine."""
+        """Held while requests start or weights are replaced: starting a request would wake a frozen engine."""
 
     @classmethod
     async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
         """Load the model and be ready to generate.
 
         Args:
-            engine_args: vLLM's engine arguments that override those from the configuration.
+            engine_args: override those from the configuration.
         Raises:
             EngineError: vLLM could not start; the message has the reason.
-            ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
+            ConfigError: this machine lacks what the configuration asks for.
         """
-        check_installed_engine_args(config.server.engine_args)
         check_gpu(config)
-        config = await asyncio.to_thread(with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config)))
+        config = await asyncio.to_thread(
+            with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config.cluster))
+        )
         set_process_environment(config)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_names(config.server.engine_args, (field.name for field in fields(AsyncEngineArgs)))
         output = EngineOutput()
         try:
-            gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))
+            gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config.cluster)))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
             args = AsyncEngineArgs(**vllm_args(config) | engine_args)
@@ -135,7 +131,6 @@ class VllmEngine:
         return cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:
-        """Return the metrics of `EngineLoad.scalars` and `Gate.scalars`."""
         return self._load.scalars() | self._gate.scalars()
 
     async def generate(
@@ -151,9 +146,8 @@ class VllmEngine:
 
         Args:
             request_id: unique among the requests in flight.
-            on_tokens: called with new tokens while the completion is sampled; None: only the whole completion is
-                returned.
-            cohort_size: number of requests that start together, this request included.
+            on_tokens: called with new tokens while the completion is sampled.
+            cohort_size: number of requests that start together, this one included.
         Raises:
             EngineDeadError: the engine's process is gone.
             EngineError: the engine refuses this request, or ended it early.
@@ -172,7 +166,7 @@ class VllmEngine:
         queue = await self._cohorts.admit(request, cohort_size)
         admitted = time.monotonic()
         try:
-            output = await _last_output(queue, on_tokens)
+            output = await last_output(queue, on_tokens)
             spans = self._versions.end(queue.request_id, self.policy_version, len(output.token_ids))
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
@@ -190,17 +184,13 @@ class VllmEngine:
         return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
-        """Return the number of tokens for which vLLM must return the chosen experts; None if the completion is not
-        trained on.
-        """
+        """Return the number of tokens whose experts vLLM must return, if the completion is trained on."""
         if not self._returns_experts or request.request_id.purpose != "group":
             return None
         return len(request.prompt_ids) - request.sampling.num_routed + num_sampled - 1
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
-        """Queue requests in the order of their ids while the scheduler is paused, so that the scheduler sees them all
-        at once.
-        """
+        """Queue requests in the order of their ids while the scheduler is paused, so that it sees them all at once."""
         async with self._changing:
             try:
                 if len(cohort) > 1:
@@ -214,7 +204,7 @@ class VllmEngine:
                 raise self._engine_error(error, cohort[0].request_id) from error
 
     async def _begin(self, request: Request) -> None:
-        """Queue one request, unless its caller is gone; abort the request if its caller goes away meanwhile."""
+        """Queue one request, unless its caller is gone; abort it if the caller goes away meanwhile."""
         if request.queue.done():
             return
         try:
@@ -252,22 +242,16 @@ class VllmEngine:
             raise self._engine_error(error, request.request_id) from error
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """Join the process group for weight transfers (vLLM's `init_weight_transfer_engine`).
-
-        Returns when all members have joined.
-
-        Raises:
-            WeightSyncError: a worker could not join.
-        """
+        """Join the process group for weight transfers. Returns when all members have. WeightSyncError: a worker could
+        not."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._transfer("leave", self._engine.collective_rpc("leave_weight_group"))
         await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin_update(self, carried: Carried = "group") -> None:
-        """Freeze the requests in flight and prepare the workers to receive weights, until `go_on`.
+        """Freeze the requests in flight and prepare the workers for weights, which `carried` brings, until `go_on`.
 
-        Args: carried: transport of the weights: the group that the workers joined, or shared memory.
         Raises:
             WeightSyncError: a worker is not ready, or an earlier update never ended; the engine must be replaced.
         """
@@ -284,12 +268,12 @@ class VllmEngine:
             await self._transfer("begin", self._engine.start_weight_update())
 
     async def receive_weights(self, update: Any) -> None:
-        """Load weights, and return when all workers have loaded them.
+        """Load weights on all workers.
 
         Args:
-            update: `SharedWeights`, or vLLM's description of tensors that the group sends (its `update_weights`).
+            update: `SharedWeights`, or vLLM's description of tensors that the group sends.
         Raises:
-            WeightSyncError: the workers may hold mixed weights now; the engine must not generate.
+            WeightSyncError: the workers may hold mixed weights; the engine must not generate.
         """
         if isinstance(update, SharedWeights):
             args = (update.path, list(update.entries), dict(update.checksums))
@@ -302,16 +286,14 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that arrived, and set the policy version to `version`. Requests use the weights
-        only after `go_on`.
+        """Check the weights that arrived, and set the policy version. Requests use them only after `go_on`.
 
         Args:
-            checksums: name -> checksum of some tensors that the group sent. Weights in shared memory come with their
-                own checksums, which the workers check as they load.
+            checksums: of some tensors that the group sent; weights in shared memory bring their own.
         Returns:
             Number of loaded tensors.
         Raises:
-            WeightSyncError: the weights that arrived are not those that were sent; the engine must not generate.
+            WeightSyncError: other weights arrived than were sent; the engine must not generate.
         """
         if self._updating == "group":
             await self._transfer("finish", self._engine.finish_weight_update())
@@ -321,11 +303,7 @@ class VllmEngine:
         return self._num_loaded
 
     async def go_on(self) -> None:
-        """End the update that `begin_update` began, and resume the requests.
-
-        The KV cache gets its memory back at this point, because all learners have stopped sending and freed their
-        memory.
-        """
+        """Resume the requests after an update. The KV cache gets its memory back: all learners have stopped sending."""
         await self._transfer("go on", self._wake_kv_cache())
         await self._let_go()
         self._updating = None
@@ -339,18 +317,16 @@ class VllmEngine:
             ) from error
 
     async def sleep(self, *, keeps_requests: bool = False) -> bool:
-        """Free the GPU's memory for the learners until the next weights arrive. Returns False on CPU. Idempotent.
-
-        This method has not been run on a GPU yet.
+        """Free the GPU's memory for the learners until the next weights. Returns False on CPU. Idempotent. Not run on a
+        GPU yet.
 
         Args:
-            keeps_requests: stop requests in flight between two tokens, also on a CPU, and continue them after the next
-                weights. On a GPU the new weights compute the keys and values of these requests again. If False, wait
-                until the requests end.
+            keeps_requests: stop requests between two tokens, also on a CPU, and continue them after the next weights,
+                which on
+                a GPU compute their keys and values again. If False, wait until the requests end.
         Raises:
             EngineDeadError: the engine does not answer.
-            WeightSyncError: an earlier weight update never ended, so its weights are in use; the engine must be
-                replaced.
+            WeightSyncError: an earlier update never ended; the engine must be replaced.
         """
         sleeps = self._engine.model_config.enable_sleep_mode
         if not sleeps and not keeps_requests:
@@ -375,7 +351,7 @@ class VllmEngine:
         return True
 
     async def wake(self) -> None:
-        """Take back the memory that `sleep` freed, with the same weights as before. Idempotent."""
+        """Take back the memory that `sleep` freed, with the same weights. Idempotent."""
         await self._wake("weights")
         await self._wake_kv_cache()
         await self._let_go()
@@ -404,7 +380,6 @@ class VllmEngine:
             await self._freeze()
 
     async def _let_go(self) -> None:
-        """Continue the requests that `_hold` froze, and let new ones start. Idempotent."""
         if self._is_holding:
             if self._versions.num_open:
                 await self._resume()
@@ -412,14 +387,14 @@ class VllmEngine:
             self._changing.release()
 
     async def _freeze(self) -> None:
-        """Stop all requests between two tokens, and count the tokens that the current weights have sampled."""
+        """Stop all requests between two tokens, and count what the current weights have sampled."""
         if not self._is_paused:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             self._is_paused = True
         self._versions.close_version(self.policy_version, self._num_sampled)
 
     def _num_sampled(self, request_id: str) -> int | None:
-        """Return the number of tokens sampled for a request so far; None if vLLM has ended it."""
+        """Return the tokens sampled for a request so far; None if vLLM has ended it."""
         state = self._engine.output_processor.request_states.get(request_id)
         return None if state is None else int(state.detokenizer.num_output_tokens())
 
@@ -429,23 +404,17 @@ class VllmEngine:
             await self._engine.resume_generation()
 
     async def check(self) -> None:
-        """Check that the engine's processes answer.
-
-        Raises:
-            EngineDeadError: one of them is gone.
-        """
+        """Raise EngineDeadError if one of the engine's processes does not answer."""
         try:
             await self._engine.check_health()
             await self._engine.collective_rpc("answer")
         except Exception as error:  # vLLM may raise anything
             raise EngineDeadError(
-                f"the engine's process does not answer: {_said(error)}{self._output.cause()}"
+                f"the engine's process does not answer: {plain_error(error)}{self._output.cause()}"
             ) from error
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Return this engine's log-probs (T-1,) at temperature 1: of each token but the first, given the tokens before
-        it.
-        """
+        """Return log-probs (T-1,) at temperature 1 of each token but the first."""
         from vllm import SamplingParams as VllmSamplingParams
 
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
@@ -463,26 +432,14 @@ class VllmEngine:
         await self._engine.start_profile()
 
     async def end_profile(self, process: str) -> Profile:
-        """Return the trace of the engine's first rank, and delete the files that vLLM wrote.
-
-        Args:
-            process: name of this process.
-        Raises:
-            EngineError: vLLM wrote no trace, or the trace is too large.
-        """
+        """Return the trace of the engine's first rank, and delete vLLM's files. EngineError: there is none, or it is
+        too large."""
         await self._engine.stop_profile()
-        return await asyncio.to_thread(self._take_profile, process)
-
-    def _take_profile(self, process: str) -> Profile:
         folder = Path(self._engine.vllm_config.profiler_config.torch_profiler_dir)
         try:
-            first = max(path for path in folder.iterdir() if _TRACE_OF_FIRST_RANK.search(path.name))
-            trace = read_trace(first)
+            trace = await asyncio.to_thread(take_engine_trace, folder)
         except (OSError, ValueError) as error:
             raise EngineError(f"vLLM's profiler left no trace of {process}: {error}") from error
-        finally:
-            for path in folder.iterdir():
-                path.unlink(missing_ok=True)
         return Profile(process=process, trace=trace, covers=f"at most {MOST_ITERATIONS} engine iterations")
 
     async def facts(self) -> dict[str, Any]:
@@ -511,22 +468,7 @@ class VllmEngine:
     def _engine_error(self, error: Exception, request_id: RequestId) -> EngineError:
         if self._engine.errored:
             cause = self._output.cause()
-            return EngineDeadError(f"the engine's process died while it served {request_id}: {_said(error)}{cause}")
+            return EngineDeadError(
+                f"the engine's process died while it served {request_id}: {plain_error(error)}{cause}"
+            )
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
-
-
-async def _last_output(queue: Any, on_tokens: OnTokens | None) -> Any:
-    """Return a request's last output; before that, report the new tokens of each output."""
-    num_told = 0
-    while not (whole := await queue.get()).finished:
-        token_ids = whole.outputs[0].token_ids
-        if on_tokens is not None and len(token_ids) > num_told:
-            on_tokens(list(token_ids[num_told:]))
-            num_told = len(token_ids)
-    return whole.outputs[0]
-
-
-def _said(error: Exception) -> str:
-    """Return the error in one line, without vLLM's pointer to a traceback, which is in the server's log."""
-    text = str(error).replace("See stack trace (above) for the root cause.", "").strip()
-    return f"{type(error).__name__}: {text}"

@@ -1,10 +1,7 @@
-"""Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters in vLLM's
-workers.
+"""Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters.
 
-`VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
-
-With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes
-and takes tensors from shared memory, because vLLM's own loader reads adapters only from folders.
+With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` takes tensors from shared
+memory, because vLLM's own loader reads adapters only from folders.
 """
 
 from __future__ import annotations
@@ -17,6 +14,8 @@ from typing import Any
 
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
+from rayapp.config.learner import LoraSection
+from rayapp.config.sections import ClusterSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
@@ -26,37 +25,33 @@ from rayapp.runs.profiles import MOST_ITERATIONS
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM has buffers; an adapter of another rank uses part of the next larger buffer."""
+"""LoRA ranks for which vLLM has buffers; another rank uses part of the next larger one."""
 
 
-def adapter_args(config: Config) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; empty without adapters."""
-    if not config.learner.lora.sends_adapter:
+def adapter_args(lora: LoraSection) -> dict[str, Any]:
+    """Return the arguments for LoRA."""
+    if not lora.sends_adapter:
         return {}
-    rank = next(size for size in RANKS if size >= config.learner.lora.rank)
+    rank = next(size for size in RANKS if size >= lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:
-    """Return True if these tensors are an adapter's, False if they are a whole model's."""
     return bool(entries) and all(".lora_A." in name or ".lora_B." in name for name, *_ in entries)
 
 
 def adapter_request() -> Any:
-    """Return the LoRARequest that applies the adapter. Its path is never read, as the adapter is in memory."""
+    """Return the policy's LoRARequest, whose path is never read."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
 
 
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
-    """Replace the adapter by the given tensors. Returns the number of tensors.
+    """Replace the adapter by copies of these tensors (peft's names, scaled). Returns their number.
 
-    Args:
-        tensors: tensors by peft's names, with the scale multiplied in. They are copied, because their memory is freed
-            later.
     Raises:
-        ValueError: the engine has no modules for some of the tensors, and would silently ignore them.
+        ValueError: the engine has no modules for some of them, and would silently ignore them.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -87,9 +82,7 @@ def check_places(
     modules: Mapping[str, Any],
     packed: Mapping[str, Sequence[str]],
 ) -> None:
-    """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
-    adapter.
-    """
+    """Raise ValueError if the engine lacks a module of the adapter, as for another model's."""
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
@@ -101,7 +94,7 @@ def check_places(
 
 
 WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""Environment variable for the size of vLLM's KV cache on a CPU, in whole GiB."""
+"""Variable for the size of vLLM's KV cache on a CPU."""
 
 
 def set_process_environment(config: Config) -> None:
@@ -113,7 +106,7 @@ def set_process_environment(config: Config) -> None:
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
     # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if config.run.deterministic and is_on_gpu(config):
+    if config.run.deterministic and is_on_gpu(config.cluster):
         # On a CPU cohorts suffice: equal batches give equal results.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
@@ -126,17 +119,15 @@ def set_process_environment(config: Config) -> None:
 
 
 def gpu_bytes() -> int:
-    """Return the bytes of this machine's first GPU; 0 on CPU. The call makes no CUDA context: vLLM can't fork a process
-    that has one.
-    """
+    """Return the bytes of the first GPU; 0 on CPU. Makes no CUDA context: vLLM can't fork a process that has one."""
     from vllm.platforms import current_platform
 
     return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
 def vllm_args(config: Config) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration."""
-    server, on_gpu = config.server, is_on_gpu(config)
+    """Return the arguments of vLLM's `AsyncEngineArgs`."""
+    server, on_gpu = config.server, is_on_gpu(config.cluster)
     return {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -163,22 +154,17 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
-        **_profiler_args(config),
+        **_profiler_args(config.train),
         **_transfer_args(config),
-        **adapter_args(config),
+        **adapter_args(config.learner.lora),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
 
 
 def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:
-    """Adapt the model's config for vLLM.
-
-    Args:
-        max_position_embeddings: model.max_position_embeddings.
-
-    In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window`, unlike transformers and the
-    learner. This difference changes log-probs by 0.1 if the window is short.
+    """Adapt the model's config for vLLM. In Command R7B (cohere2) vLLM 0.30 attends to one token more than
+    `sliding_window`, which changes log-probs by 0.1 if the window is short.
     """
     if max_position_embeddings is not None:
         architecture.get_text_config().max_position_embeddings = max_position_embeddings
@@ -187,9 +173,8 @@ def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = No
     return architecture
 
 
-def _profiler_args(config: Config) -> dict[str, Any]:
-    """Return the argument for vLLM's profiler, which writes to a new temporary folder; empty if no step is profiled."""
-    if not config.train.profile_steps:
+def _profiler_args(train: TrainSection) -> dict[str, Any]:
+    if not train.profile_steps:
         return {}
     from vllm.config import ProfilerConfig
 
@@ -205,7 +190,7 @@ def _profiler_args(config: Config) -> dict[str, Any]:
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=is_on_gpu(config))
+    transport = choose_transport(config, on_gpu=is_on_gpu(config.cluster))
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -216,9 +201,9 @@ def _transfer_args(config: Config) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
 
 
-def is_on_gpu(config: Config) -> bool:
+def is_on_gpu(cluster: ClusterSection) -> bool:
     """Return whether an engine of this process computes on a GPU."""
-    return config.cluster.device != "cpu" and _has_gpu()
+    return cluster.device != "cpu" and _has_gpu()
 
 
 def _has_gpu() -> bool:
@@ -228,13 +213,9 @@ def _has_gpu() -> bool:
 
 
 def check_gpu(config: Config) -> None:
-    """Check that this process's GPU can compute the configuration; do nothing on a CPU.
-
-    Raises:
-        ConfigError: the GPU can't compute it; the message names the settings.
-    """
+    """Raise ConfigError if this process's GPU can't compute the configuration."""
     import torch
 
-    problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config) else ()
+    problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config.cluster) else ()
     if problems:
         raise ConfigError("; ".join(problems))

@@ -1,9 +1,9 @@
 """Reads, for each sampled token, the tokens that a structured output's form (a JSON schema, a regex, ...) allowed
 there.
 
-vLLM sets the logits of tokens that a form does not allow to -inf before it samples, so its log-probs are those of the
-distribution over the allowed tokens. vLLM does not return which tokens were allowed. `FormReader` replays the sampled
-tokens through the same grammar of xgrammar, with vLLM's own code, and keeps each distinct mask once.
+vLLM sets the logits of other tokens to -inf before it samples, so its log-probs are those of the distribution over the
+allowed tokens, which it does not return. `FormReader` replays the sampled tokens through the same grammar, with vLLM's
+own code, and keeps each distinct mask once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,11 @@ from rayapp.core.types import AllowedTokens, Int32Array, RequestId, SamplingPara
 from rayapp.engine.vllm_output import vllm_sampling_params
 
 BACKEND = "xgrammar"
-"""Library that vLLM uses for forms. It is fixed, because an engine keeps the library of its first form for all later
-forms.
-"""
+"""Library for forms. It is fixed: an engine keeps the library of its first form."""
 
 
 class FormReader:
-    """Reads the masks of an engine's completions. It takes a few megabytes once a completion has a form.
-
-    Args:
-        engine: vLLM's AsyncLLM.
-    """
+    """Reads the masks of an engine's completions."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -38,11 +32,7 @@ class FormReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
 
     async def allowed(self, request_id: RequestId, sampling: SamplingParams, token_ids: Int32Array) -> AllowedTokens:
-        """Return the tokens that the form allowed at the position of each sampled token.
-
-        Raises:
-            EngineError: the form did not allow one of the sampled tokens.
-        """
+        """Return the tokens that the form allowed at each sampled token. EngineError: it did not allow one of those."""
         work = asyncio.get_running_loop().run_in_executor(
             self._thread, self._replayed, str(request_id), sampling, token_ids.tolist()
         )
@@ -66,7 +56,6 @@ class FormReader:
         return AllowedTokens(masks=masks, mask_of=mask_of)
 
     def _grammar(self, sampling: SamplingParams) -> Any:
-        """Return the grammar of the form in its initial state, made as vLLM's engine makes it."""
         from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
         from vllm.v1.structured_output.request import get_structured_output_key
 

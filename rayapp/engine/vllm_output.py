@@ -1,14 +1,9 @@
 """Reads what vLLM puts out: completions, the cause of a failure in the log, and the load in the statistics.
 
-At a weight sync an engine freezes its requests, loads the new weights, and continues from the tokens sampled so far.
-`TokenVersions` counts, for every request in flight, the tokens that each version has sampled.
-
-vLLM's exceptions in the server say "see root cause above": the cause was raised in another process, which logs it to
-the standard output that it shares with the server. Ray redirects that output to a file, in which `EngineOutput` finds
-the cause.
-
-`VllmEngine` gives vLLM an `EngineLoad` as a stat logger, and reads the logger's numbers. vLLM calls the logger's
-methods by name, so this module does not import vLLM.
+At a weight sync requests continue from the tokens sampled so far: `TokenVersions` counts the tokens that each version
+sampled. vLLM's exceptions say "see root cause above": another process logs the cause to the standard output that it
+shares with the server, which Ray redirects to a file. vLLM calls `EngineLoad` by names of methods, so this module does
+not import vLLM.
 """
 
 from __future__ import annotations
@@ -22,34 +17,31 @@ from typing import Any
 import numpy as np
 
 from rayapp.core.errors import EngineError
+from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, FloatArray, RequestId, SamplingParams, VersionSpan
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
-"""Pattern of a traceback's last line, the only line that is not indented."""
+"""A traceback's last line, the only one that is not indented."""
 _CACHE = re.compile(r"\bkv\b|\bcache\b", re.IGNORECASE)
 _MOST_READ = 1 << 20
 _MOST_CHARS = 500
 
 
 class EngineOutput:
-    """Output that this process and its children write from now on.
-
-    Args:
-        descriptor: file descriptor to which they write; if it is not a file, the output is unknown.
-    """
+    """Output that this process and its children write to a descriptor from now on; unknown if it is not a file."""
 
     def __init__(self, descriptor: int = 1) -> None:
         self._path = Path(f"/proc/self/fd/{descriptor}")
         self._start = _size(self._path)
 
     def cause(self) -> str:
-        """Return `, because ` and the first exception that a process of the engine logged; empty if there is none."""
+        """Return `, because ` and the first exception that the engine logged; else empty."""
         found = _CAUSE.search(self._text())
         return _because(found[1]) if found else ""
 
     def last_line(self) -> str:
-        """Return `, because ` and the last line, in which a failing program usually gives the reason."""
+        """Return `, because ` and the last line, which mostly has a failing program's reason."""
         lines = self._text().split(b"\n")
         return next((_because(line) for line in reversed(lines) if line.strip()), "")
 
@@ -62,7 +54,7 @@ class EngineOutput:
 
 
 def way_out(why: str) -> str:
-    """Return advice on the keys to set if vLLM reports that its KV cache is too small or too large; otherwise empty."""
+    """Return advice if vLLM reports that its KV cache is too small or too large; else empty."""
     return (
         " Set the KV cache's size: server.kv_cache_gib, on a GPU server.gpu_memory_utilization."
         if _CACHE.search(why)
@@ -75,7 +67,7 @@ def _because(line: bytes) -> str:
 
 
 def _size(path: Path) -> int | None:
-    """Return the file's size; None for a pipe or a terminal, whose output can't be read again."""
+    """Return the file's size; None for a pipe or a terminal."""
     try:
         status = path.stat()
     except OSError:
@@ -84,10 +76,10 @@ def _size(path: Path) -> int | None:
 
 
 class EngineLoad:
-    """Stat logger of an engine for vLLM, which keeps the last numbers.
+    """Stat logger of an engine, which keeps the last numbers.
 
     Args:
-        on_step: called after each step with the share of the KV cache in use, and the number of preempted sequences.
+        on_step: called after each step with the share of the KV cache in use, and the preempted sequences.
         on_tokens: called after each step that sampled tokens.
     """
 
@@ -103,13 +95,13 @@ class EngineLoad:
         self._on_tokens = on_tokens
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> EngineLoad:
-        """Return this logger whenever vLLM requests a new one; vLLM's number of the engine is ignored."""
+        """Return this logger whenever vLLM requests one."""
         return self
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Record a step's statistics; vLLM calls it after each step, with None for missing statistics."""
+        """Record a step's statistics; None for missing ones."""
         num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         forgiven = min(self._forgiven, num_preempted)
         self._forgiven -= forgiven
@@ -127,7 +119,7 @@ class EngineLoad:
         self._on_step(self._kv_used, num_preempted)
 
     def forgive(self, num_requests: int) -> None:
-        """Ignore the next `num_requests` preemptions, which are due to sleep and not to a full KV cache."""
+        """Ignore the next preemptions, which are due to sleep."""
         self._forgiven = num_requests
 
     def log_engine_initialized(self) -> None:
@@ -140,8 +132,8 @@ class EngineLoad:
         """Do nothing; vLLM requires the method."""
 
     def scalars(self) -> dict[str, float]:
-        """Return the number of running and of waiting requests, the share of the KV cache in use, and counts since the
-        start: tokens looked up and found in the prefix cache, and preempted sequences.
+        """Return running and waiting requests, the share of the KV cache in use, and counts since the start: tokens
+        looked up and found in the prefix cache, and preempted sequences.
         """
         return {
             "running": float(self._running),
@@ -154,19 +146,14 @@ class EngineLoad:
 
 
 class TokenVersions:
-    """Counts, for each request in flight, the tokens that each policy version sampled. Request ids are strings, unique
-    among the requests in flight.
-    """
+    """Counts, for each request in flight, the tokens that each policy version sampled."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
         self._ended_by: dict[str, int] = {}
-        """Policy version that sampled the last token, for each request that has ended and whose output is not fetched
-        yet.
-        """
+        """Version of the last token of ended requests whose output is not fetched yet."""
 
     def begin(self, request_id: str) -> None:
-        """Begin to count a request's tokens at every update."""
         self._spans[request_id] = []
 
     @property
@@ -174,10 +161,8 @@ class TokenVersions:
         return len(self._spans)
 
     def close_version(self, version: int, num_tokens: Callable[[str], int | None]) -> None:
-        """Count all tokens sampled since the last call as sampled by `version`. Call it while the engine is frozen.
-
-        Args:
-            num_tokens: request id -> tokens sampled since its start; None if it has ended.
+        """Count tokens since the last call as sampled by `version`, while the engine is frozen. `num_tokens` is None
+        for a request that has ended.
         """
         for request_id, spans in self._spans.items():
             count = num_tokens(request_id)
@@ -187,15 +172,13 @@ class TokenVersions:
                 self._add(spans, version, count)
 
     def end(self, request_id: str, version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of a request's tokens, oldest version first. The tokens not counted yet were sampled by
-        `version`.
-        """
+        """Return the spans of a request's tokens, oldest first; the rest were sampled by `version`."""
         spans = self._spans.pop(request_id)
         self._add(spans, self._ended_by.pop(request_id, version), num_tokens)
         return tuple(spans)
 
     def forget(self, request_id: str) -> None:
-        """Stop counting the tokens of a request that failed or was cancelled. Idempotent."""
+        """Stop counting a request that failed or was cancelled. Idempotent."""
         self._spans.pop(request_id, None)
         self._ended_by.pop(request_id, None)
 
@@ -208,11 +191,7 @@ class TokenVersions:
 
 
 def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
-    """Return vLLM's `SamplingParams` for whole completions with the log-prob of each token.
-
-    Args:
-        with_seed: give the request its own seed, for runners that draw each request's noise from it.
-    """
+    """Return vLLM's `SamplingParams` for whole completions with log-probs; `with_seed` for the second model runner."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -244,9 +223,9 @@ def whole_completion(
     """Return the `Completion` of an output that ended by the policy's stop token or by the limit of tokens.
 
     Args:
-        num_routed: number of tokens for which it must have the chosen experts; None: the completion has no experts.
+        num_routed: tokens for which it must have the chosen experts.
     Raises:
-        EngineError: the engine ended it early (abort, error, repetition), so it must not be scored or trained on.
+        EngineError: the engine ended it early, so it must not be scored or trained on.
     """
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(
@@ -280,3 +259,20 @@ def _log_probs(flat: Any, num_tokens: int) -> FloatArray:
     if num_tokens == 0 or values.size != num_tokens:
         raise EngineError(f"vLLM returned {values.size} log-probs for {num_tokens} sampled tokens: each needs one")
     return values
+
+
+async def last_output(queue: Any, on_tokens: OnTokens | None) -> Any:
+    """Return a request's last output; before that, report the new tokens of each."""
+    num_told = 0
+    while not (whole := await queue.get()).finished:
+        token_ids = whole.outputs[0].token_ids
+        if on_tokens is not None and len(token_ids) > num_told:
+            on_tokens(list(token_ids[num_told:]))
+            num_told = len(token_ids)
+    return whole.outputs[0]
+
+
+def plain_error(error: Exception) -> str:
+    """Return the error in one line, without vLLM's pointer to a traceback."""
+    text = str(error).replace("See stack trace (above) for the root cause.", "").strip()
+    return f"{type(error).__name__}: {text}"

@@ -1,16 +1,15 @@
 """vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3), or
 automatically as the one that reads the calls of the model's template.
 
-Rollout workers call `load_parser`. Importing vLLM takes seconds and half a gigabyte, so other modules import this
-module only where they use it. If a format marks the ends of calls, each call is parsed by itself: vLLM's parsers reject
-a whole turn for one malformed call.
+Importing vLLM takes seconds and half a gigabyte, so others import this module only where they use it. If a format marks
+the ends of calls, each call is parsed by itself: vLLM's parsers reject a whole turn for one malformed call.
 
 `HarmonyParser` reads the calls of gpt-oss, because vLLM's parser `openai` is a stub:
 
     <|channel|>analysis<|message|>I'll look.<|end|><|start|>assistant<|channel|>commentary to=functions.look
     <|constrain|>json<|message|>{"word": "a"}<|call|>
 
-A message is a call if its head names a recipient. Calls that are only quoted in a message of thoughts don't count.
+A message is a call if its head names a recipient. Calls quoted in a message of thoughts don't count.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _MESSAGE = re.compile(
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
 _BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
-"""Pattern of the head of a message that is not for the user: a call, or thoughts."""
+"""Head of a message that is not for the user: a call, or thoughts."""
 
 
 class HarmonyParser:
-    """Parser of the tool calls of gpt-oss (a `rayapp.tools.base.ToolCallParser`)."""
+    """Parser of the tool calls of gpt-oss."""
 
     name = "openai"
     start = ""
@@ -64,11 +63,9 @@ _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _PARSE_TIMEOUT_S = 1.0
-"""Maximum processor time for parsing the calls of one turn. A limit of wall-clock time would depend on the machine's
-load.
-"""
+"""Processor time for parsing the calls of one turn; wall-clock time would depend on the load."""
 _EVENTS_PER_LOOK = 16
-"""Number of function calls and returns between two readings of the clock, because each reading is a system call."""
+"""Function calls and returns between two readings of the clock, which are system calls."""
 _OTHER_TEMPLATE = "Set agent.chat_template to a template whose calls can be parsed, such as the shipped chatml_hermes."
 _MALFORMED = (
     "the parser {name} can't read it: a call must be complete, valid JSON in the form that the system prompt shows"
@@ -76,13 +73,11 @@ _MALFORMED = (
 
 
 class VllmToolParser:
-    """Parser of tool calls that uses a parser of vLLM (a `rayapp.tools.base.ToolCallParser`).
+    """Parser of tool calls that uses a parser of vLLM.
 
     Args:
-        name: vLLM's name of the parser, e.g. hermes.
-        tokenizer: tokenizer of the model.
-        tools: tools that the policy may call; some formats take the arguments' types from their schemas.
-        by_call: parse one call at a time if the format marks calls. If False, parse the whole turn at once.
+        tools: some formats take the arguments' types from their schemas.
+        by_call: parse one call at a time if the format marks calls.
     Raises:
         ConfigError: vLLM has no such parser, or it doesn't fit the tokenizer.
     """
@@ -119,9 +114,7 @@ class VllmToolParser:
         return tuple(call for match in blocks for call in self._read(match.group()))
 
     def words(self, text: str) -> str:
-        """Return the text outside of calls: the text before the first call, or what vLLM's parser returns if the format
-        doesn't mark calls.
-        """
+        """Return the text before the first call, or what vLLM's parser returns if the format doesn't mark calls."""
         if self._start:
             return text.partition(self._start)[0].rstrip()
         _DEADLINE.begin()
@@ -150,8 +143,7 @@ def load_parser(
         name: vLLM's name, or auto for the first parser that finds the sample, starting with the model's family.
         sample: a call as the model's template writes it; None skips the check.
     Raises:
-        ConfigError: vLLM has no such parser, or the parser doesn't fit the tokenizer or doesn't find the sample; the
-            message names parsers that find it.
+        ConfigError: no parser, or it doesn't find the sample; the message names parsers that do.
     """
     if name == AUTO:
         return _chosen(tokenizer, tools, sample)
@@ -188,7 +180,6 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
 
 
 def _of_family(tokenizer: Any) -> tuple[str, ...]:
-    """Return the names of the parsers for the family of the tokenizer's model; empty if the family is not known."""
     try:
         architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
         family = FAMILIES.get(text_type(architecture))
@@ -202,9 +193,7 @@ def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bo
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
-    """Return a parser that finds the sample, or None. Prefer parsing call by call, where a malformed call does not
-    affect the other calls.
-    """
+    """Return a parser that finds the sample; call by call first, where a malformed call does not affect others."""
     for by_call in (True, False):
         try:
             parser = _open(name, tokenizer, tools, by_call=by_call)
@@ -238,11 +227,11 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
 
 
 class _Deadline:
-    """Time limit of the current parse. The process has one, because the agent loop runs parsers in one thread.
+    """Time limit of the current parse, one for the process: the agent loop runs parsers in one thread.
 
-    Parsers take quadratic or cubic time for some texts: GLM's took 14 s for 6 kB, and holds the GIL in regular
-    expressions. So each search gets a timeout, and a profile function checks the limit at every few function calls:
-    reading the clock at each function call took four times as long as the parser itself.
+    Parsers take quadratic or cubic time for some texts (GLM's 14 s for 6 kB), and hold the GIL in regular expressions.
+    So each search gets a timeout, and a profile function checks the limit at every few function calls: at each call,
+    reading the clock took four times as long as the parser.
     """
 
     def __init__(self) -> None:
@@ -254,11 +243,11 @@ class _Deadline:
         self._ends_at = time.thread_time() + _PARSE_TIMEOUT_S
 
     def left_s(self) -> float | None:
-        """Return the seconds of processor time left; None if no parse is running."""
+        """Return the processor time left; None if no parse is running."""
         return max(0.001, self._ends_at - time.thread_time()) if self._is_kept else None
 
     def keep(self, extract: Callable[..., Any], *args: Any) -> Any:
-        """Call `extract` under the deadline. The deadline's TimeoutError is raised again if the parser catches it."""
+        """Call `extract` under the deadline, whose TimeoutError is raised again if the parser catches it."""
         before, self._is_kept = sys.getprofile(), True
         sys.setprofile(self._check)
         try:
@@ -276,9 +265,7 @@ class _Deadline:
 
 
 class _TimedPattern:
-    """Pattern of the package regex, which all of vLLM's parsers use, with the deadline as the timeout of its
-    searches.
-    """
+    """Pattern of the package regex, which vLLM's parsers use, with the deadline as its timeout."""
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern
@@ -289,7 +276,6 @@ class _TimedPattern:
 
 
 def _set_deadlines(parser: Any) -> None:
-    """Apply the deadline to the patterns of a parser and of the modules that it uses."""
     kind = type(regex.compile(""))
     modules = [module for name, module in sys.modules.items() if name.startswith(("vllm.parser", "vllm.tool_parsers"))]
     for owner in [parser, *modules]:

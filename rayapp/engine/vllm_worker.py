@@ -1,8 +1,7 @@
 """Extension of vLLM's workers: loads new weights from shared memory, and ends the engine when the server ends.
 
-vLLM mixes the class `WeightUpdateExtension` into its own worker by import path (`worker_extension_cls`), in the
-engine's processes. These are not Ray workers and refuse pickled calls, so a call has only a file's name and plain data
-as arguments.
+vLLM mixes `WeightUpdateExtension` into its own worker by import path. The engine's processes refuse pickled calls, so a
+call has only a file's name and plain data as arguments.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
-from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
 from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
 
-# Register here, because every worker imports this module before it makes its weight-transfer engine.
-vllm_gloo.register()
-
 
 class WeightUpdateExtension:
-    """Mixin of vLLM's worker; the worker provides the attributes that the mixin declares."""
+    """Mixin of vLLM's worker, which provides the declared attributes."""
 
     model_runner: Any
     reload_weights: Any
@@ -34,16 +29,15 @@ class WeightUpdateExtension:
     weight_transfer_engine: Any
 
     def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
-        """Load a whole model, or an adapter, from a file in shared memory.
+        """Load a whole model, or an adapter, from a file in shared memory such as /proc/<server>/fd/<memfd>.
 
         Args:
-            path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
-            entries: name, dtype, shape and position of each tensor in the file.
-            checksums: the learner's checksums of a sample of the tensors.
+            entries: places of the tensors in the file.
+            checksums: the learner's, of a sample of the tensors.
         Returns:
             Number of loaded tensors.
         Raises:
-            ValueError: the tensors that arrived differ from the tensors that were sent.
+            ValueError: other tensors arrived than were sent.
         """
         import torch
 
@@ -60,13 +54,8 @@ class WeightUpdateExtension:
         return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """Complete a load of new weights: pack and tie the weights that vLLM's reload skips, and compare the tensors
-        that arrived with the learner's checksums.
-
-        Returns:
-            Number of loaded tensors.
-        Raises:
-            ValueError: a tensor differs, or did not arrive.
+        """Pack and tie the weights that vLLM's reload skips, and compare what arrived with the learner's checksums.
+        Returns the number of loaded tensors. ValueError: a tensor differs, or did not arrive.
         """
         model = self.model_runner.get_model()
         mend_after_reload(model, self.model_runner.model_config.hf_text_config)
@@ -75,7 +64,7 @@ class WeightUpdateExtension:
         return arrivals.check(checksums)
 
     def leave_weight_group(self) -> None:
-        """Destroy the weight group, if there is one, before joining another: vLLM would leak the group's GPU memory."""
+        """Destroy the weight group before joining another: vLLM would leak its GPU memory."""
         self._prepare()
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None:
@@ -83,7 +72,7 @@ class WeightUpdateExtension:
             self.weight_transfer_engine.model_update_group = None
 
     def _prepare(self) -> None:
-        """Make the model's `load_weights` fit for reloads, and record what it is given. Idempotent."""
+        """Make `load_weights` fit for reloads, and record what it is given. Idempotent."""
         model = self.model_runner.get_model()
         if hasattr(model, "arrivals"):
             return
@@ -92,13 +81,12 @@ class WeightUpdateExtension:
         model.load_weights = lambda weights: load_weights(model.arrivals.counted(weights))
 
     def seed_sampling(self, seed: int) -> None:
-        """Seed the generator that all requests share, for runners that have one."""
+        """Seed the generator that all requests share."""
         import torch
 
         torch.manual_seed(seed)
 
     def answer(self) -> bool:
-        """Return True, to show that this worker answers calls."""
         return True
 
     def die_with(self, server_pid: int) -> None:

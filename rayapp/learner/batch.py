@@ -1,14 +1,13 @@
 """Micro-batches: the tokens that one forward computes, and the places of each trajectory's log-probs among them.
 
-`split` builds them from trajectories, `PolicyModel` reads them. Pure numpy until `to_device`. A micro-batch never
-splits a trajectory. A group may be spread over several micro-batches, each of which computes the prompt again. A
-trajectory with forks is a tree: it is one row of the loss, and its branches share prefixes as the trajectories of a
-group do.
+Pure numpy until `to_device`. A micro-batch never splits a trajectory; a group may be spread over several, each of which
+computes the prompt again. A trajectory with forks is a tree: one row of the loss, whose branches share prefixes as the
+trajectories of a group do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,59 +28,53 @@ class TrainItem:
     """Trajectory to compute, with its advantages."""
 
     row: int
-    """Index of the trajectory among all trajectories of the step; the same on every rank."""
+    """Index among all trajectories of the step."""
     group: int
-    """Position of the trajectory's group in the step."""
+    """Position of the group in the step."""
     trajectory: Trajectory
     advantages: FloatArray
-    """Advantage of each of the R response tokens, (R,)."""
+    """Advantage of each response token, (R,)."""
 
     @property
     def rollout_log_probs(self) -> FloatArray:
-        """Log-probs (R,) of the response tokens that the engine reported."""
+        """The engine's log-probs (R,) of the response tokens."""
         chosen: FloatArray = self.trajectory.rollout_log_probs[self.trajectory.response_mask]
         return chosen
 
     @property
     def num_inputs(self) -> int:
-        """Number of tokens that the model reads without shared prefixes: all but the last response token, which is only
-        a target.
-        """
+        """Tokens that the model reads without shared prefixes: the last response token is only a target."""
         return sum(branch.size for branch in inputs_of(self))
 
     @property
     def num_attended(self) -> int:
-        """Number of pairs of a token and a token that it attends to, without shared prefixes."""
+        """Pairs of a token and a token that it attends to, without shared prefixes."""
         return sum(branch.size * (branch.size + 1) // 2 for branch in inputs_of(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Packed tokens of one forward pass over B trajectories, and the positions of their log-probs in the pack."""
+    """Packed tokens of one forward over B trajectories, and the positions of their log-probs in the pack."""
 
     items: tuple[TrainItem, ...]
     packing: Packing
     head_positions: Int64Array
-    """Packed positions that predict a response token, ascending, (M,). A position occurs once for each set of tokens
-    that a form allowed there.
-    """
+    """Packed positions that predict a response token, ascending, (M,): one for each set of tokens that a form allowed
+    there."""
     pair_rows: Int64Array
-    """For each unique pair of a position and its next token, the position's index in head_positions, ascending, (P,).
-    """
+    """Index in head_positions of each unique pair of a position and its next token, ascending, (P,)."""
     pair_targets: Int64Array
     """Next token of each pair, (P,)."""
     row_pairs: Int64Array
-    """Index of each response token's pair, (B, T); 0 past a row's own tokens."""
+    """Pair of each response token, (B, T); 0 past a row's own tokens."""
     row_heads: Int64Array
-    """Index in head_positions of the position that predicts each response token, (B, T); 0 past a row's own tokens."""
+    """Index in head_positions of each response token, (B, T); 0 past a row's own tokens."""
     mask: FloatArray
     """1 on a row's own response tokens, else 0, (B, T)."""
     allowed: AllowedTokens | None = None
-    """Tokens that forms allowed at each of the M head positions; None: every position allows all tokens."""
+    """Tokens that forms allowed at each of the M positions; None: all."""
     routed_experts: NDArray[np.int16] | None = None
-    """Experts that the engine chose for each packed token, (N, layers, k); -1 for tokens without a recorded choice.
-    None: no token has a recorded choice.
-    """
+    """The engine's experts of each packed token, (N, layers, k); -1 without a record."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -89,10 +82,10 @@ class MicroBatch:
 
 
 def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Return micro-batches of at most `max_tokens` computed tokens each, about equally full.
+    """Return micro-batches of at most `max_tokens` computed tokens, about equally full.
 
     Raises:
-        LearnerError: a trajectory alone exceeds `max_tokens`, or it has a response token without a prompt.
+        LearnerError: a trajectory alone exceeds `max_tokens`, or has a response token without a prompt.
     """
     ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
@@ -115,7 +108,6 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
 
 
 def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> MicroBatch:
-    """Pack these trajectories into one micro-batch."""
     groups: dict[int, list[TrainItem]] = {}
     for item in items:
         groups.setdefault(item.group, []).append(item)
@@ -129,9 +121,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    """Return the recorded experts of the concatenated inputs of all items, (number of inputs, layers, k); None if no
-    experts are recorded.
-    """
+    """Return the recorded experts of all items' inputs, (number of inputs, layers, k)."""
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -149,10 +139,7 @@ def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
 def _pack_routed(
     trees: Sequence[Sequence[NDArray[np.int32]]], experts: NDArray[np.int16], *, share_prefixes: bool
 ) -> tuple[Packing, NDArray[np.int16]]:
-    """Pack like `pack`, but share a token between sequences only if its experts are equal too.
-
-    It packs ids of unique (token, experts) pairs; the ids sort like the tokens.
-    """
+    """Pack ids of unique (token, experts) pairs, so that a token is shared only with equal experts."""
     branches = [branch for tree in trees for branch in tree]
     tokens = np.concatenate(branches)
     columns = tokens.astype(">i4")[:, None].view(np.uint8), experts.reshape(tokens.size, -1).view(np.uint8)
@@ -165,12 +152,7 @@ def _pack_routed(
 
 
 def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
-    """Return a micro-batch of one untrained sequence, for ranks that have no trajectories left and for measuring
-    memory.
-
-    Args:
-        num_heads: positions that go through the output head, 0 or 1.
-    """
+    """Return a micro-batch of one untrained sequence, with 0 or 1 head positions."""
     heads, none = np.zeros(num_heads, np.int64), np.zeros((0, 1), np.int64)
     return MicroBatch(
         items=(),
@@ -185,17 +167,14 @@ def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
 
 
 def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
-    """Return, for each branch, the tokens that the model reads: all tokens before the branch's last trained token."""
+    """Return the tokens that the model reads, for each branch: all before the branch's last trained token."""
     tokens = item.trajectory.token_ids
     return [tokens[path[: responses[-1]]] for path, responses in trained_branches(item.trajectory)]
 
 
 def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Array]]:
-    """Return, for each branch of the trajectory, the indices of its tokens, and the positions in the branch of the
-    response tokens to train.
-
-    A token that several branches share is trained only in the first of these branches. Branches without a token to
-    train are left out.
+    """Return, for each branch, the indices of its tokens, and the positions in it of the response tokens to train. A
+    token that branches share is trained in the first of them; branches without one are left out.
     """
     left, found = trajectory.response_mask.copy(), list[tuple[Int64Array, Int64Array]]()
     for path in branches(trajectory.num_tokens, trajectory.forks):
@@ -207,16 +186,13 @@ def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Arra
 
 
 def _num_unique(item: TrainItem) -> int:
-    """Return the number of tokens that the model reads when each shared token is computed once."""
     if not item.trajectory.forks:
         return item.num_inputs
     return int(np.unique(np.concatenate([path[: last[-1]] for path, last in trained_branches(item.trajectory)])).size)
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """Return two numbers for each item: the tokens that it adds to the micro-batch of the item before it, and the
-    tokens that it needs in a micro-batch of its own.
-    """
+    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those it needs alone."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -233,9 +209,7 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    """Return the number of leading tokens that two rows share. Shared tokens must also have equal experts (`own`,
-    `theirs`).
-    """
+    """Return the number of leading tokens that two rows share, with equal experts."""
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0
@@ -257,9 +231,7 @@ def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
 
 
 def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
-    """Return the micro-batch of a packing: its unique pairs (position, next token), and the index of each response
-    token's pair.
-    """
+    """Return the micro-batch of a packing."""
     positions, targets = [], []
     packed = iter(packing.paths)
     for item in items:
@@ -294,9 +266,7 @@ def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
 
 
 def _allowed_of(items: Sequence[TrainItem]) -> AllowedTokens | None:
-    """Return the tokens that forms allowed at the response tokens of all items, item by item; None if no form excluded
-    a token.
-    """
+    """Return the tokens that forms allowed at all response tokens, item by item."""
     parts = list[tuple[AllowedTokens | None, int]]()
     for item in items:
         allowed, mask = item.trajectory.allowed, item.trajectory.response_mask
@@ -305,20 +275,40 @@ def _allowed_of(items: Sequence[TrainItem]) -> AllowedTokens | None:
 
 
 def advantages_of(batch: MicroBatch) -> Tensor:
-    """Return the advantages of a micro-batch's response tokens, (B, T) float32."""
     return stack_rows([item.advantages for item in batch.items], batch.mask.shape[1])
 
 
 def rollout_log_probs_of(batch: MicroBatch) -> Tensor:
-    """Return the engine's log-probs of a micro-batch's response tokens, (B, T) float32."""
     return stack_rows([item.rollout_log_probs for item in batch.items], batch.mask.shape[1])
 
 
 def stack_rows(rows: Sequence[FloatArray], width: int) -> Tensor:
-    """Stack rows of different lengths, padded with 0 to (B, width)."""
+    """Stack rows, padded with 0 to (B, width)."""
     import torch
 
     stacked = np.zeros((len(rows), width), np.float32)
     for target, row in zip(stacked, rows, strict=True):
         target[: row.size] = row
     return torch.from_numpy(stacked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """Scores of one trajectory's R response tokens."""
+
+    log_probs: FloatArray
+    entropy: FloatArray
+    sum_pi_squared: FloatArray
+
+
+def scores_by_row(batch: MicroBatch, scores: Iterable[Tensor]) -> dict[int, RowScores]:
+    """Copy the scores (B, T) of a micro-batch to the host, by row."""
+    log_probs, entropy, squares, _ = (tensor.cpu().numpy() for tensor in scores)
+    return {
+        item.row: RowScores(
+            log_probs=log_probs[i, : item.advantages.size],
+            entropy=entropy[i, : item.advantages.size],
+            sum_pi_squared=squares[i, : item.advantages.size],
+        )
+        for i, item in enumerate(batch.items)
+    }

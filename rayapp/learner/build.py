@@ -14,8 +14,8 @@ from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.plan import least_recomputed
 from rayapp.learner.memory.shape import model_shape, room_here
-from rayapp.learner.memory.speed import mfu_meter
 from rayapp.learner.memory.token_budget import find_token_budget
+from rayapp.learner.metrics import mfu_meter
 from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
@@ -25,12 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
-    """Build a learner at version 0: the weights of `config.model.path` and a new optimizer.
-
-    Raises:
-        InputError: the model can't be loaded.
-        LearnerError: the longest trajectory does not fit into free memory.
-    """
+    """Build a learner at version 0. LearnerError: the longest trajectory does not fit into free memory."""
     torch.manual_seed(config.run.seed)
     config = with_recomputation(with_number_formats(config, on_gpu=ranks.device.type == "cuda"), ranks)
     model = load_policy(config, ranks.mesh, trainable=True)
@@ -47,16 +42,12 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         kl_coef=config.algorithm.kl_in_reward.coef,
         verdicts=None
         if told.privileged == "none"
-        else VerdictReader(load_tokenizer(config), told.max_privileged_tokens),
+        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), told.max_privileged_tokens),
     )
 
 
 def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:
-    """Load a model that the learners don't train (a reference, a teacher), sharded over the mesh of the policy.
-
-    Raises:
-        InputError: the model can't be loaded, or its vocabulary is smaller than the policy's.
-    """
+    """Load a model that the learners don't train, sharded like the policy. InputError: its vocabulary is smaller."""
     if name == "reference":
         return load_policy(config, ranks.mesh, trainable=False, is_checked=False)
     try:
@@ -73,9 +64,8 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
 
 
 def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
-    """Set `learner.share_prefixes` to False if a model has layers that must compute every sequence as a whole. With
-    shared prefixes, micro-batches are limited by the number of unique tokens, but such layers need memory for all
-    tokens.
+    """Set `learner.share_prefixes` to False if layers must compute every sequence whole: they need memory for all
+    tokens, and shared micro-batches are limited by unique ones.
     """
     if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
@@ -84,9 +74,7 @@ def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
 
 
 def with_recomputation(config: Config, ranks: Ranks) -> Config:
-    """Replace `learner.activation_checkpointing: auto` by the fewest layers that fit by the plan; on CPU by 0.
-    Collective.
-    """
+    """Replace `activation_checkpointing: auto` by the fewest layers that fit by the plan; on CPU by 0. Collective."""
     if config.learner.activation_checkpointing != "auto":
         return config
     number = 0
@@ -98,7 +86,7 @@ def with_recomputation(config: Config, ranks: Ranks) -> Config:
 
 
 def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Config:
-    """Replace `learner.max_tokens_per_microbatch: auto` by a measured number. Collective."""
+    """Replace `max_tokens_per_microbatch: auto` by a measured number. Collective."""
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
     budget = find_token_budget(config, ranks, model)

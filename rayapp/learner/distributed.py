@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rayapp.config.config import Config
 from rayapp.config.learner import LearnerSection
+from rayapp.config.sections import ClusterSection, RunSection
 from rayapp.core.errors import LearnerError, first_line
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
 from rayapp.learner.sequence import SequenceGroup
@@ -25,13 +26,13 @@ T = TypeVar("T")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor, or the tensor if it isn't sharded."""
+    """Return this rank's shard, or the tensor if it isn't sharded."""
     part = tensor.detach()
     return part.to_local() if isinstance(part, DTensor) else part
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor if `tensor` is a shard or a partial sum, else `tensor` itself. Collective."""
+    """Return the full tensor of a shard or partial sum. Collective."""
     part = tensor.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
 
@@ -45,24 +46,24 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     cpu_group: dist.ProcessGroup
-    """gloo group for Python objects."""
+    """For Python objects."""
     save_group: dist.ProcessGroup
-    """gloo group for the threads that write checkpoints, whose calls must not mix with those of training."""
+    """For threads that write checkpoints: their calls must not mix with training's."""
     sequence: SequenceGroup | None = None
-    """Ranks that compute each micro-batch together with this one; None without sequence parallelism."""
+    """Ranks that compute each micro-batch together with this one."""
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's sequence group. Ranks with the same index train on the same trajectories."""
+        """Index of this rank's sequence group, whose ranks train on the same trajectories."""
         return self.rank // self.num_parts
 
     @property
     def num_parts(self) -> int:
-        """Number of ranks that compute a micro-batch together."""
+        """Ranks that compute a micro-batch together."""
         return 1 if self.sequence is None else self.sequence.size
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks in order of ranks, on every rank. Collective."""
+        """Return the values of all ranks, in order. Collective."""
         if self.world_size == 1:
             return [value]
         values: list[T | None] = [None] * self.world_size
@@ -70,24 +71,18 @@ class Ranks:
         return [gathered for gathered in values if gathered is not None]
 
     def gather_data(self, value: T) -> list[T]:
-        """Return, on every rank, one value for each sequence group: the value of the group's first rank. Collective."""
+        """Return one value for each sequence group: its first rank's. Collective."""
         return self.gather(value)[:: self.num_parts]
 
     def first_of(self, problem: str) -> str:
-        """Return the first problem that is not empty, in order of ranks, else "". All ranks get the same result and act
-        alike. Collective.
-        """
+        """Return the first problem that is not empty, the same on all ranks. Collective."""
         return next(filter(None, self.gather(problem)), "")
 
 
 def start_ranks(config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> Ranks:
-    """Join the other learners. Blocks until all have joined.
-
-    Args:
-        master_port: port of rank 0's store; unused when there is only one rank.
-    """
-    use_deterministic_kernels(config)
-    device = learner_device(config)
+    """Join the other learners. Blocks until all have joined."""
+    use_deterministic_kernels(config.run)
+    device = learner_device(config.cluster)
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
@@ -127,15 +122,16 @@ def only_rank(config: Config) -> Iterator[Ranks]:
 
 
 EXPERT_RANKS = "experts"
-"""Dimension of the learners' mesh over which experts are split; only with `learner.expert_parallel_size` above 1."""
+"""Dimension of the mesh over which experts are split."""
 
 
 def learner_mesh(device_type: str, world_size: int, section: LearnerSection) -> DeviceMesh:
-    """Return the mesh over which FSDP shards parameters. It has one dimension, or two in these cases:
+    """Return the mesh over which FSDP shards parameters. It has two dimensions with
 
-    - replicas: parameters are sharded over neighbouring ranks, and gradients are summed over the replicas.
-    - expert parallelism: experts are split over neighbouring ranks, and each part is sharded over the other dimension.
-      All other parameters are sharded over all ranks.
+    - replicas: shards over neighbouring ranks, gradients summed over the replicas.
+    - expert parallelism: experts are split over neighbouring ranks, and each part is sharded over the other dimension;
+    all
+      other parameters over all ranks.
     """
     if (size := section.expert_parallel_size) > 1:
         return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("shard", EXPERT_RANKS))
@@ -145,7 +141,6 @@ def learner_mesh(device_type: str, world_size: int, section: LearnerSection) -> 
 
 
 def _sequence_group(size: int, rank: int, timeout: timedelta) -> SequenceGroup | None:
-    """Return the group of `size` neighbouring ranks that has this rank; None for size 1. Collective."""
     if size == 1:
         return None
     group, _ = dist.new_subgroups(group_size=size, timeout=timeout)  # type: ignore[no-untyped-call]
@@ -159,13 +154,9 @@ def end_ranks() -> None:
         dist.destroy_process_group()
 
 
-def learner_device(config: Config) -> torch.device:
-    """Return the device of this learner: the GPU that Ray assigned, else the CPU.
-
-    Raises:
-        LearnerError: a GPU is configured or assigned, but torch can't use it.
-    """
-    if config.cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(config)):
+def learner_device(cluster: ClusterSection) -> torch.device:
+    """Return the GPU that Ray assigned, else the CPU. LearnerError: torch can't use a configured or assigned GPU."""
+    if cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(cluster)):
         return torch.device("cpu")
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -179,21 +170,19 @@ def learner_device(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _has_been_given_gpu(config: Config) -> bool:
-    """Return True if the config requires a GPU or Ray reserved one; then the CPU must not be used silently."""
-    return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
+def _has_been_given_gpu(cluster: ClusterSection) -> bool:
+    """Return True if the config requires a GPU or Ray reserved one: then the CPU must not be used silently."""
+    return cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 
-def give_back_memory(config: Config, device: torch.device) -> None:
-    """Free torch's cached GPU memory if a server shares the GPU: the server needs it while the learners are idle."""
-    if device.type == "cuda" and config.cluster.placement == "colocated":
+def give_back_memory(cluster: ClusterSection, device: torch.device) -> None:
+    """Free torch's cached memory for a server that shares the GPU."""
+    if device.type == "cuda" and cluster.placement == "colocated":
         torch.cuda.empty_cache()
 
 
 def use_threads(config: Config, world_size: int) -> None:
-    """Set the number of threads to this learner's share of the cores. It must not change later: results on a CPU depend
-    on it.
-    """
+    """Set the threads to this learner's share of the cores. Results on a CPU depend on it."""
     takes_turns = config.train.takes_turns
     torch.set_num_threads(
         config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=takes_turns, model=config.model.path)
@@ -212,15 +201,14 @@ NCCL_OF_BATCH_INVARIANCE = {
     "NCCL_PROTO": "Simple",
     "NCCL_SOCKET_NTHREADS": "1",
 }
-"""Variables that vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT. Learners must set them to the same values:
-otherwise the first broadcast of a weight sync would hang.
-"""
+"""What vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT: with other values the first broadcast would hang."""
 
 
-def use_deterministic_kernels(config: Config) -> None:
-    """Make torch choose kernels that compute the same bits each time, if `run.deterministic` is set. Call it before
-    CUDA or NCCL start. An operator that has no such kernel raises an error that names it."""
-    if not config.run.deterministic:
+def use_deterministic_kernels(run: RunSection) -> None:
+    """Make torch choose kernels that repeat their bits, with `run.deterministic`, before CUDA or NCCL start. An
+    operator without one raises.
+    """
+    if not run.deterministic:
         return
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | NCCL_OF_BATCH_INVARIANCE
     torch.use_deterministic_algorithms(True)

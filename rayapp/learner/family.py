@@ -1,15 +1,12 @@
 """Adapts a family of models to packed training, and checks from its config alone that the results are right.
 
-`rayapp doctor` and `load_policy` call `check_family` before any weights are read. It makes a small random model of the
-same config, scores two packed sequences that share a prefix, and compares the log-probs with those of plain eager
-attention, one sequence at a time. A feature that the learner lacks (a kind of convolution, an attention option, noise
-in training mode) shows as a difference, even in a family that is not known.
+`rayapp doctor` and `load_policy` call `check_family` before any weights are read. It scores two packed sequences that
+share a prefix with a small random model, and compares with plain eager attention, one sequence at a time. A feature
+that the learner lacks shows as a difference, even in a family that is not known.
 
-`head_rule` reads how a model changes its logits after the output embedding: a scale, and a soft cap.
-
-`pin_positions` handles longrope, whose frequencies depend on the longest sequence of a forward. A short sequence packed
-beside a long one would get other frequencies than alone. vLLM chooses the frequencies once, by `max_model_len`. So
-every forward also computes the embedding of the last possible position, as if a token were there.
+`pin_positions` handles longrope, whose frequencies depend on the longest sequence of a forward, so that a short
+sequence packed beside a long one would get others than alone. vLLM chooses them once, by `max_model_len`. So every
+forward also computes the embedding of the last possible position.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rayapp.config.config import Config
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
 from rayapp.learner.families.mixers import give_borders
@@ -37,31 +35,25 @@ from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.storage.models.families import FAMILIES
 
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
-"""Names of logit scales in model configs: Granite divides its logits; Cohere and Falcon-H1 multiply them."""
+"""Logit scales in configs: Granite divides; Cohere and Falcon-H1 multiply."""
 
 
 class HeadRule(NamedTuple):
-    """Rule that turns products with the output embedding into logits: a factor and a soft cap."""
+    """How a model turns products with the output embedding into logits: a factor and a soft cap."""
 
     factor: float = 1.0
     softcap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
 
     def applied_to(self, options: HeadOptions) -> HeadOptions:
-        """Return the options for this model: its factor is put into the temperature, and its cap is applied before the
-        temperature.
-        """
+        """Return the options for this model: its factor in the temperature, its cap before the temperature."""
         if self.softcap is None:
             return replace(options, temperature=options.temperature / self.factor)
         return replace(options, softcap=self.softcap)
 
 
 def head_rule(causal_lm: Any) -> HeadRule:
-    """Return the rule by which this model turns products with the output embedding into logits.
-
-    Raises:
-        InputError: the head has a bias, or both a scale and a cap.
-    """
+    """Return the model's rule. InputError: its head has a bias, or both a scale and a cap."""
     name, text = type(causal_lm).__name__, causal_lm.config.get_text_config()
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
         raise InputError(f"{name} has a bias in its output embedding, which the learner does not support")
@@ -81,7 +73,7 @@ PINNED = "longrope"
 
 
 def pin_positions(causal_lm: nn.Module, num_tokens: int) -> None:
-    """Make every forward use longrope's frequencies for a sequence of `num_tokens` tokens. Call it once."""
+    """Make every forward use longrope's frequencies for `num_tokens` tokens. Call it once."""
     for module in causal_lm.modules():
         kinds = getattr(module, "rope_type", None)
         if PINNED in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
@@ -96,47 +88,37 @@ def _with_last(
 
 
 MAX_DIFFERENCE = 1e-2
-"""Limit of the difference between float32 log-probs. Families that the learner computes correctly differ by at most
-2e-4, other families by 0.65 or more.
-"""
+"""Limit of the difference of float32 log-probs: right families differ by at most 2e-4, others by 0.65 or more."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 _WINDOW = 5
-"""Sliding window of small models. It is shorter than the prompt, so that it affects both sequences."""
+"""Sliding window of small models, shorter than the prompt, so that it affects both sequences."""
 
 
-def read_architecture(config: Config) -> Any:
-    """Return the transformers config at `model.path` with `model.max_position_embeddings`, and with dropout and jitter
-    set to 0, because both act in training mode.
-
-    Raises:
-        InputError: the config can't be read.
-    """
+def read_architecture(model: ModelSection) -> Any:
+    """Return the config of `model.path` without dropout and jitter, which act in training mode. InputError: it can't be
+    read."""
     from transformers import AutoConfig
 
     try:
-        architecture = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        architecture = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
+        raise InputError(f"model.path {model.path!r} can't be loaded: {error}") from error
     for section in _sections(architecture):
         for name in [name for name, value in vars(section).items() if _is_noise(section, name) and value]:
             setattr(section, name, 0.0)
-    if config.model.max_position_embeddings is not None:
-        architecture.get_text_config().max_position_embeddings = config.model.max_position_embeddings
+    if model.max_position_embeddings is not None:
+        architecture.get_text_config().max_position_embeddings = model.max_position_embeddings
     return architecture
 
 
 def check_family(architecture: Any, config: Config) -> None:
-    """Check that the learner computes this model as transformers does.
-
-    Raises:
-        InputError: the learner doesn't support the model, or its log-probs differ.
-    """
+    """Check that the learner computes this model as transformers does; else InputError."""
     text = architecture.get_text_config()
     known = FAMILIES.get(text.model_type)
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
-    _check_class(architecture, config)
+    _check_class(architecture, config.model)
     subject, trusted = f"model_type {text.model_type!r}", config.model.trust_remote_code
     packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
     _check_difference(packed, subject, "packed sequences")
@@ -149,11 +131,6 @@ def check_family(architecture: Any, config: Config) -> None:
 
 
 def _check_difference(measure: Callable[[], float], subject: str, computed: str) -> None:
-    """Check that the difference returned by `measure` is at most MAX_DIFFERENCE.
-
-    Raises:
-        InputError: the difference is too large, or the small model can't be computed.
-    """
     try:
         difference = measure()
     except RayappError as error:
@@ -171,10 +148,10 @@ def _check_difference(measure: Callable[[], float], subject: str, computed: str)
         )
 
 
-def _check_class(architecture: Any, config: Config) -> None:
+def _check_class(architecture: Any, model: ModelSection) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     text_type = architecture.get_text_config().model_type
     alone = f" Use a checkpoint of its language model alone (model_type {text_type})."
@@ -185,12 +162,10 @@ def _check_class(architecture: Any, config: Config) -> None:
 
 
 def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = False) -> float:
-    """Return the largest difference of log-probs between the packed and the plain computation of a small model.
+    """Return the largest difference of log-probs between packed and plain computation of a small model.
 
     Args:
-        text: config of the language model.
         num_tokens: length of the longest possible sequence, on which some models' positions depend.
-        trust_remote_code: run code that comes with the model.
     Raises:
         LearnerError: the model uses an attention option that packed attention lacks.
     """
@@ -206,9 +181,8 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
 
 
 def _difference_with_adapters(text: Any, config: Config) -> float:
-    """Return the largest difference of log-probs between a small packed model with adapters, and the plain model with
-    the adapters merged into the weights. A difference shows that the model's code bypasses an adapted layer.
-    """
+    """The same with adapters, beside the plain model with the adapters merged: some model's code bypasses an adapted
+    layer."""
     section = config.learner.lora
     with _one_thread(), torch.random.fork_rng(devices=[]):
         adapted, merged = (
@@ -232,19 +206,12 @@ def _difference_with_adapters(text: Any, config: Config) -> float:
 
 
 def _name_inside(name: str, named: Mapping[str, Any]) -> str:
-    """Return the name that a parameter of the plain model has in the model with adapters."""
     module, _, kind = name.rpartition(".")
     return name if name in named else f"{module}{BASE}.{kind}"
 
 
 def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
-    """Make the model compute the same for packed sequences as for single sequences. Call it once, before sharding.
-
-    Args:
-        num_tokens: length of the longest possible sequence.
-    Returns:
-        `causal_lm`.
-    """
+    """Make the model compute packed sequences like single ones, of at most `num_tokens`. Call once, before sharding."""
     give_borders(causal_lm)
     pin_positions(causal_lm, num_tokens)
     return causal_lm
@@ -255,9 +222,7 @@ def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 
 def _packed(causal_lm: Any) -> list[Tensor]:
-    """Return log-probs (T, V) of each sequence, computed with packing as in the learner. The model keeps packed
-    attention.
-    """
+    """Return log-probs (T, V) of each sequence, computed as in the learner."""
     causal_lm.set_attn_implementation(ATTENTION_NAME)
     packing = pack([list(_sequences())], share_prefixes=True)
     with torch.no_grad():
@@ -272,9 +237,8 @@ def _packed(causal_lm: Any) -> list[Tensor]:
 
 
 def training_mode(causal_lm: Any) -> Any:
-    """Put layers in training mode, which gradient checkpointing needs, but leaf modules in evaluation mode. So leaf
-    modules such as dropout and routers add no noise; the engine's modules add none either.
-    """
+    """Put layers in training mode, which checkpointing needs, but leaf modules (dropout, routers) in evaluation mode:
+    no noise."""
     causal_lm.train()
     for module in causal_lm.modules():
         if not any(True for _ in module.children()):
@@ -290,9 +254,7 @@ def _logits(causal_lm: Any, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context manager in which torch computes on one thread. Two threads are no faster for a small model, and 20 times
-    as slow if the cores are busy.
-    """
+    """Compute on one thread: two are no faster for a small model, and 20 times as slow on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -302,7 +264,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def _sections(architecture: Any) -> Iterator[Any]:
-    """Yield a config and all configs nested in it."""
     yield architecture
     for name in getattr(architecture, "sub_configs", {}):
         if (section := getattr(architecture, name, None)) is not None:
@@ -322,9 +283,7 @@ def _sequences() -> tuple[Any, Any]:
 
 
 def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
-    """Return a small model of this family. Its random weights are so large that each part of the model affects the
-    scores.
-    """
+    """Return a small model whose random weights are so large that each part affects the scores."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -341,15 +300,12 @@ def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are saved with the model, by name."""
     names = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
 def small_config(text: Any) -> Any:
-    """Return the config with few layers, heads and tokens. Heads keep their width, because position scales depend on
-    it.
-    """
+    """Return the config with few layers, heads and tokens. Heads keep their width: position scales depend on it."""
     small = copy.deepcopy(text)
     num_layers, heads = _num_layers(text), text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -379,7 +335,7 @@ def small_config(text: Any) -> Any:
 
 
 def _num_layers(text: Any) -> int:
-    """Return the smallest number of layers that includes a layer of each type."""
+    """Return the smallest number of layers that includes each type."""
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
     kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
     firsts = [layers.index(kind) for layers in kinds for kind in layers]
@@ -387,7 +343,7 @@ def _num_layers(text: Any) -> int:
 
 
 def _plain(causal_lm: Any) -> list[Tensor]:
-    """Return log-probs (T, V) of each sequence. Plain transformers computes one sequence at a time."""
+    """Return log-probs (T, V) of each sequence, computed one at a time by plain transformers."""
     with torch.no_grad():
         return [
             _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])
@@ -396,5 +352,4 @@ def _plain(causal_lm: Any) -> list[Tensor]:
 
 
 def _scores(logits: Tensor) -> Tensor:
-    """Return the log-probs (T, V) of the logits in float32."""
     return logits.float().log_softmax(-1)

@@ -1,9 +1,8 @@
-"""Computes log-probabilities and entropies of tokens from hidden states, for a chunk of positions at a time.
+"""Computes log-probs and entropies of tokens from hidden states, for a chunk of positions at a time.
 
-`PolicyModel` calls it at the end of its forward. Logits in float32 exist for at most `chunk_rows` positions at once.
-Forward keeps logits in the model's dtype for as many positions as fit into the memory of one float32 chunk, and
-backward recomputes the other logits. Both compute the softmax in float32, a few rows at a time. Probabilities are never
-rounded to bfloat16, whose values near 1 are 1/256 apart: the gradient of a confident token, 1 - p, would be lost.
+Logits in float32 exist for at most `chunk_rows` positions at once. Forward keeps logits in the model's dtype for as
+many positions as fit into the memory of one float32 chunk, and backward recomputes the others. Both compute the softmax
+in float32: bfloat16 values near 1 are 1/256 apart, so the gradient of a confident token, 1 - p, would be lost.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rayapp.learner.algo.distillation import kl, kl_gradient
 from rayapp.learner.packing import Int64Array
 
 _NOT_ALLOWED = -1e30
-"""Logit of a token that a form does not allow. Its probability is exactly 0, and its terms in sums are finite."""
+"""Logit of a token that a form does not allow: probability 0, and finite in sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +29,12 @@ class Masks:
     """Tokens that forms allowed at M positions."""
 
     words: Tensor
-    """Masks as bits, (K, W) int32 on the device, as in `AllowedTokens`."""
+    """Bits, (K, W) int32 on the device, as in `AllowedTokens`."""
     mask_of: Int32Array
-    """Index of each position's mask, (M,); -1: all tokens. On the host, so that no chunk waits for the GPU."""
+    """Mask of each position, (M,), on the host; -1: all tokens."""
 
     def applied_to(self, scaled: Tensor, start: int) -> Tensor:
-        """Return the scaled logits (C, V) of positions `start`, `start` + 1, ..., with tokens that are not allowed at
-        -1e30.
-        """
+        """Return the scaled logits (C, V) of positions `start`, ... with tokens that are not allowed at -1e30."""
         chosen = self.mask_of[start : start + scaled.shape[0]]
         rows = np.flatnonzero(chosen >= 0)
         if not rows.size:
@@ -55,40 +52,34 @@ def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Pairs (position, next token) to score: P pairs over M positions, because several tokens may follow one
-    position.
-    """
+    """P pairs (position, next token) to score over M positions: several tokens may follow one position."""
 
     rows: Tensor
-    """Index of each pair's position among the M positions, ascending, (P,)."""
+    """Position of each pair, ascending, (P,)."""
     token_ids: Tensor
-    """Next token of each pair, (P,)."""
+    """(P,)."""
     first_pairs: Int64Array
-    """Index of each position's first pair, then P, (M + 1,). On the host, so that no chunk waits for the GPU."""
+    """First pair of each position, then P, (M + 1,), on the host."""
     allowed: Masks | None = None
-    """Tokens that forms allowed at the positions; None: all tokens."""
 
 
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
-    """Return the index of the first pair of each of M positions, followed by the number of pairs.
-
-    Example: 3 positions, pair_rows [0, 0, 2] -> [0, 2, 2, 3].
-    """
+    """Return the first pair of each position, then their number. Example: 3 positions, [0, 0, 2] -> [0, 2, 2, 3]."""
     return np.searchsorted(pair_rows, np.arange(num_positions + 1)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """Settings of the output head and of the scores that it returns."""
+    """Settings of the output head."""
 
     temperature: float
     chunk_rows: int
     softcap: float | None = None
-    """Logits become cap * tanh(logit / cap), before the temperature; None: no cap."""
+    """Logits become cap * tanh(logit / cap), before the temperature."""
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
     softmax_rows: int | None = None
-    """Rows that go through the softmax together; None: a whole chunk on a GPU, CPU_SOFTMAX_ROWS on a CPU."""
+    """Rows in one softmax; None: a whole chunk on a GPU, CPU_SOFTMAX_ROWS on a CPU."""
 
     def rows_together(self, logits: Tensor) -> int:
         return self.softmax_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else logits.shape[0])
@@ -96,35 +87,29 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherHead:
-    """The teacher's hidden states at the policy's M positions, and its output embedding. Its logits are computed in
-    chunks, like the policy's."""
+    """The teacher's hidden states (M, H') at the policy's positions, and its output embedding (V, H')."""
 
     hidden: Tensor
-    """Hidden states of the teacher, (M, H')."""
     weight: Tensor
-    """Output embedding of the teacher, (V, H')."""
     options: HeadOptions
     section: DistillationSection
 
     def log_probs(self, start: int, stop: int) -> Tensor:
-        """Return the teacher's log-probs at positions [start, stop): (stop - start, V) float32."""
+        """Return log-probs at positions [start, stop): (stop - start, V) float32."""
         return torch.log_softmax(_scaled(self.hidden[start:stop] @ self.weight.t(), self.options), dim=-1)
 
 
 def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions, teacher: TeacherHead | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-prob of each target at the temperature in `options`, and each position's entropy, sum of squared
-    probabilities and KL to the teacher.
+    """Return log-probs of the targets (P,), and of each position (M,): entropy, sum of squared probabilities, KL to the
+    teacher.
+
+    All are float32. Entropy has a gradient with `entropy_needs_grad`; the sums are 0 without `needs_sum_pi_squared`.
 
     Args:
         hidden: (M, H) hidden states after the final norm.
         weight: (V, H) output embedding.
-        teacher: head of the teacher for the KL; it gets no gradient.
-    Returns:
-        Log-probs (P,), entropy (M,), sum over the vocabulary of squared probabilities (M,), and KL between policy and
-        teacher (M,), all float32. Entropy carries a gradient only with `entropy_needs_grad`. The sums are 0 without
-        `needs_sum_pi_squared`, and the KL is 0 without a teacher.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher, targets.allowed
@@ -208,7 +193,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
-    """Add a chunk's gradient to the total, in float32: in bfloat16 each addition would lose bits of the sum so far."""
+    """Add a chunk's gradient in float32: in bfloat16 each addition would lose bits."""
     if is_only:
         return part
     return part.float() if total is None else total.add_(part)
@@ -219,17 +204,15 @@ def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
 
 
 class _Logits(NamedTuple):
-    """Logits of a chunk, and the settings that turn them into the softmax's input."""
-
     logits: Tensor
-    """Logits of the chunk, (C, V)."""
+    """(C, V)."""
     options: HeadOptions
     allowed: Masks | None
     first: int
-    """Index of the chunk's first position among the M positions."""
+    """Chunk's first position among the M."""
 
     def scaled(self, start: int, stop: int) -> Tensor:
-        """Return the softmax's input for rows [start, stop) of the chunk."""
+        """Return the softmax's input for rows [start, stop)."""
         scaled = _scaled(self.logits[start:stop], self.options)
         return scaled if self.allowed is None else self.allowed.applied_to(scaled, self.first + start)
 
@@ -240,7 +223,6 @@ def _score(
     first_pairs: Int64Array,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the log-probs of a chunk's pairs, and its positions' entropies and sums of squares, into `outputs`."""
     rows, token_ids = pairs
     log_probs, entropy, squares = outputs
     logits, options = inputs.logits, inputs.options
@@ -260,7 +242,7 @@ def _score(
 
 
 def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
-    """Return the softmax's input: logits in float32, capped and divided by the temperature."""
+    """Return logits in float32, capped and divided by the temperature."""
     scaled = logits.float()
     if options.softcap is not None:
         scaled = (scaled / options.softcap).tanh_().mul_(options.softcap)
@@ -268,34 +250,30 @@ def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _row_dots(first: Tensor, second: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows, (C, V) -> (C,), without a temporary tensor for the products."""
+    """Return the dot products of rows, (C, V) -> (C,), without a temporary tensor."""
     return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slopes:
-    """Gradients of the loss with respect to the scores of C positions, divided by the temperature, in float32."""
+    """Gradients of the loss for the scores of C positions, divided by the temperature, in float32."""
 
     rows: Tensor
-    """Position of each pair in the chunk, (P,)."""
+    """Position of each pair, (P,)."""
     token_ids: Tensor
-    """Next token of each pair, (P,)."""
+    """(P,)."""
     first_pairs: Int64Array
-    """Index of each position's first pair, then P, (C + 1,)."""
+    """First pair of each position, then P, (C + 1,)."""
     log_probs: Tensor
-    """Gradient with respect to each pair's log-prob, (P,)."""
+    """(P,)."""
     entropy: Tensor | None
-    """Gradient with respect to each position's entropy, (C,)."""
+    """(C,)."""
     teacher: tuple[TeacherHead, int, Tensor] | None
-    """Teacher, index of the chunk's first position, and gradients with respect to each position's KL (C,)."""
+    """Teacher, the chunk's first position, and gradients for each KL (C,)."""
 
 
 def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
-    """Replace logits (C, V) in place by the loss's gradient, which is summed in float32 and then cast to the model's
-    dtype.
-
-    d log p_t = onehot_t - p, d H = -p (log p + H).
-    """
+    """Replace logits (C, V) in place by the loss's gradient: d log p_t = onehot_t - p, d H = -p (log p + H)."""
     logits, options = inputs.logits, inputs.options
     per_row = logits.new_zeros(logits.shape[0], dtype=torch.float32).index_add_(0, slopes.rows, slopes.log_probs)
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
@@ -320,9 +298,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
 
 
 def _distribution_gradient(log_p: Tensor, per_row: Tensor, own: slice, slopes: _Slopes) -> Tensor:
-    """Return the gradient (rows, V) for the log-probs (rows, V) of rows `own`, without the one-hot terms of the
-    targets.
-    """
+    """Return the gradient (rows, V) without the targets' one-hot terms."""
     towards: Tensor | None = None
     if slopes.teacher is not None:
         teacher, first, grad_kl = slopes.teacher

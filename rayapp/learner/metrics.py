@@ -1,53 +1,49 @@
 """Computes the metrics of one step on rank 0, from the facts of all ranks. No metric is an average of ranks' averages.
 
-Log-probs, entropy and the difference to the engine are measured on the trajectories that were computed.
-`learner/share_computed` is their share; trajectories whose advantages are all zero are skipped.
-
-The difference between the learner's and the engine's log-probs is measured every step, whether it is corrected or not.
-A large difference means that engine and learner compute different policies (weights not synced, different dtypes or
-temperatures), and that the policy gradient is biased.
+The difference between the learner's and the engine's log-probs is measured every step on the computed trajectories,
+whether it is corrected or not. If it is large, engine and learner compute different policies (weights not synced, other
+dtypes or temperatures), and the policy gradient is biased.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from rayapp.config.config import Config
 from rayapp.config.other_models import DistillationSection
+from rayapp.core.errors import InputError
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
+from rayapp.learner.algo.losses import LossRows
 from rayapp.learner.batch import MicroBatch, stack_rows
+from rayapp.learner.memory.shape import Gpu, ModelShape, gpu_here, model_shape
+from rayapp.learner.memory.speed import attention_flops, product_flops
 from rayapp.learner.step_plan import StepTable
 from rayapp.runs.profiles import MOST_MICRO_BATCHES, Profile, read_trace
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from rayapp.learner.memory.speed import MfuMeter
 
 log = logging.getLogger(__name__)
 
 
 def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return the differences between the learner's and the engine's probabilities, and verl's off-policy metrics.
+    """Compare log-probs (B, T) under the weights that should have sampled the tokens with the engine's.
 
-    Args:
-        learner_log_probs: the learner's log-probs (B, T), under the weights that should have sampled the tokens.
-        rollout_log_probs: log-probs (B, T) that the engine reported.
-        mask: (B, T) float32.
     Returns:
-        `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared).
-        Empty when there is no token to compare.
+        `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared); empty
+        without tokens.
     """
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 
@@ -68,7 +64,7 @@ def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask:
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
-    """Return the Pearson correlation; 1.0 if either tensor is constant, where it is undefined."""
+    """Return the Pearson correlation; 1.0 if either tensor is constant."""
     first, second = first - first.mean(), second - second.mean()
     scale = float(first.norm() * second.norm())
     return float(first @ second) / scale if scale > 0 else 1.0
@@ -83,20 +79,20 @@ class MicroBatchFacts:
     """Counts and losses of one micro-batch."""
 
     num_computed_tokens: int
-    """Number of unique tokens that went through the model."""
+    """Unique tokens that went through the model."""
     num_input_tokens: int
-    """Number of tokens that would have gone through the model without shared prefixes."""
+    """Tokens that would have without shared prefixes."""
     num_trained_tokens: int
     num_heads: int
-    """Number of positions whose logits were computed."""
+    """Positions whose logits were computed."""
     num_attended: int
-    """Number of pairs of a token and a token that it attends to."""
+    """Pairs of a token and a token that it attends to."""
     num_input_attended: int
     """The same without shared prefixes."""
     loss: float
-    """Micro-batch's part of the mini-batch's loss; the parts add up to the loss."""
+    """Part of the mini-batch's loss; the parts add up."""
     metrics: dict[str, float]
-    """verl's metrics, each a mean over the micro-batch's tokens."""
+    """verl's metrics, each a mean over tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,22 +100,39 @@ class RowFacts:
     """Values for each of a trajectory's R response tokens, (R,)."""
 
     log_probs: FloatArray
-    """Log-probs during the optimizer step that trained on the trajectory."""
+    """During the optimizer step that trained on the trajectory."""
     old_log_probs: FloatArray
-    """Log-probs at the start of the step."""
+    """At the start of the step."""
     rollout_log_probs: FloatArray
     entropy: FloatArray
     ref_log_probs: FloatArray | None
     teacher_kl: FloatArray | None
-    """KL to the teacher: over the whole vocabulary, or log p - log q of the sampled tokens."""
+    """Over the whole vocabulary, or log p - log q of the sampled tokens."""
+
+
+def row_facts(batch: MicroBatch, rows: LossRows) -> dict[int, RowFacts]:
+    """Copy the values from which metrics are computed to the host, by row."""
+    log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
+    entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
+    ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
+    teacher_kl = rows.teacher_kl.detach().cpu().numpy() if rows.teacher_kl is not None else None
+    return {
+        item.row: RowFacts(
+            log_probs=log_probs[i, : item.advantages.size],
+            old_log_probs=old[i, : item.advantages.size],
+            rollout_log_probs=item.rollout_log_probs,
+            entropy=entropy[i, : item.advantages.size],
+            ref_log_probs=None if ref is None else ref[i, : item.advantages.size],
+            teacher_kl=None if teacher_kl is None else teacher_kl[i, : item.advantages.size],
+        )
+        for i, item in enumerate(batch.items)
+    }
 
 
 def step_metrics(
     micro: Sequence[MicroBatchFacts], rows: Mapping[int, RowFacts], table: StepTable, teaching: DistillationSection
 ) -> dict[str, float]:
-    """Return all metrics of the step except those of the optimizer and the timings. A metric is missing if its values
-    were not computed.
-    """
+    """Return all metrics but the optimizer's and the timings. One is missing if its values were not computed."""
     computed = sum(fact.num_computed_tokens for fact in micro)
     inputs = sum(fact.num_input_tokens for fact in micro)
     num_trained = int(table.num_response_tokens[table.loss_rows].sum())
@@ -139,9 +152,7 @@ def step_metrics(
 
 
 def zero_variance_share(table: StepTable) -> float:
-    """Return the share of groups with equal rewards (no signal) among the groups with several trained trajectories; 0
-    if there is no such group.
-    """
+    """Return the share of groups with equal rewards among those with several trained trajectories."""
     equal = [
         float(np.ptp(table.rewards[chosen]) == 0.0 and chosen.sum() > 1)
         for group in range(table.num_groups)
@@ -151,7 +162,6 @@ def zero_variance_share(table: StepTable) -> float:
 
 
 def _verl_means(micro: Sequence[MicroBatchFacts]) -> dict[str, float]:
-    """Return the mean over micro-batches of each of verl's metrics, weighted by tokens."""
     names = sorted({name for fact in micro for name in fact.metrics})
     result: dict[str, float] = {}
     for name in names:
@@ -186,7 +196,7 @@ def _row_metrics(rows: Mapping[int, RowFacts], teaching: DistillationSection) ->
 
 
 def _reference_kl(rows: Sequence[RowFacts]) -> float:
-    """Return the k3 estimate of KL(policy || reference), which is never negative. The loss may use another estimate."""
+    """Return the k3 estimate of KL(policy || reference), whatever the loss uses."""
     log_ratio = np.concatenate([row.ref_log_probs - row.log_probs for row in rows if row.ref_log_probs is not None])
     return float((np.exp(np.clip(log_ratio, -20.0, 20.0)) - log_ratio - 1.0).mean())
 
@@ -201,21 +211,56 @@ def _mismatch(rows: Sequence[RowFacts]) -> dict[str, float]:
     return mismatch_metrics(learner, rollout, mask)
 
 
+def stopwatch(device: torch.device) -> Stopwatch:
+    """Return a stopwatch that waits for the GPU's queue at the end of each part."""
+    return Stopwatch(synchronize=partial(_synchronize, device), region=torch.profiler.record_function)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def timing_metrics(watch: Stopwatch) -> dict[str, float]:
     """Return `timing_s/learner/*`; all but `total` add up to `total`."""
     seconds, total_s = watch.seconds(STRETCHES)
     return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MfuMeter:
+    """MFU of the learners' forward and backward passes, from their tokens and seconds."""
+
+    shape: ModelShape
+    gpu: Gpu
+    num_gpus: int
+
+    def tflops(self, num_tokens: int, num_predicted: int, num_attended: int, seconds: float) -> float:
+        """Return the useful TFLOP/s of each GPU. A backward counts as two forwards, or one for adapters alone;
+        recomputation does not count."""
+        products = sum(product_flops(self.shape, num_tokens, num_predicted))
+        passes = 2 if self.shape.num_adapter_parameters else 3
+        return passes * (products + attention_flops(self.shape, num_attended)) / seconds / self.num_gpus / 1e12
+
+
+def mfu_meter(config: Config, device: torch.device) -> MfuMeter | None:
+    """Return the meter of this run; None on a CPU, and on a GPU that the table lacks."""
+    if device.type != "cuda":
+        return None
+    try:
+        gpu = gpu_here()
+    except InputError as error:
+        log.warning("the run has no perf/mfu: %s", error)
+        return None
+    assert gpu is not None, "the learner has a GPU"
+    return MfuMeter(shape=model_shape(config), gpu=gpu, num_gpus=config.learner.num_learners)
+
+
 def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: float) -> dict[str, float]:
-    """Return `perf/*`: useful TFLOP/s of each GPU during forward and backward, and their share of the GPU's peak.
+    """Return `perf/*` of the micro-batches of all ranks.
 
-    `perf/mfu` counts each computed token once, as `rayapp plan` does. `perf/mfu_unshared` counts as programs without
-    shared prefixes do: each trajectory by itself, with the logits of all its tokens (docs/scale.md).
-
-    Args:
-        micro: micro-batches of all ranks.
-        seconds: seconds of forward and backward.
+    `perf/mfu` counts each computed token once, as `rayapp plan` does; `perf/mfu_unshared` counts each trajectory by
+    itself, with the logits of all its tokens (docs/scale.md).
     """
     if not micro or seconds <= 0:
         return {}
@@ -231,9 +276,7 @@ def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: floa
 
 
 class StepProfiler:
-    """Profiles one step of this rank with torch's profiler. It records the first MOST_MICRO_BATCHES micro-batches of
-    each pass: the other micro-batches are similar, and a trace of all would grow with the batch.
-    """
+    """Profiles one step with torch's profiler: the first MOST_MICRO_BATCHES micro-batches of each pass."""
 
     def __init__(self, device: torch.device) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -241,11 +284,10 @@ class StepProfiler:
         on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self._activities = [ProfilerActivity.CPU, *on_gpu]
         self._profiler = profile(activities=self._activities)
-        self._num_passed, self._num_recorded, self._paused_s = 0, 0, 0.0
+        self._num_passed, self._num_recorded = 0, 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager that profiles the step in its block."""
         with self._profiler:
             yield
 
@@ -257,11 +299,9 @@ class StepProfiler:
         yield from first
         if not others:
             return
-        paused = time.perf_counter()
         self._profiler.toggle_collection_dynamic(False, self._activities)
         yield from others
         self._profiler.toggle_collection_dynamic(True, self._activities)
-        self._paused_s += time.perf_counter() - paused
 
     def profile(self, process: str) -> Profile | None:
         """Return the trace; None, with a warning, if it can't be written to a temporary file or is too large."""
@@ -274,4 +314,4 @@ class StepProfiler:
                 log.warning("there is no profile of %s: %s", process, error)
                 return None
         covers = f"{self._num_recorded} of {self._num_passed} micro-batches"
-        return Profile(process=process, trace=trace, covers=covers, paused_s=self._paused_s)
+        return Profile(process=process, trace=trace, covers=covers)

@@ -1,14 +1,14 @@
-"""Packs trajectories so that a token shared by several trajectories is computed once. Pure numpy, no torch.
+"""Packs trajectories so that a token shared by several trajectories is computed once. Pure numpy.
 
-The trajectories of a group form a radix tree: the prompt is the root, and a branch begins wherever two completions
-diverge. The tree's segments are laid out depth first, next to the segments of other groups:
+The trajectories of a group form a radix tree: a branch begins wherever two of them diverge. The tree's segments are
+laid out depth first, next to the segments of other groups:
 
     prompt -+- a b -+- c d          packed   prompt | a b | c d | e | f g
-            |       '- e            subtree of `a b`: [a b, e]; of the prompt: everything
-            '- f g
+     |       '- e            subtree of `a b`: [a b, e]; of the prompt: everything
+     '- f g
 
 Linear layers and norms see one row of N unique tokens. In attention a segment sees itself causally and all of its
-ancestors. A trajectory that shares nothing is a tree of one segment, so the same code does plain packing.
+ancestors. A trajectory that shares nothing is a tree of one segment.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from rayapp.core.types import Int32Array
 Int64Array = NDArray[np.int64]
 
 MIN_SAVED_TOKENS = 4
-"""Minimum number of tokens that a branch must save, because the attention calls of a branch cost as much as a few
-tokens.
-"""
+"""Tokens that a branch must save: its attention calls cost as much as a few tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +33,20 @@ class Segment:
     """Consecutive tokens between two branching points."""
 
     start: int
-    """First packed position."""
     end: int
-    """Packed position after the last token, greater than `start`."""
+    """Position after the last token, greater than `start`."""
     subtree_end: int
-    """End of the packed positions [end, subtree_end) that continue this segment and see all of it."""
+    """[end, subtree_end) continue this segment and see all of it."""
     parent: int
-    """Index of the segment that this segment continues; -1 for the root of a tree."""
+    """Segment that this one continues; -1 for a root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Several sequences packed into N unique tokens.
 
-    Example, without the threshold MIN_SAVED_TOKENS: sequences [7, 8, 1, 2] and [7, 8, 1, 3] -> token_ids [7, 8, 1, 2,
-    3], position_ids [0, 1, 2, 3, 3], paths [0, 1, 2, 3] and [0, 1, 2, 4].
+    Example: sequences [7, 8, 1, 2] and [7, 8, 1, 3] -> token_ids [7, 8, 1, 2, 3], position_ids [0, 1, 2, 3, 3], paths
+    [0, 1, 2, 3] and [0, 1, 2, 4] (without MIN_SAVED_TOKENS).
     """
 
     token_ids: Int64Array
@@ -57,9 +54,9 @@ class Packing:
     position_ids: Int64Array
     """Position of each token within its own sequence, (N,)."""
     segments: tuple[Segment, ...]
-    """Segments in depth-first order; together they cover [0, N)."""
+    """Depth first; they cover [0, N)."""
     paths: tuple[Int64Array, ...]
-    """Packed positions of each sequence's tokens, in the order of the given sequences."""
+    """Packed positions of each sequence's tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,19 +64,12 @@ class Packing:
 
     @property
     def num_attended(self) -> int:
-        """Number of pairs of a unique token and a token that it attends to, itself included."""
+        """Pairs of a unique token and a token that it attends to, itself included."""
         return int(self.position_ids.sum()) + self.num_tokens
 
 
 def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Packing:
-    """Pack sequences so that each shared token occurs once.
-
-    Args:
-        trees: groups of sequences that may share prefixes; no sequence is empty.
-        share_prefixes: False computes every sequence by itself.
-    Returns:
-        The packing; its `paths` are in the order of the flattened `trees`.
-    """
+    """Pack groups (`trees`) of sequences that may share prefixes. `paths` are in the order of the flattened trees."""
     sequences = [sequence for tree in trees for sequence in tree]
     numbers = range(len(sequences))
     builder, rest = _PackingBuilder(sequences), iter(numbers)
@@ -96,16 +86,14 @@ class _Branch:
     shared: list[int]
     """Length of the prefix that `order[i]` and `order[i + 1]` share."""
     depth: int
-    """Number of the sequences' tokens that are on the path."""
+    """Tokens that are on the path."""
     path: Int64Array
     """Packed positions of these tokens."""
     parent: int
-    """Index of the segment that ends the path; -1 for none."""
+    """Segment that ends the path; -1 for none."""
 
 
 class _PackingBuilder:
-    """Collects segments depth first."""
-
     def __init__(self, sequences: Sequence[Int32Array]) -> None:
         self._sequences = sequences
         self._tokens: list[Int32Array] = []
@@ -137,8 +125,8 @@ class _PackingBuilder:
         )
 
     def _place_branch(self, branch: _Branch) -> list[_Branch | int]:
-        """Place the tokens that all sequences of a branch share. Return the branches that continue them, in order, and
-        then the index of the new segment, if there is one: its subtree ends where the last of the branches ends.
+        """Place the tokens that all sequences of a branch share. Return the branches that continue them, then the index
+        of the new segment, whose subtree ends where the last of the branches ends.
         """
         order, shared, depth = branch.order, branch.shared, branch.depth
         first = self._sequences[order[0]]
@@ -153,9 +141,7 @@ class _PackingBuilder:
         return [*self._continued(replace(branch, depth=common, path=path, parent=index)), index]
 
     def _continued(self, branch: _Branch) -> Iterator[_Branch]:
-        """Yield the branches after the first `depth` tokens, which all sequences share. A branch ends between two
-        neighbours that share only these.
-        """
+        """Yield the branches after the first `depth` tokens, which all sequences share."""
         order, shared = branch.order, branch.shared
         smallest, first = min(shared, default=0), 0
         for i in range(len(order)):
@@ -177,7 +163,6 @@ class _PackingBuilder:
 
 
 def common_prefix(first: Int32Array, second: Int32Array) -> int:
-    """Return the number of leading tokens that two sequences share."""
     size = min(first.size, second.size)
     differ = np.flatnonzero(first[:size] != second[:size])
     return int(differ[0]) if differ.size else int(size)
@@ -189,7 +174,7 @@ def sort_key(tokens: Int32Array) -> bytes:
 
 
 def segment_paths(segments: Sequence[Segment]) -> list[Int64Array]:
-    """Return the packed positions of each segment's path: the positions of its ancestors, then its own positions."""
+    """Return the packed positions of each segment's ancestors, then its own."""
     paths: list[Int64Array] = []
     for segment in segments:
         own = np.arange(segment.start, segment.end)

@@ -1,14 +1,11 @@
 """Holds the policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
 
-`load_policy` makes it; the learner calls it. The same code serves one rank and many, CPU and GPU, the trained policy
-and the frozen reference. It is independent of rewards and losses.
-
-`make_optimizer` makes AdamW for the policy. The learning rate is a pure function of the optimizer step, so a resumed
-run needs no scheduler state.
+The same code serves one rank and many, CPU and GPU, the trained policy and frozen models. The learning rate is a pure
+function of the optimizer step, so a resumed run needs no scheduler state.
 
 `fuse` compiles norms, rotary positions and gated MLPs (`learner.compile`): chains of small operators that read and
-write every token's activations several times. Attention, the head and experts are not compiled, because they have
-hand-written code. Whole layers are not compiled either, because micro-batches differ in every dimension but the width.
+write every token's activations several times. Attention, head and experts have hand-written code. Whole layers are not
+compiled, because micro-batches differ in every dimension but the width.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from torch.distributed.fsdp import (
 )
 
 from rayapp.config.config import Config
-from rayapp.config.learner import OptimizerSection
+from rayapp.config.learner import LearnerSection, OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
@@ -68,34 +65,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """Tensors of a micro-batch on the learner's device."""
+    """A micro-batch on the learner's device."""
 
     token_ids: Tensor
-    """Unique tokens of the micro-batch, (1, N)."""
+    """(1, N)."""
     position_ids: Tensor
-    """Position of each token within its own sequence, (1, N)."""
+    """(1, N)."""
     attention: AttentionLayout | SequenceLayout
     head_positions: Tensor
-    """Packed positions that predict a response token, (M,)."""
+    """(M,)."""
     targets: Targets
     row_pairs: Tensor
-    """Index of each response token's pair, (B, T)."""
+    """(B, T)."""
     row_heads: Tensor
-    """Index of the head position that predicts each response token, (B, T)."""
+    """(B, T)."""
     mask: Tensor
-    """1 on a row's own response tokens, else 0, (B, T) float32."""
+    """(B, T) float32."""
     routed_experts: Tensor | None = None
-    """Experts that the engine chose for each token, (N, layers, k), as in `MicroBatch`."""
+    """(N, layers, k)."""
     part: OwnTokens | None = None
-    """This rank's part of the micro-batch with sequence parallelism; N, M and the targets then cover only this part."""
+    """This rank's part with sequence parallelism; N, M and the targets then cover only this part."""
 
 
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
-    """Copy the tensors of a micro-batch that a forward needs to the device.
-
-    Args:
-        group: ranks that compute the micro-batch together with this one; None without sequence parallelism.
-    """
+    """Copy the tensors that a forward needs to the device. `group` are ranks that compute the micro-batch together."""
 
     def moved(array: Any) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -128,15 +121,13 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
 
 
 class TokenScores(NamedTuple):
-    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. It is a tuple, because FSDP looks for
-    tensors in tuples.
-    """
+    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. FSDP looks for tensors in tuples."""
 
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor
     teacher_kl: Tensor
-    """KL to the teacher at each sampled token's position; 0 without a teacher."""
+    """KL to the teacher at each sampled token's position."""
 
 
 class PolicyModel(nn.Module):
@@ -147,15 +138,12 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self._head = head_rule(causal_lm)
         self.num_tokens: int | None = None
-        """Number of the head's tokens to use, from the first on, if another model has a smaller vocabulary; None: all.
-        """
+        """Tokens of the head to use if another model has a smaller vocabulary."""
         self.replay: RouterReplay | None = None
-        """Router replay: makes the model's routers choose the experts that the engine chose; None: the routers choose
-        themselves.
-        """
+        """Makes the routers choose the experts that the engine chose."""
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
-        """Score every response token of the micro-batch, with the KL to the teacher if one is given."""
+        """Score every response token, with the KL to the teacher if one is given."""
         log_probs, *by_head = token_log_probs(
             self._hidden(batch), self._output_weight(), batch.targets, self._head.applied_to(options), teacher
         )
@@ -178,7 +166,7 @@ class PolicyModel(nn.Module):
         )
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        """Return the hidden states (M, H) of the positions that predict a response token."""
+        """Return hidden states (M, H) of the positions that predict a response token."""
         model: Any = self.causal_lm
         experts = {} if self.replay is None else {EXPERTS: batch.routed_experts}
         outputs = model.get_decoder()(
@@ -194,12 +182,11 @@ class PolicyModel(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens for which the head has a logit."""
         return self._output_weight().shape[0]
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """Gather values into rows (B, T). The gradient of a token that rows share is the sum over these rows."""
+    """Gather values into rows (B, T). The gradient of a token that rows share is the sum over them."""
     if index.shape[0] == 0:
         # An empty micro-batch has no row, but a zero gradient must reach every parameter: otherwise FSDP waits forever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
@@ -207,15 +194,14 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 
 
 def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked: bool = True) -> PolicyModel:
-    """Load the model at `config.model.path`, sharded over the mesh.
-
-    The model is built and sharded without memory; then each rank reads its own part of the weights.
+    """Load the model at `config.model.path`: built and sharded without memory, then each rank reads its part of the
+    weights.
 
     Args:
-        is_checked: check the model's family, on rank 0 only, by computing a small model.
+        is_checked: check the model's family, on rank 0 only.
     Raises:
-        InputError: the model can't be loaded, or the learner does not support its family.
-        LearnerError: the model is to be compiled, but the compiler is missing, or there is nothing to compile.
+        InputError: the model can't be loaded, or its family is not supported.
+        LearnerError: the compiler is missing, or there is nothing to compile.
     """
     compiles = config.compiles(on_gpu=mesh.device_type == "cuda")
     if compiles:
@@ -224,7 +210,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     section = config.learner
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
-    model = policy_of(causal_lm, config, trainable=trainable)
+    model = policy_of(causal_lm, config.learner, trainable=trainable)
     if section.expert_parallel_size > 1:
         split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
@@ -234,34 +220,29 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     return model
 
 
-def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
-    """Prepare a transformers model for the learner, before it is sharded: add adapters and freeze other parameters.
-
-    Frozen parameters are cast to the compute dtype; trained parameters stay float32.
-    """
+def policy_of(causal_lm: Any, learner: LearnerSection, *, trainable: bool) -> PolicyModel:
+    """Add adapters and freeze other parameters, before sharding. Frozen ones get the compute dtype; trained ones stay
+    float32."""
     if trainable:
-        recompute(causal_lm, config.learner.num_recomputed(len(causal_lm.get_decoder().layers)))
+        recompute(causal_lm, learner.num_recomputed(len(causal_lm.get_decoder().layers)))
     model = PolicyModel(causal_lm)
     model.eval().requires_grad_(trainable)
     if trainable:
         training_mode(causal_lm)
-    if trainable and config.learner.router_replay:
+    if trainable and learner.router_replay:
         model.replay = RouterReplay(causal_lm)
-    if trainable and config.learner.lora.rank > 0:
+    if trainable and learner.lora.rank > 0:
         with torch.device("meta"):
-            add_adapters(causal_lm, config.learner.lora)
+            add_adapters(causal_lm, learner.lora)
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(DTYPES[config.learner.compute_dtype])
+            parameter.data = parameter.data.to(DTYPES[learner.compute_dtype])
     return model
 
 
 def recompute(causal_lm: Any, num_layers: int) -> None:
-    """Make the first `num_layers` decoder layers compute their activations again in the backward.
-
-    Raises:
-        InputError: the model can only recompute all of its layers.
-    """
+    """Recompute the first `num_layers` layers' activations in the backward. InputError: the model can only recompute
+    all."""
     if not num_layers:
         return
     causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -276,19 +257,16 @@ def recompute(causal_lm: Any, num_layers: int) -> None:
 
 
 def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
-    """Build the transformers model in float32 with packed attention, on torch's meta device, so without weights or
-    memory.
+    """Build the transformers model in float32 with packed attention, on torch's meta device.
 
-    Args:
-        is_checked: first compare a small model of this family with plain attention.
     Raises:
-        InputError: the model can't be built, or the learner does not support its family.
+        InputError: the model can't be built, or its family is not supported.
     """
     from transformers import AutoModelForCausalLM
 
     register_attention()
     register_sequence_attention()
-    architecture = read_architecture(config)
+    architecture = read_architecture(config.model)
     if is_checked:
         check_family(architecture, config)
     try:
@@ -302,8 +280,8 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     fit_to_packing(causal_lm, config.max_model_tokens)
-    check_sequence_parallel(causal_lm, config)
-    check_expert_parallel(causal_lm, config)
+    check_sequence_parallel(causal_lm, config.learner)
+    check_expert_parallel(causal_lm, config.learner)
     if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", None):
         log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
     if (sampling := generation_config(config.model.path)) is not None:
@@ -312,11 +290,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
 
 
 def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> None:
-    """Allocate the memory of a sharded model that is on the meta device. Buffers are computed, parameters stay unset.
-
-    Args:
-        on_host: allocate parameters in host memory; buffers are always on `device`.
-    """
+    """Allocate a sharded model that is on the meta device. Buffers are computed, parameters stay unset."""
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
     causal_lm.tie_weights()  # tie weights again, because each name got its own memory
@@ -330,10 +304,8 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
 def shard(
     model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
 ) -> PolicyModel:
-    """Shard the model with FSDP2: shards are float32, gathered in compute_dtype, and gradients are reduced in float32.
-
-    Args:
-        cpu_offload: keep shards and gradients, and with them the optimizer's state, in host memory.
+    """Shard the model with FSDP2: float32 shards, gathered in compute_dtype, gradients reduced in float32.
+    `cpu_offload` keeps shards, gradients and the optimizer's state in host memory.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
@@ -356,10 +328,10 @@ def shard(
 
 
 def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
-    """Tell FSDP, before a backward, whether to reduce gradients over the ranks after the backward.
+    """Tell FSDP, before a backward, whether to reduce gradients after it.
 
-    On CPU each rank sums the gradients of all micro-batches of an optimizer step, and they are reduced once after the
-    last one. On GPU they are reduced after each micro-batch, to save the memory of the unsharded sum.
+    On CPU they are reduced once, after the last micro-batch of an optimizer step; on GPU after each, to save the memory
+    of the unsharded sum.
     """
     if device.type == "cpu":
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -367,27 +339,23 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
 
 
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter with its name in the module; tied parameters once. Without LoRA these are the Hugging Face
-    names.
-    """
+    """Yield every parameter with its name in the module (Hugging Face's, without LoRA); tied ones once."""
     yield from model.causal_lm.named_parameters()
 
 
 def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim.AdamW:
-    """Return fused AdamW with weight decay only on matrices, because norms and biases must not be pulled to 0."""
+    """Return fused AdamW with weight decay only on matrices."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
 
 
 def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 1 to `num_steps`.
-
-    The schedule reaches its end one step after the last step.
+    """Return the learning rate of optimizer step `step`, from 1 to `num_steps`; the schedule ends one step later.
 
     Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 1.0, 0.5.
     """
@@ -410,9 +378,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients so that their global norm over all ranks is at most `max_norm`; return the norm before scaling.
-    If a gradient is not finite, neither is the norm, and no gradient is scaled.
-    """
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before. If it is not finite, none is
+    scaled."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}  # torch adds up the norms of one mesh only
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -426,18 +393,16 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 
 ROPE = "apply_rotary_pos_emb"
-"""Name of the function for rotary positions in transformers' model modules."""
+"""Function for rotary positions in transformers' model modules."""
 GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
-"""Names of the linear layers of a gated MLP, for each known layout."""
+"""Linear layers of a gated MLP, for each known layout."""
 
 
 def fuse(causal_lm: Any, *, is_asked: bool) -> None:
     """Make the model compile its small operators when they first run. Call it before sharding.
 
-    Args:
-        is_asked: True if the config has `learner.compile: true`.
     Raises:
-        LearnerError: the config asks for it, but the model has nothing to compile.
+        LearnerError: `is_asked`, but the model has nothing to compile.
     """
     decoder = causal_lm.get_decoder()
     norms = [module for module in decoder.modules() if _is_norm(module)]
@@ -463,7 +428,6 @@ def _compiled(function: Any) -> Any:
 
 @cache
 def _compile(function: Any) -> Any:
-    """Compile a function for any number of tokens."""
     from torch._dynamo import config
 
     # Torch 2.13 would make a norm's epsilon an input: a tensor on the CPU, for which GPUs too would need C++.
@@ -472,23 +436,18 @@ def _compile(function: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return True if the module is a norm to compile. Torch's own norms are single kernels already."""
+    """Return True if the module is a norm to compile; torch's own are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Return True if the module is a gated MLP of plain linear layers, without adapters."""
     children = dict(module.named_children())
     return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
 
 
 def check_compiler(device_type: str) -> None:
-    """Check that torch.compile has on this machine what it needs for this kind of device.
-
-    Raises:
-        LearnerError: something is missing.
-    """
+    """Check that torch.compile has what it needs on this machine; else LearnerError."""
     missing = list(_missing(device_type))
     if missing:
         raise LearnerError(
@@ -499,7 +458,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def _missing(device_type: str) -> Iterator[str]:
-    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) look them up."""
+    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) do."""
     if device_type == "cpu":
         if not shutil.which(os.environ.get("CXX", "g++")):
             yield "C++ compiler (CXX, or g++)"

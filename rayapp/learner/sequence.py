@@ -1,9 +1,8 @@
 """Sequence parallelism (Ulysses): several ranks compute one micro-batch, each a range of its tokens.
 
-Ranks of a group get the same trajectories and make the same micro-batch of N tokens. Each rank computes everything but
-attention for its own n = N / size tokens. For attention an exchange gives every rank all N tokens of some heads. The
-rank computes these heads as a single rank would, with shared prefixes. A second exchange returns the rank's own tokens
-of all heads. Log-probs are gathered at the end, so that all ranks of a group have the same loss.
+Ranks of a group make the same micro-batch of N tokens. Each computes everything but attention for its own n = N / size
+tokens. For attention an exchange gives every rank all N tokens of some heads, which it computes as a single rank would.
+Log-probs are gathered at the end, so that all ranks of a group have the same loss.
 
     (n, all heads) --exchange--> (N, own heads) --attention--> (N, own heads) --exchange--> (n, all heads)
 """
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import InputError
 from rayapp.learner.attention import AttentionLayout, packed_attention
 from rayapp.learner.batch import MicroBatch
@@ -46,7 +45,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLayout:
-    """Attention layout over the ranks of a group. The model's forward passes it to attention as `plan`."""
+    """Attention layout over the ranks of a group, which attention gets as `plan`."""
 
     whole: AttentionLayout
     """Layout of all N tokens."""
@@ -54,19 +53,14 @@ class SequenceLayout:
 
 
 def register_sequence_attention() -> None:
-    """Make SEQUENCE_ATTENTION known to transformers. Idempotent."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(SEQUENCE_ATTENTION, attention_over_ranks)
 
 
-def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
-    """Check that `learner.sequence_parallel` ranks can compute this model together.
-
-    Raises:
-        InputError: the number of attention heads is not a multiple of the ranks, or the model has mixers.
-    """
-    size, text = config.learner.sequence_parallel, causal_lm.config.get_text_config()
+def check_sequence_parallel(causal_lm: Any, learner: LearnerSection) -> None:
+    """Check that `learner.sequence_parallel` divides the heads, and that the model has no mixers; else InputError."""
+    size, text = learner.sequence_parallel, causal_lm.config.get_text_config()
     if size == 1:
         return
     heads, where = text.num_attention_heads, f"learner.sequence_parallel is {size}, but {text.model_type!r} has"
@@ -83,7 +77,7 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
 
 
 def padded(packing: Packing, size: int) -> Packing:
-    """Pad the packing with untrained tokens, so that their number is a multiple of `size`."""
+    """Pad the packing with untrained tokens to a multiple of `size`."""
     missing = -packing.num_tokens % size
     if not missing:
         return packing
@@ -106,7 +100,7 @@ def attention_over_ranks(
     plan: SequenceLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `packed_attention` of a layer; called by transformers on every rank with its own n tokens.
+    """Compute a layer's attention; transformers calls it on every rank with its own n tokens.
 
     Args:
         query: (1, Hq, n, D). key: (1, Hkv, n, D). value: (1, Hkv, n, Dv).
@@ -127,9 +121,7 @@ def attention_over_ranks(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Exchange of queries, keys and values: own tokens of all heads -> all tokens of own heads, (1, H, n, D) -> (1,
-    H/size, N, D).
-    """
+    """Own tokens of all heads -> all tokens of own heads, (1, H, n, D) -> (1, H / size, N, D)."""
 
     @staticmethod
     def forward(
@@ -145,7 +137,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Exchange of the output: all tokens of own heads -> own tokens of all heads, (1, N, H/size, D) -> (1, n, H, D)."""
+    """All tokens of own heads -> own tokens of all heads, (1, N, H / size, D) -> (1, n, H, D)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, group: SequenceGroup) -> Tensor:
@@ -160,9 +152,6 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: SequenceGroup) -> list[Tensor]:
-    """Exchange own tokens of all heads for all tokens of own heads, for each tensor: (1, H, n, D) -> (1, H / size, N,
-    D).
-    """
     size = group.size
     # Order by destination: rank r gets the r-th block of heads.
     parts = [tensor[0].unflatten(0, (size, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
@@ -171,9 +160,7 @@ def _to_heads(tensors: tuple[Tensor, ...], group: SequenceGroup) -> list[Tensor]
 
 
 def _to_tokens(tensors: tuple[Tensor, ...], group: SequenceGroup, *, heads_first: bool = False) -> list[Tensor]:
-    """Exchange all tokens of own heads for own tokens of all heads, for each tensor: (1, N, H / size, D) -> (1, n, H,
-    D), or (1, H, n, D) with `heads_first`.
-    """
+    """Exchange each tensor (1, N, H / size, D) for (1, n, H, D), or (1, H, n, D) with `heads_first`."""
     parts = [tensor[0].unflatten(0, (group.size, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
     received = _exchange(parts, group)  # by source rank: its heads, own tokens (size, n, H / size, D)
     order = (0, 2, 1, 3) if heads_first else (1, 0, 2, 3)
@@ -182,7 +169,7 @@ def _to_tokens(tensors: tuple[Tensor, ...], group: SequenceGroup, *, heads_first
 
 
 def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
-    """Send row r of every part to rank r. Row r of each result comes from rank r; shapes stay the same."""
+    """Send row r of every part to rank r. Row r of each result comes from rank r."""
     flat = torch.cat([part.reshape(group.size, -1) for part in parts], dim=1)
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group.group)
@@ -192,32 +179,31 @@ def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTokens:
-    """This rank's part of a micro-batch, and the sizes of all ranks' parts."""
+    """This rank's part of a micro-batch."""
 
     group: SequenceGroup
     packing: Packing
-    """Packing of all N tokens, padded to a multiple of the number of ranks."""
+    """Packing of all N tokens, padded to a multiple of the ranks."""
     tokens: slice
     """Packed positions of this rank's tokens."""
     heads: slice
-    """Range of the micro-batch's `head_positions` that this rank computes."""
+    """Range of `head_positions` that this rank computes."""
     pairs: slice
-    """Range of the micro-batch's pairs (position, next token) that this rank computes."""
+    """Range of pairs that this rank computes."""
     num_heads: tuple[int, ...]
-    """Number of head positions by rank."""
+    """By rank."""
     num_pairs: tuple[int, ...]
-    """Number of pairs by rank."""
+    """By rank."""
 
     def head_positions(self, batch: MicroBatch) -> NDArray[np.int64]:
-        """Return the positions among this rank's tokens that predict a response token. Without such positions, return
-        position 0, whose result is ignored: FSDP's reduction waits for the head's gradient of every rank.
+        """Return this rank's positions that predict a response token, or position 0, whose result is ignored: FSDP's
+        reduction waits for the head's gradient of every rank.
         """
         positions = batch.head_positions[self.heads] - self.tokens.start
         return positions if positions.size else np.zeros(1, np.int64)
 
 
 def own_tokens(batch: MicroBatch, group: SequenceGroup) -> OwnTokens:
-    """Return this rank's part of a micro-batch, which is cut into one range of tokens for each rank."""
     packing = padded(batch.packing, group.size)
     edges = np.arange(group.size + 1) * (packing.num_tokens // group.size)
     heads = np.searchsorted(batch.head_positions, edges)
@@ -235,11 +221,8 @@ def own_tokens(batch: MicroBatch, group: SequenceGroup) -> OwnTokens:
 
 
 def gather_rows(own: Tensor, sizes: tuple[int, ...], group: SequenceGroup) -> Tensor:
-    """Gather the rows of all ranks, in order of ranks. All ranks must compute the same loss from them, because each
-    rank takes the gradient of its own rows from its own loss.
-
-    Args:
-        own: rows of this rank, (sizes[rank],).
+    """Gather rows (sizes[rank],) of all ranks. All must compute the same loss from them, because each takes the
+    gradient of its own rows from its own loss.
     """
     rows: Tensor = _GatherRows.apply(own, sizes, group)  # type: ignore[no-untyped-call]
     return rows

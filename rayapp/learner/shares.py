@@ -1,7 +1,5 @@
-"""Assigns a step's trajectories to ranks, so that in every mini-batch all ranks have about equally many tokens.
-
-Ranks wait for each other at every optimizer step, so each mini-batch is balanced by itself. The driver calls this
-module, so it does not import torch; `PolicyLearner` gets the result.
+"""Assigns a step's trajectories to ranks, so that in every mini-batch all ranks have about equally many tokens: they
+wait for each other at every optimizer step. The driver calls it, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
@@ -26,28 +24,25 @@ class Share(NamedTuple):
     stop: int | None = None
 
     def has(self, index: int) -> bool:
-        """Return whether the share includes trajectory `index` of the group."""
         return index >= self.start and (self.stop is None or index < self.stop)
 
 
 class _Row(NamedTuple):
-    """Position of a trajectory, and the numbers of tokens by which it is assigned to a rank."""
-
     position: int
     trajectory: int
     num_tokens: int
-    """Number of tokens that are computed only for this trajectory."""
+    """Tokens that are computed only for this trajectory."""
     num_shared: int
-    """Number of tokens that a rank computes once for all its trajectories of the group."""
+    """Tokens that a rank computes once for all its trajectories of the group."""
 
 
 Shares = tuple[tuple[Share, ...], ...]
-"""Shares of each sequence group (of each rank without sequence parallelism), in the order of the step."""
+"""Shares of each rank (sequence group), in the order of the step."""
 
 
 def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
-    """Return each rank's shares in the order of the step. A share has consecutive trajectories, so that few groups are
-    split. In each mini-batch the busiest rank has as few tokens as possible.
+    """Return each rank's shares, in the order of the step. Few groups are split, and the busiest rank has as few tokens
+    as possible.
     """
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]
@@ -63,25 +58,15 @@ def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> S
 
 
 def groups_per_minibatch(num_groups: int, num_minibatches: int) -> int:
-    """Return the number of groups in one optimizer step, at least 1."""
     return max(1, -(-num_groups // num_minibatches))
 
 
 def pulls_at_zero_advantage(config: Config) -> bool:
-    """Return True if a trajectory with zero advantages may have a gradient, from a loss other than the policy loss."""
-    algorithm = config.algorithm
-    return (
-        algorithm.kl_loss_coef > 0
-        or bool(config.distillation.teacher)
-        or algorithm.entropy_coef > 0
-        or algorithm.is_batch_coupled
-        or algorithm.policy_loss == "dro"
-        or algorithm.policy_loss not in POLICY_LOSSES  # a plug-in's loss may have any terms
-    )
+    """Return True if a trajectory with zero advantages may have a gradient."""
+    return config.algorithm.pulls_at_zero_advantage or bool(config.distillation.teacher)
 
 
 def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row]:
-    """Yield a row for each of the group's trajectories. Trajectories that are not computed have 0 tokens."""
     shared = summary.num_prompt_tokens if config.learner.share_prefixes else 0
     is_idle = not _teaches(summary, config)
     for index, (num_tokens, is_valid) in enumerate(zip(summary.num_tokens, summary.valid, strict=True)):
@@ -92,9 +77,7 @@ def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row
 
 
 def _teaches(summary: GroupSummary, config: Config) -> bool:
-    """Return False if the group's gradient is known to be zero, because its rewards are equal and no other loss is
-    configured.
-    """
+    """Return False if the group's gradient is known to be zero."""
     estimator = config.algorithm.adv_estimator
     looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
     if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
@@ -106,9 +89,7 @@ def _teaches(summary: GroupSummary, config: Config) -> bool:
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
-    """Return the rank of each row. Each rank gets consecutive rows, and the busiest rank has as few tokens as
-    possible.
-    """
+    """Return the rank of each row: consecutive rows, and as few tokens as possible on the busiest rank."""
     low, high = 0, sum(row.num_tokens + row.num_shared for row in rows)
     while low < high:
         middle = (low + high) // 2
@@ -117,7 +98,7 @@ def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
 
 
 def _fill(rows: Sequence[_Row], capacity: int) -> list[int]:
-    """Return the rank of each row if each rank takes rows until it would exceed `capacity` tokens."""
+    """Return the rank of each row if each rank takes rows up to `capacity` tokens."""
     ranks, rank, load, last = [], 0, 0, -1
     for row in rows:
         more = row.num_tokens + (row.num_shared if row.position != last else 0)

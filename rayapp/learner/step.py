@@ -1,8 +1,7 @@
 """Trains one step on one rank: scoring, forward and backward of every micro-batch, optimizer.
 
-`PolicyLearner` is built by `actors.learner.Learner` and holds the model; this module is the algorithm. Every rank runs
-the same collectives in the same order, whatever its trajectories are: a rank with fewer micro-batches computes empty
-micro-batches.
+Every rank runs the same collectives in the same order, whatever its trajectories are: a rank with fewer micro-batches
+computes empty ones.
 
     plan (advantages, counts) -> [old log-probs] -> per mini-batch: micro-batches -> clip -> AdamW -> metrics of rank 0
 """
@@ -14,7 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,11 +21,11 @@ from torch import Tensor
 
 from rayapp.config.algorithm import NEEDS_LOG_PROBS
 from rayapp.config.config import Config
-from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs, kl_penalty_of, response_mask, token_kl
 from rayapp.learner.algo.distillation import VerdictReader, teacher_advantages
 from rayapp.learner.algo.losses import (
+    Coupled,
     LossRows,
     LossScale,
     aggregated,
@@ -40,17 +38,28 @@ from rayapp.learner.algo.losses import (
 )
 from rayapp.learner.batch import (
     MicroBatch,
+    RowScores,
     TrainItem,
     advantages_of,
     empty_micro_batch,
     rollout_log_probs_of,
+    scores_by_row,
     split,
     stack_rows,
 )
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
-from rayapp.learner.memory.speed import MfuMeter
-from rayapp.learner.metrics import MicroBatchFacts, RowFacts, StepProfiler, mfu_metrics, step_metrics, timing_metrics
+from rayapp.learner.metrics import (
+    MfuMeter,
+    MicroBatchFacts,
+    RowFacts,
+    StepProfiler,
+    mfu_metrics,
+    row_facts,
+    step_metrics,
+    stopwatch,
+    timing_metrics,
+)
 from rayapp.learner.policy import (
     DeviceBatch,
     PolicyModel,
@@ -81,31 +90,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class PolicyLearner:
-    """Policy with its optimizer and the training step. It is the only mutable state of a learner."""
+    """Policy with its optimizer and the training step: the only mutable state of a learner."""
 
     config: Config
     ranks: Ranks
     model: PolicyModel
     optimizer: torch.optim.AdamW
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
-    """Models that are not trained, by their names in `frozen_models`."""
+    """Models that don't learn, by their names in `frozen_models`."""
     verdicts: VerdictReader | None = None
-    """Puts the verdict on an answer before the prompt that the teacher reads; None: the teacher reads the policy's
-    prompt.
-    """
+    """Puts the verdict on an answer before the prompt that the teacher reads."""
     mfu: MfuMeter | None = None
     """Computes `perf/mfu`; None on a CPU and on an unknown GPU."""
     kl_coef: float = 0.0
-    """Coefficient of the KL in the reward at the next step. At the first step it is algorithm.kl_in_reward.coef."""
+    """Coefficient of the KL in the reward at the next step."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
-    """Number of optimizer steps skipped since the run began, because a loss or gradient was not finite."""
+    """Optimizer steps of the run that were skipped because a loss or gradient was not finite."""
     log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
-    """Log-probs (R,) under the weights with which the last step began, by the trajectory's position in that step. It
-    has the trajectories that were computed, and is the same on every rank.
-    """
+    """Log-probs (R,) under the weights with which the last step began, by row; only of computed trajectories."""
     profile: Profile | None = None
-    """Profile of the last step in `train.profile_steps`; only on rank 0."""
+    """Trace of the last step in `train.profile_steps`; only on rank 0."""
     _profiler: StepProfiler | None = None
 
     def train_step(
@@ -115,15 +120,12 @@ class PolicyLearner:
         shares: Sequence[Share],
         groups: Sequence[Group],
     ) -> dict[str, float]:
-        """Train one step. `summaries` describe all groups of the step, `shares` are this rank's parts of them, and
-        `groups` are the groups of `shares`, in order.
-        """
+        """Train one step. `summaries` are of all groups; `groups` are those of this rank's `shares`, in order."""
         with self._profiled(step):
             return _Step(self, step, summaries, shares, groups).run()
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Context manager that profiles the block on rank 0, if `step` is in `train.profile_steps`."""
         self.profile = None
         if self.ranks.rank or step not in self.config.train.profile_steps:
             yield
@@ -137,20 +139,20 @@ class PolicyLearner:
         self.profile = profiler.profile("learner-0")
 
     def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return the micro-batches of one pass. In a profiled step, only the first micro-batches are recorded."""
+        """Return the micro-batches of one pass; a profiled step records only the first."""
         return batches if self._profiler is None else self._profiler.first_of(batches)
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
-        """Score every item without a gradient. Returns scores by row. Collective: every rank must call it."""
+        """Score every item without a gradient. Returns scores by row. Collective."""
         scores: dict[int, RowScores] = {}
         with torch.no_grad():
             for batch in self.recorded(self.micro_batches(items)):
                 on_device = to_device(batch, self.ranks.device, self.ranks.sequence)
-                scores.update(_by_row(batch, model(on_device, options)))
+                scores.update(scores_by_row(batch, model(on_device, options)))
         return scores
 
     def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
-        """Return this rank's micro-batches, and empty ones up to the number of the rank that has the most."""
+        """Return this rank's micro-batches, and empty ones up to the largest number of any rank."""
         learner = self.config.learner
         max_tokens = learner.token_budget * learner.sequence_parallel
         if not learner.router_replay:
@@ -162,8 +164,8 @@ class PolicyLearner:
         return batches + [empty_micro_batch()] * missing
 
     def update(self, losses: Sequence[float], step: int) -> tuple[float, bool]:
-        """Update the weights, unless the gradient or a loss of this mini-batch is not finite on some rank. Collective.
-        Returns: The gradient's norm before clipping, and whether the weights were updated.
+        """Update the weights, unless the gradient or a loss is not finite on some rank. Collective. Returns the
+        gradient's norm before clipping, and whether the weights were updated.
         """
         section, train = self.config.learner.optimizer, self.config.train
         self.optimizer_steps += 1
@@ -187,9 +189,7 @@ class PolicyLearner:
         return norm, is_finite
 
     def _fill_missing_gradients(self) -> None:
-        """Set missing gradients to zero, so that AdamW updates these parameters by their momentum, as with a computed
-        zero.
-        """
+        """Set missing gradients to zero, so that AdamW updates these parameters by their momentum."""
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -203,28 +203,7 @@ class PolicyLearner:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowScores:
-    """Scores of one trajectory's R response tokens, each (R,)."""
-
-    log_probs: FloatArray
-    entropy: FloatArray
-    sum_pi_squared: FloatArray
-
-
-def stopwatch(device: torch.device) -> Stopwatch:
-    """Return a stopwatch for the parts of a step; it waits for the GPU's queue at the end of each part."""
-    return Stopwatch(synchronize=partial(_synchronize, device), region=torch.profiler.record_function)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class _Step:
-    """State of one step, during `train_step`."""
-
     def __init__(
         self,
         learner: PolicyLearner,
@@ -241,12 +220,10 @@ class _Step:
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
         self.frozen: dict[str, dict[int, FloatArray]] = {}
-        """Log-probs (R,) of the sampled tokens, by model and row. The model is frozen, or a teacher that is the policy
-        itself or a server.
-        """
+        """Log-probs (R,) of the sampled tokens, by model (or teacher) and row."""
         self.kl_metrics: dict[str, float] = {}
         self.mean_weight = 1.0
-        """Divisor of importance weights: their mean over the step (see `LossScale`)."""
+        """Divisor of importance weights (see `LossScale`)."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -265,7 +242,7 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        """Return this rank's trajectories, without those whose gradient is known to be zero, and score them."""
+        """Return this rank's scored trajectories, without those whose gradient is known to be zero."""
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
             log.warning("step %d leaves out groups %s, because their rewards are not finite", self.number, bad)
         scored: list[TrainItem] = []
@@ -283,11 +260,8 @@ class _Step:
         return items
 
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
-        """Return the inputs of the advantage estimator. Collective.
-
-        Args:
-            scored: this rank's trained rows, if the config has `scores_before_advantages`; else empty.
-        """
+        """Return the estimator's inputs. `scored` are this rank's trained rows with `scores_before_advantages`.
+        Collective."""
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
@@ -306,11 +280,7 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        """Return the reward that each token of the trained rows loses for its KL, (B, T), and update the coefficient.
-        Collective.
-
-        In bypass mode the engine's log-probs are used as the old log-probs, as in the loss of that mode.
-        """
+        """Return the reward (B, T) that trained tokens lose for their KL, and update the coefficient. Collective."""
         learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
         old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
@@ -324,15 +294,13 @@ class _Step:
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
-        """Gather per-token values (B, T) of all trained rows; `own` are the values of this rank's rows. Collective."""
+        """Gather per-token values (B, T) of all trained rows, given this rank's. Collective."""
         rows = {row: values for part in self.learner.ranks.gather_data(own) for row, values in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         return stack_rows([rows[int(row)] for row in table.trained_rows], width)
 
     def _score(self, items: Sequence[TrainItem]) -> None:
-        """Compute the log-probs that the update itself does not compute: old log-probs, and log-probs of frozen
-        models.
-        """
+        """Compute the log-probs that the update itself does not compute."""
         learner = self.learner
         # Scoring is collective, so all ranks must decide alike. Decide by the config and not by `self.old`, which is
         # empty on a rank that has only failed groups.
@@ -391,12 +359,7 @@ class _Step:
         self.grad_norms.append(norm)
         self.num_skipped += not is_finite
 
-    def _coupled_gradients(
-        self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
-    ) -> dict[int, FloatArray] | None:
-        """Return gradients with respect to log-probs, by row, for losses that depend on the whole mini-batch; None for
-        other losses.
-        """
+    def _coupled_gradients(self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any) -> Coupled | None:
         if not self.algorithm.is_batch_coupled:
             return None
         learner = self.learner
@@ -410,7 +373,6 @@ class _Step:
         return coupled_gradients(everyone, self.algorithm, actor_config, scale, seed=seed)
 
     def _distilled(self, item: TrainItem) -> TrainItem:
-        """Return the trajectory with the teacher's advantages added to its own."""
         if "teacher" not in self.frozen:
             return item
         teacher, old = self.frozen["teacher"][item.row], self.old[item.row].log_probs
@@ -419,9 +381,7 @@ class _Step:
         return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
-        """Return the teacher's head on a micro-batch; None unless the loss needs the teacher's whole distribution.
-        Collective.
-        """
+        """Return the teacher's head, if the loss needs its whole distribution. Collective."""
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None
@@ -430,7 +390,7 @@ class _Step:
         return head
 
     def _forward_backward(
-        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
+        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: Coupled | None
     ) -> None:
         learner = self.learner
         on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
@@ -443,8 +403,7 @@ class _Step:
             result = policy_loss(rows, self.algorithm, actor_config, scale)
             loss, metrics = result.loss, result.metrics
         else:
-            slopes = stack_rows([coupled[item.row] for item in batch.items], batch.mask.shape[1])
-            loss, metrics = (rows.log_probs * slopes.to(rows.mask.device)).sum(), {}
+            loss, metrics = coupled.surrogate(rows.log_probs, [item.row for item in batch.items]), {}
         loss = self._regularised(loss, rows, scale)
         loss.backward()  # type: ignore[no-untyped-call]
         share = float(loss.detach()) / scale.dp_size
@@ -460,7 +419,7 @@ class _Step:
                 metrics=metrics,
             )
         )
-        self._note_rows(batch, rows)
+        self.row_facts |= row_facts(batch, rows)
 
     def _loss_rows(self, batch: MicroBatch, scores: TokenScores) -> LossRows:
         device, width = scores.log_probs.device, batch.mask.shape[1]
@@ -490,7 +449,7 @@ class _Step:
         )
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
-        """Add the configured KL losses and the entropy bonus to the loss."""
+        """Add KL losses and the entropy bonus."""
         if self.algorithm.kl_loss_coef > 0:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.config.distillation.needs_logits:
@@ -502,25 +461,7 @@ class _Step:
             loss = loss - self.algorithm.entropy_coef * aggregated(rows.entropy, rows.mask, self.algorithm, scale)
         return loss
 
-    def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
-        """Copy the values from which metrics are computed to the host."""
-        log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
-        entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
-        ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
-        teacher_kl = rows.teacher_kl.detach().cpu().numpy() if rows.teacher_kl is not None else None
-        for i, item in enumerate(batch.items):
-            size = item.advantages.size
-            self.row_facts[item.row] = RowFacts(
-                log_probs=log_probs[i, :size],
-                old_log_probs=old[i, :size],
-                rollout_log_probs=item.rollout_log_probs,
-                entropy=entropy[i, :size],
-                ref_log_probs=None if ref is None else ref[i, :size],
-                teacher_kl=None if teacher_kl is None else teacher_kl[i, :size],
-            )
-
     def _agreement(self) -> dict[str, float]:
-        """Return the metric of how often the learner's routers agree with the server's; empty without router replay."""
         replay = self.learner.model.replay
         if replay is None:
             return {}
@@ -545,15 +486,3 @@ class _Step:
             "learner/skipped_steps": float(self.num_skipped),
             "learner/skipped_steps_total": float(learner.skipped_steps),
         }
-
-
-def _by_row(batch: MicroBatch, scores: TokenScores) -> dict[int, RowScores]:
-    log_probs, entropy, squares, _ = (tensor.cpu().numpy() for tensor in scores)
-    return {
-        item.row: RowScores(
-            log_probs=log_probs[i, : item.advantages.size],
-            entropy=entropy[i, : item.advantages.size],
-            sum_pi_squared=squares[i, : item.advantages.size],
-        )
-        for i, item in enumerate(batch.items)
-    }

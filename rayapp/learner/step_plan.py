@@ -1,7 +1,6 @@
 """Plans one step: the trajectories that count, their advantages, and the division into optimizer steps.
 
-Every rank makes the plan from the summaries of *all* groups, so that ranks agree on every count without communication;
-only the trajectories themselves differ from rank to rank.
+Every rank plans from the summaries of *all* groups, so that ranks agree on every count without communication.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ from rayapp.learner.shares import Share, groups_per_minibatch, pulls_at_zero_adv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """All R trajectories of the step, in order, one row each; the same on every rank."""
+    """All R trajectories of the step, one row each; the same on every rank."""
 
     group: NDArray[np.int64]
     """Position of each trajectory's group in the step, (R,)."""
     index: NDArray[np.int64]
     """Index of each trajectory in its group, (R,)."""
     trained: NDArray[np.bool_]
-    """True if the trajectory counts in baselines, and in losses unless it is `filtered`, (R,)."""
+    """Trajectories that count in baselines, and in losses unless `filtered`, (R,)."""
     filtered: NDArray[np.bool_]
-    """True if algorithm.overlong.filter leaves the trajectory out of the loss, (R,)."""
+    """Trajectories that algorithm.overlong.filter leaves out of the loss, (R,)."""
     rewards: FloatArray
-    """Reward of each trajectory, (R,)."""
     num_response_tokens: NDArray[np.int64]
-    """Number of response tokens of each trajectory, (R,)."""
     num_groups: int
 
     @property
@@ -50,10 +47,8 @@ class StepTable:
 
 
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
-    """Make the table of the step and mark the trajectories to train on.
-
-    These are not trained on: invalid trajectories, the greedy baseline of remax, groups with a reward that is not
-    finite, and a group's only valid trajectory if advantages compare the trajectories of a group.
+    """Mark the trajectories to train on: not invalid ones, the greedy baseline of remax, groups with a reward that is
+    not finite, nor a group's only valid trajectory if advantages compare the trajectories of a group.
     """
     estimator = config.algorithm.adv_estimator
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
@@ -79,12 +74,11 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
 
 
 def has_finite_rewards(summary: GroupSummary) -> bool:
-    """Return whether all rewards of the group's valid trajectories are finite."""
     return bool(np.isfinite(summary.rewards[summary.valid.astype(bool)]).all())
 
 
 def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
-    """Return the estimator's inputs, for the trained rows."""
+    """Return the estimator's inputs for the trained rows."""
     rows = table.trained_rows
     baselines = None
     if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
@@ -99,7 +93,7 @@ def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config
 
 
 def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) -> dict[int, FloatArray]:
-    """Return the advantages (R_i,) of the trained rows, by row number."""
+    """Return the advantages (R_i,) of the trained rows, by row."""
     rows = table.trained_rows
     if rows.size == 0:
         return {}
@@ -110,18 +104,18 @@ def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) ->
 
 
 def zero_advantages(table: StepTable) -> dict[int, FloatArray]:
-    """Return advantages (R_i,) of zero for the trained rows, by row number."""
+    """Return advantages (R_i,) of zero for the trained rows, by row."""
     return {int(row): np.zeros(table.num_response_tokens[row], np.float32) for row in table.trained_rows}
 
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
-    """Return for each row (R,) the index of its optimizer step within the step. Groups stay whole and in order."""
+    """Return the optimizer step (R,) of each row. Groups stay whole and in order."""
     result: NDArray[np.int64] = table.group // groups_per_minibatch(table.num_groups, num_minibatches)
     return result
 
 
 def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
-    """Return the divisors of the loss: counts of the rows in `chosen` that are in the loss, over all ranks."""
+    """Return the divisors of the loss: counts of the chosen rows over all ranks."""
     rows = table.trained & ~table.filtered & chosen
     return LossScale(
         num_tokens=int(table.num_response_tokens[rows].sum()),
@@ -137,14 +131,8 @@ def local_items(
     shares: Sequence[Share],
     groups: Sequence[Group],
 ) -> list[TrainItem]:
-    """Return this rank's trajectories that have an entry in `advantages`.
-
-    Args:
-        groups: groups of `shares`, in the same order.
-
-    Raises:
-        LearnerError: a group does not match its summary.
-    """
+    """Return this rank's trajectories that have an entry in `advantages`. LearnerError: a group does not match its
+    summary."""
     mine = {share.position: (share, group) for share, group in zip(shares, groups, strict=True)}
     items: list[TrainItem] = []
     for row in sorted(advantages):
@@ -165,16 +153,12 @@ def local_items(
 
 
 def needs_computing(item: TrainItem, config: Config) -> bool:
-    """Return False if the trajectory's gradient is exactly 0, because its advantages are 0 and no other loss is
-    configured.
-    """
+    """Return False if the gradient is exactly 0."""
     return pulls_at_zero_advantage(config) or bool(np.any(item.advantages))
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
-    """Return the values of the trained rows for each reward term that all groups with trained rows have. Failed groups
-    have no terms.
-    """
+    """Return the trained rows' values of each term that all their groups have. Failed groups have none."""
     in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
     names = sorted(set.intersection(*in_play)) if in_play else []
     return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}

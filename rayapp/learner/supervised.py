@@ -1,12 +1,9 @@
-"""Takes supervised steps on one rank: minimises the cross-entropy of demonstrations, with the model, packing and
-optimizer of GRPO.
+"""Takes supervised steps on one rank: the cross-entropy of demonstrations, with the model, packing and optimizer of
+GRPO.
 
     loss = -(sum of log-probs of the marked tokens) / (their number, over all ranks)
 
-Given `labels`, transformers' causal language models return the same loss for the same batch (tested). Every rank runs
-the same collectives in the same order, whatever its share of the rows.
-
-`log_probs_of` returns a group's log-probs, to compare with those of a server that holds the same weights.
+Transformers' models return the same loss for the same `labels` (tested).
 """
 
 from __future__ import annotations
@@ -18,19 +15,13 @@ import torch
 
 from rayapp.core.types import FloatArray, Group, Trajectory
 from rayapp.learner.batch import MicroBatch, TrainItem
-from rayapp.learner.metrics import timing_metrics
+from rayapp.learner.metrics import stopwatch, timing_metrics
 from rayapp.learner.policy import reduce_gradients, to_device
-from rayapp.learner.step import PolicyLearner, stopwatch
+from rayapp.learner.step import PolicyLearner
 
 
 def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Take one optimizer step on this rank's rows. Collective.
-
-    Returns:
-        Metrics `sft/*` over all ranks and `learner/*`; the same on every rank.
-    Raises:
-        LearnerError: a row is longer than a micro-batch.
-    """
+    """Take one optimizer step on this rank's rows. Returns metrics over all ranks. Collective."""
     watch = stopwatch(learner.ranks.device)
     with watch("prepare"):
         batches = learner.micro_batches(_items(rows))
@@ -57,7 +48,7 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
 
 
 def supervised_loss(learner: PolicyLearner, rows: Sequence[Trajectory]) -> float:
-    """Return the loss of the rows of all ranks, without a gradient. It is the same on every rank. Collective."""
+    """Return the loss of the rows of all ranks, without a gradient. Collective."""
     scores = learner.score(_items(rows), learner.model, learner.head_options())
     sums = learner.ranks.gather_data((-sum(float(row.log_probs.sum()) for row in scores.values()),
                                  sum(row.log_probs.size for row in scores.values())))  # fmt: skip
@@ -72,7 +63,7 @@ def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
 
 
 def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
-    """Return this micro-batch's share of the loss over all ranks, and the sum of its tokens' entropies."""
+    """Return this micro-batch's share of the loss, and the sum of its entropies."""
     scores = learner.model(to_device(batch, learner.ranks.device, learner.ranks.sequence), learner.head_options())
     if not batch.items:
         scores.log_probs.sum().backward()
@@ -85,7 +76,7 @@ def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int
 
 
 def log_probs_of(learner: PolicyLearner, group: Group) -> list[FloatArray]:
-    """Return the log-probs (R_i,) of each trajectory's response tokens, in order. Collective."""
+    """Return log-probs (R_i,) of each trajectory's response tokens. Collective."""
     items = [
         TrainItem(row=i, group=0, trajectory=t, advantages=np.zeros(t.num_response_tokens, np.float32))
         for i, t in enumerate(group.trajectories)

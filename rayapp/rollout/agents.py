@@ -109,7 +109,7 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
     Raises:
         InputError: a prompt is longer than rollout.max_prompt_tokens.
     """
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     prompts = [task.render(tokenizer) for task in tasks]
     check_length(prompts, config.rollout.max_prompt_tokens)
     return prompts

@@ -248,7 +248,7 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
     if (first := next(holding, None)) is not None:
         _check_sandboxes_suffice(config, first, training=training)
     if entries and asks_template:
-        tokenizer: Any = load_tokenizer(config)
+        tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
         check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
 
 

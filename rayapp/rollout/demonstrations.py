@@ -52,7 +52,7 @@ def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
         InputError: a file or a row can't be used (the message names it), or there are no demonstrations.
         StorageError: a remote file can't be fetched.
     """
-    tokenizer: Any = load_tokenizer(config)
+    tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     if not files:
         return _within_limit(config, _of_tasks(config, tokenizer))
     template = load_template(config.agent.chat_template) if config.agent.chat_template else None

@@ -34,11 +34,13 @@ from rayapp.rollout import external_program
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.external_program import AgentCall, Playing, Tail, environment, remove_folder, run_program
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.limits import SessionLimits
+from rayapp.rollout.gateway.session import Session
 from rayapp.rollout.problem import Problem
 from rayapp.tasks.custom_rewards import load_function
 
 MAX_ANSWER_BYTES = 1 << 20
+_OUTPUT_CHARS = 16384
 Entry = Callable[[AgentCall], Awaitable[Any]]
 
 
@@ -134,7 +136,7 @@ class ExternalAgent:
             EngineError, DeadlineError: the engine can't generate.
         """
         start, entry = problem.start, entry or self._entry
-        playing = Playing(output=Tail(self._settings.max_output_chars))
+        playing = Playing(output=Tail(_OUTPUT_CHARS))
         with self._session(engine, sampling, request_id) as session:
             call = AgentCall(
                 task=problem.prompt.task,

@@ -25,7 +25,7 @@ from rayapp.core.errors import SandboxError
 from rayapp.core.programs import AFTER_DEATH_S, end, passed_on, supervised
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
-from rayapp.rollout.gateway.session import MODEL
+from rayapp.rollout.gateway.limits import MODEL
 from rayapp.sandbox.local.levels import level
 from rayapp.sandbox.loopback import Accept, loopback_of
 

@@ -200,12 +200,11 @@ def answer_rewards(config: Config) -> AnswerRewards:
     return AnswerRewards(
         method=section.method,
         format_score=section.format_score,
-        correct_score=section.correct_score,
         weights=Weights.of(section),
         code=section.code,
         reads_thoughts=section.reads_thoughts,
         is_optional=bool(section.judges) and not section.verdict_weight,
-        custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
+        custom=CustomReward(path=section.custom) if section.custom else None,
     )
 
 
@@ -354,7 +353,7 @@ async def _agent_of_tasks(config: Config, sandboxes: SandboxSource, tasks: Seque
         agents: Agent = load_extra("environments.agent:EnvironmentAgents").of(config, sandboxes)
         return agents
     if config.agent_name == SINGLE_TURN_AGENT:
-        return OneTurn(load_tokenizer(config))
+        return OneTurn(load_tokenizer(config.model, config.agent.chat_template_kwargs))
     if config.agent_name == EXTERNAL_AGENT:
         return await ExternalAgent.open(config, sandboxes)
     return LoopAgent.of(config, sandboxes)

@@ -27,6 +27,7 @@ from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import CheckpointError, InputError, RunFolderError
 from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
 from rayapp.core.types import Group
+from rayapp.runs.layout import step_name, steps_in
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.storage.base import XXH3, hash_files
 from rayapp.storage.folders import MANIFEST
@@ -59,14 +60,8 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """`checkpoints/` of a run; has one writer, which holds the run's lock.
-
-    Args:
-        path: the folder; made with the first checkpoint.
-        section: number of checkpoints to keep, and the contents of each.
-        in_use: returns True for a checkpoint that must not be deleted now, whatever its age.
-        fetch_again: fetches a checkpoint of at most the given version from a copy of the run; returns False if none is
-            left.
+    """`checkpoints/` of a run; has one writer, which holds the run's lock. `in_use` returns True for a checkpoint that
+    must not be deleted now.
     """
 
     def __init__(
@@ -75,31 +70,25 @@ class CheckpointFolder:
         section: CheckpointSection,
         *,
         in_use: Callable[[Path], bool] = lambda path: False,
-        fetch_again: Callable[[int], bool] = lambda newest: False,
     ) -> None:
         self.path = path
-        self._fetch_again = fetch_again
         self._section = section
         self._in_use = in_use
         self._verified: set[Path] = set()
 
     def whole(self) -> list[Checkpoint]:
         """Return every complete checkpoint, oldest first."""
-        found = [_read(path) for path in self.path.glob("step=*")]
+        found = [_read(path) for path in steps_in(self.path)]
         return sorted((c for c in found if c is not None), key=lambda c: c.version)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint."""
         return max(self.whole(), key=lambda c: c.version, default=None)
 
     def verified(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Blocks,
-        because it reads every byte of a checkpoint once.
-
-        Raises:
-            RunFolderError: there are checkpoints, and none of them is usable.
+        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Blocks: reads
+        every byte of a checkpoint once. Raises RunFolderError: there are checkpoints, and none of them is usable.
         """
-        while (newest := self.latest() or self._fetched()) is not None and newest.path not in self._verified:
+        while (newest := self.latest()) is not None and newest.path not in self._verified:
             found = damage(newest.path)
             if found is None:
                 self._verified.add(newest.path)
@@ -113,11 +102,6 @@ class CheckpointFolder:
             )
         return newest
 
-    def _fetched(self) -> Checkpoint | None:
-        """Return a checkpoint that was just fetched because no local one is usable."""
-        here = [int(path.name.removeprefix("step=")) for path in self.path.glob("step=*")]
-        return self.latest() if here and self._fetch_again(min(here)) else None
-
     def refuse(self, path: Path, why: str) -> None:
         """Mark the checkpoint at `path` as unusable: no run resumes from it, and the next save deletes it."""
         self._verified.discard(path)
@@ -128,7 +112,7 @@ class CheckpointFolder:
 
     def _tell_passed_over(self, used: Checkpoint | None) -> bool:
         """Log one line for each unusable checkpoint newer than the used one; returns True if there was any."""
-        torn = [path for path in sorted(self.path.glob("step=*")) if _read(path) is None]
+        torn = [path for path in steps_in(self.path) if _read(path) is None]
         newer = [path for path in torn if used is None or path.name > used.path.name]
         for path in newer:
             instead = f"; {used.path.name} is used instead" if used is not None else ""
@@ -136,7 +120,6 @@ class CheckpointFolder:
         return bool(newer)
 
     def what_is_safe(self) -> str:
-        """Return a sentence for users: the checkpoint from which the next start continues."""
         newest = self.latest()
         if newest is None:
             return "There is no complete checkpoint yet: the next run starts over."
@@ -157,7 +140,7 @@ class CheckpointFolder:
     def commit(self, version: int, *, next_group_id: int, score: float | None = None) -> Checkpoint:
         """Make the pending folder the newest checkpoint, and delete checkpoints that are neither among the newest nor
         among the best."""
-        pending, target = self._pending(version), self.path / f"step={version:06d}"
+        pending, target = self._pending(version), self.path / step_name(version)
         with explain_full_disk(pending, self.what_is_safe):
             files = sorted(path for path in pending.rglob("*") if path.is_file())
             if not files:
@@ -187,7 +170,7 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         kept = {c.path for c in to_keep(self.whole(), self._section.keep_last, self._section.keep_best)}
-        for folder in self.path.glob("step=*"):
+        for folder in steps_in(self.path):
             if folder not in kept and not self._in_use(folder):
                 _remove(folder)
 
@@ -212,7 +195,7 @@ def _remove(folder: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Return how the files of a complete checkpoint differ from the manifest; None if they don't. Reads every byte."""
+    """Return how files of a complete checkpoint differ from the manifest; None if they don't. Reads every byte."""
     manifest = json.loads((path / MANIFEST).read_text())
     expected = manifest[XXH3]
     try:
@@ -297,11 +280,7 @@ class KeptGroups:
 
     @classmethod
     def read(cls, checkpoint: Path) -> KeptGroups:
-        """Read from a complete checkpoint; empty if it has no such folder.
-
-        Raises:
-            InputError: a file is not readable.
-        """
+        """Read from a complete checkpoint; empty if it has no such folder."""
         folder = checkpoint / FOLDER
         if not folder.exists():
             return cls()

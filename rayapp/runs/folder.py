@@ -20,15 +20,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from rayapp.config.config import Config
 from rayapp.config.loading import renamed_keys, to_yaml
+from rayapp.config.sections import CheckpointSection
 from rayapp.core import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
+    Location,
     aside,
     explain_full_disk,
     explain_unwritable,
@@ -38,10 +40,21 @@ from rayapp.core.files import (
     remove_tree,
     write_text,
 )
+from rayapp.core.names import load_extra
 from rayapp.core.types import FloatArray, Group
 from rayapp.runs.checkpoints import CheckpointFolder
-from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, PROFILES, TRAJECTORIES
-from rayapp.runs.mirror.mirror import RunMirror, mirroring
+from rayapp.runs.layout import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    EXPORTED,
+    FINAL,
+    PARQUET,
+    PROFILES,
+    RECORDED,
+    TRAJECTORIES,
+    step_name,
+    steps_in,
+)
 from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.trajectories import write_trajectories, writing_trajectories
 
@@ -85,11 +98,8 @@ judge.
 
 
 def check_same_training(config: Config, stored: Path) -> None:
-    """Compare the configuration with the one that made the run folder.
-
-    Raises:
-        RunFolderError: keys that change the training differ, with both values of each; or the folder has keys of an
-            older version.
+    """Compare the configuration with the one that made the run folder. Raises RunFolderError: keys that change the
+    training differ, with both values of each; or the folder has keys of an older version.
     """
     made_with = yaml.safe_load(stored.read_text()) or {}
     if old := renamed_keys(made_with):
@@ -103,7 +113,7 @@ def check_same_training(config: Config, stored: Path) -> None:
     before = usual | dict(flat_keys(made_with))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = {
-        key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
+        key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config.learner.optimizer.schedule)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not _is_among(key, free)
     }
@@ -128,10 +138,10 @@ def _is_among(key: str, free: Sequence[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in free)
 
 
-def _reason(key: str, config: Config) -> str:
+def _reason(key: str, schedule: str) -> str:
     if key != "train.num_steps":
         return ""
-    return f" (learner.optimizer.schedule is {config.learner.optimizer.schedule}: each step's learning rate follows)"
+    return f" (learner.optimizer.schedule is {schedule}: each step's learning rate follows)"
 
 
 def flat_keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,7 +161,6 @@ FORMAT = 1
 
 
 def check_format(folder: Path) -> None:
-    """Check the folder's format. Raises RunFolderError: a newer version wrote it, or its format file is damaged."""
     file = folder / FORMAT_FILE
     if file.exists():
         check_format_text(file.read_bytes(), str(folder))
@@ -174,7 +183,6 @@ def check_format_text(text: bytes, where: str) -> None:
 
 
 def write_format(folder: Path) -> None:
-    """Write the format into the folder."""
     text = json.dumps({"format": FORMAT, "written_by": f"rayapp {__version__}"})
     file = folder / FORMAT_FILE
     if not file.exists() or file.read_text() != text:
@@ -205,32 +213,43 @@ def note_machine(folder: Path, config: Config, processor: str, *, note: Callable
         note(f"the run goes on with {'; '.join(changed)}: from here on it does not repeat to the last bit")
 
 
-RECORDED = (TRAJECTORIES, EVALUATIONS)
-"""Folders with a file for each step."""
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node for files uploaded with jobs."""
 
 
+class Mirror(Protocol):
+    """The copy of a run in object storage, which is kept up to date."""
+
+    uri: str
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def truncate_after(self, version: int) -> None: ...
+
+    def is_reading(self, checkpoint: Path) -> bool: ...
+
+
+@contextmanager
+def _mirroring(uri: str, path: Path, section: CheckpointSection, *, must_be_new: bool) -> Iterator[Mirror | None]:
+    """Mirror the folder at `path` while the block runs; None for a run on a local disk."""
+    if not Location.parse(uri).is_remote:
+        yield None
+        return
+    with load_extra("s3.mirror:mirroring")(uri, path, section, must_be_new=must_be_new) as mirror:
+        yield mirror
+
+
 class RunFolder:
-    """An open run folder; make one with `RunFolder.open`.
+    """An open run folder, whose lock is held; make one with `RunFolder.open`. `mirror` copies it to object storage."""
 
-    Args:
-        path: the folder, which exists and whose lock is held.
-        config: configuration of the run.
-        mirror: copies the folder to object storage; None for a run on a local disk.
-    """
-
-    def __init__(self, path: Path, config: Config, mirror: RunMirror | None = None) -> None:
+    def __init__(self, path: Path, config: Config, mirror: Mirror | None = None) -> None:
         self.path = path
         self.uri = mirror.uri if mirror is not None else str(path)
         """Location of the run, for messages."""
         self._config = config
         self._mirror = mirror
-        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
-        if mirror is not None:
-            self.checkpoints = CheckpointFolder(
-                self.checkpoints.path, config.checkpoint, in_use=mirror.is_reading, fetch_again=mirror.fetch_again
-            )
+        in_use = mirror.is_reading if mirror is not None else lambda path: False
+        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, config.checkpoint, in_use=in_use)
 
     @classmethod
     @contextmanager
@@ -259,7 +278,8 @@ class RunFolder:
                 # Remove unfinished files of a killed process: this process holds the lock, so no other one writes now.
                 for place in (path, path / "checkpoints", *(path / name for name in RECORDED)):
                     remove_pending(place)
-            folder = cls(path, config, opened.enter_context(mirroring(config, path)))
+            mirroring = _mirroring(config.run_uri, path, config.checkpoint, must_be_new=config.run.resume == "never")
+            folder = cls(path, config, opened.enter_context(mirroring))
             check_format(path)
             folder._check_resume()
             with explain_unwritable(path):
@@ -302,18 +322,14 @@ class RunFolder:
 
     @property
     def exported_step(self) -> int | None:
-        """Return the step of the model in `final/`; None if there is no model, or its marker is unreadable."""
+        """Step of the model in `final/`; None if there is none."""
         try:
             return int(json.loads((self.path / FINAL / EXPORTED).read_text())["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def storage_metrics(self) -> dict[str, float]:
-        """Return `storage/*` metrics of a run on s3://.
-
-        Raises:
-            RunFolderError: another run has taken the remote folder over.
-        """
+        """Return `storage/*` metrics of a run on s3://. Raises RunFolderError: another run has taken it over."""
         return self._mirror.metrics() if self._mirror is not None else {}
 
     def truncate_after(self, version: int) -> int:
@@ -328,12 +344,10 @@ class RunFolder:
             with aside(metrics) as temporary:
                 temporary.write_bytes(b"".join(kept))
         for folder in RECORDED:
-            for file in (self.path / folder).glob("step=*.parquet"):
-                if int(file.stem.removeprefix("step=")) > version:
-                    file.unlink(missing_ok=True)
-        for profile in (self.path / PROFILES).glob("step=*"):
-            if int(profile.name.removeprefix("step=")) > version:
-                remove_tree(profile)
+            for file in steps_in(self.path / folder, PARQUET, after=version):
+                file.unlink(missing_ok=True)
+        for profile in steps_in(self.path / PROFILES, after=version):
+            remove_tree(profile)
         # Do this after deleting the local files: otherwise the mirror would upload them again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
@@ -343,7 +357,7 @@ class RunFolder:
         self, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
     ) -> None:
         """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""
-        path = self.path / TRAJECTORIES / f"step={step:06d}.parquet"
+        path = self.path / TRAJECTORIES / step_name(step, PARQUET)
 
         def write() -> None:
             with self.explain_full_disk(path):
@@ -359,7 +373,7 @@ class RunFolder:
         if not self._config.tracking.trajectories:
             yield None
             return
-        path = self.path / EVALUATIONS / f"step={step:06d}.parquet"
+        path = self.path / EVALUATIONS / step_name(step, PARQUET)
         with self.explain_full_disk(path):
             path.parent.mkdir(exist_ok=True)
             with writing_trajectories(path, step) as write:

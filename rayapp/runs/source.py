@@ -6,7 +6,6 @@ run repeats steps, so name, size and time identify a file's content.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ import pyarrow.fs as pafs
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.files import Location
 from rayapp.runs.folder import FORMAT_FILE, check_format_text
+from rayapp.runs.layout import EVALUATIONS, PARQUET, TRAJECTORIES, step_of
 from rayapp.storage.settings import settings_from_environment
 
-_STEP_FILE = re.compile(r"step=(\d+)\.parquet")
 Purpose = Literal["train", "eval"]
-FOLDERS: Mapping[Purpose, str] = {"train": "trajectories", "eval": "evaluations"}
+FOLDERS: Mapping[Purpose, str] = {"train": TRAJECTORIES, "eval": EVALUATIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,6 @@ class StepFile:
 
     step: int
     path: str
-    """Path in the source's file system."""
     stamp: tuple[int, int]
     """Size in bytes and time of change in ns: a different stamp means different content."""
     purpose: Purpose = "train"
@@ -38,13 +36,7 @@ class StepFile:
 
 
 class RunSource:
-    """The files of a run, read only.
-
-    Args:
-        files: pyarrow's file system.
-        root: the run folder in it.
-        name: name of the run, for display.
-    """
+    """The files of a run: the folder `root` in one of pyarrow's file systems."""
 
     def __init__(self, files: Any, root: str, name: str) -> None:
         self.files = files
@@ -54,10 +46,10 @@ class RunSource:
     def step_files(self) -> list[StepFile]:
         """Return trajectory files, including evaluations, newest step first. Empty if the run records none."""
         files = [
-            StepFile(step=int(match.group(1)), path=info.path, stamp=(info.size, info.mtime_ns or 0), purpose=purpose)
+            StepFile(step=step, path=info.path, stamp=(info.size, info.mtime_ns or 0), purpose=purpose)
             for purpose, folder in FOLDERS.items()
             for info in self._list(f"{self.root}/{folder}")
-            if (match := _STEP_FILE.fullmatch(info.base_name)) is not None
+            if (step := step_of(info.base_name)) is not None and info.base_name.endswith(PARQUET)
         ]
         return sorted(files, key=lambda file: -file.step)
 
@@ -95,11 +87,7 @@ MOST_RUNS = 30
 
 
 def run_uris(uri: str) -> list[str]:
-    """Return the run at `uri`, or the runs in a folder of runs, last written first.
-
-    Returns:
-        `[uri]` if it is neither: `open_source` reports the error.
-    """
+    """Return the run at `uri`, or the runs in a folder of runs, last written first. `open_source` reports errors."""
     location = Location.parse(uri)
     folder = Path(location.key).expanduser()
     if location.is_remote or _is_run(folder) or not folder.is_dir():
@@ -113,12 +101,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def open_source(uri: str) -> RunSource:
-    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment, as in all commands.
+    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment.
 
     Raises:
         InputError: there is no run.
         RunFolderError: a newer version wrote it.
-        StorageConfigError: the location or the settings are invalid.
     """
     location = Location.parse(uri)
     if location.is_remote:
@@ -138,7 +125,6 @@ def open_source(uri: str) -> RunSource:
 
 
 def _s3() -> Any:
-    """Return pyarrow's S3 with the storage layer's settings."""
     settings = settings_from_environment()
     options: dict[str, Any] = {
         "access_key": settings.access_key_id,

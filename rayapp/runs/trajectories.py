@@ -43,6 +43,7 @@ from rayapp.core.types import (
     TurnRecord,
     VersionSpan,
 )
+from rayapp.runs.layout import PARQUET, TRAJECTORIES, step_of, steps_in
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"rayapp.schema_version"
@@ -250,12 +251,8 @@ def _json(value: Any) -> str:
 
 
 def read_groups(path: Path | str, files: Any = None) -> list[Group]:
-    """Read the groups of a file, exactly as they were written.
-
-    Args:
-        files: pyarrow's file system of the path; None: this machine's.
-    Raises:
-        InputError: not a file of this schema version.
+    """Read the groups of a file of a pyarrow file system, exactly as they were written. Raises InputError: the file has
+    another schema version.
     """
     try:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
@@ -387,11 +384,7 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
 
 
 def solve_rates(run: Path) -> dict[str, float]:
-    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept.
-
-    Raises:
-        InputError: the run kept no trajectories, or one of its files can't be read.
-    """
+    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept."""
     files = _step_files(run)
     solved: dict[str, list[float]] = {}
     for group in (group for file in files for group in read_groups(file)):
@@ -402,7 +395,7 @@ def solve_rates(run: Path) -> dict[str, float]:
 
 def _step_files(run: Path) -> list[Path]:
     """Return the files of a run's recorded steps, in order. Raises InputError: there are none."""
-    files = sorted((run / "trajectories").glob("step=*.parquet"))
+    files = steps_in(run / TRAJECTORIES, PARQUET)
     if not files:
         raise InputError(
             f"{run / 'trajectories'} has no recorded steps: name the folder of a run with `tracking.trajectories: true`"
@@ -411,7 +404,7 @@ def _step_files(run: Path) -> list[Path]:
 
 
 def _is_wanted(file: Path, selection: Selection) -> bool:
-    step = int(file.stem.removeprefix("step="))
+    step = step_of(file.name) or 0
     return step >= selection.first_step and (selection.last_step is None or step <= selection.last_step)
 
 

@@ -1,5 +1,5 @@
-"""Opens a storage by its URI. `open_storage` opens every storage: a `LocalStorage` (a folder on a disk or on a mounted
-network file system) or an `S3Storage`.
+"""Opens a storage by its URI: a `LocalStorage` (a folder on a disk or on a mounted network file system), or a storage
+of `REMOTE`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
 from rayapp.core.files import Location, check_key, fsync, is_aside, storage_errors, stored
-from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo, Storage, hash_bytes, hash_file
+from rayapp.core.names import load_extra
+from rayapp.storage.base import MAX_SMALL_BYTES, ObjectInfo, Storage, hash_bytes, hash_file
 from rayapp.storage.settings import S3Settings, settings_from_environment
 
 
@@ -23,31 +24,22 @@ class LocalStorage:
     checksum, e.g. from a folder's manifest.
     """
 
-    def __init__(self, root: Path, fence: Fence | None = None) -> None:
-        self._root, self._fence = root, fence
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
     @property
     def uri(self) -> str:
         return str(self._root)
-
-    def fenced(self, fence: Fence) -> LocalStorage:
-        return LocalStorage(self._root, fence)
-
-    async def _pass_fence(self) -> None:
-        if self._fence is not None:
-            await self._fence()
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
         def write() -> None:
             with stored(self._path(key), if_absent=if_absent) as temporary:
                 temporary.write_bytes(data)
 
-        await self._pass_fence()
         await asyncio.to_thread(write)
         return ObjectInfo(key=key, num_bytes=len(data), sha256=hash_bytes(data))
 
     async def put_file(self, path: Path, key: str) -> ObjectInfo:
-        await self._pass_fence()
         return await self._copy(path, self._path(key), key)
 
     async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
@@ -83,7 +75,6 @@ class LocalStorage:
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
-        await self._pass_fence()
         with storage_errors(path):
             path.unlink(missing_ok=True)
 
@@ -132,6 +123,10 @@ def _copy_to_disk(source: Path, target: Path) -> None:
     fsync(target)  # sync here, in a thread, because `stored` would do it on the event loop
 
 
+REMOTE = {"s3": "s3.storage:opened"}
+"""Function that opens a remote storage, by the scheme of its URIs."""
+
+
 @asynccontextmanager
 async def open_storage(uri: str, *, settings: S3Settings | None = None) -> AsyncIterator[Storage]:
     """Open the folder at `uri` for the length of the block.
@@ -148,9 +143,5 @@ async def open_storage(uri: str, *, settings: S3Settings | None = None) -> Async
     if not location.is_remote:
         yield LocalStorage(Path(location.key))
         return
-    # The imports of boto take half a second, so they are done only if S3 is used.
-    from rayapp.storage.s3.storage import S3Storage, s3_client
-
-    chosen = settings or settings_from_environment()
-    async with s3_client(chosen) as client:
-        yield S3Storage(client, location, chosen)
+    async with load_extra(REMOTE["s3"])(location, settings or settings_from_environment()) as storage:
+        yield storage

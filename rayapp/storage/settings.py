@@ -23,31 +23,20 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Sizes, timeouts and retries of transfers. All transfers of a storage object together use at most `num_parallel` x
-    `part_bytes` of memory.
-    """
+    """Sizes, timeouts and retries of transfers. A storage sends or fetches two large files at a time."""
 
     part_bytes: int = 16 * MIB
     """Size of a part. It is larger for files that would otherwise have more than 10,000 parts. S3 refuses parts below 5
     MiB, except the last. Each part costs server time: with parts of 8 MiB an upload takes a fifth more time."""
-    num_parallel: int = 6
-    """Maximum number of parts and small objects that one storage object transfers at the same time."""
-    keys_per_page: int = 1000
-    """Number of keys per request of a listing. S3 never returns more."""
+    num_parallel: int = 4
+    """Maximum number of parts of one file that are in memory at the same time."""
     max_attempts: int = 6
-    """Maximum number of attempts of one request."""
-    first_pause_s: float = 0.4
-    """Pause before the second attempt, in seconds. `pauses_s` makes the later pauses from it."""
-    longest_pause_s: float = 10.0
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
-    """Maximum seconds for which the server may send nothing within one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """Settings of an S3 client. Its repr leaves the secrets out."""
-
     endpoint_url: str | None = None
     region: str | None = None
     access_key_id: str | None = None
@@ -59,18 +48,11 @@ class S3Settings:
     checksums: str = "when_supported"
     """Setting of botocore for checksums of requests; `when_required` for services that can't read chunked bodies with a
     checksum."""
-    create_header: str = "If-None-Match"
-    """Header that makes a write fail if the object exists."""
     transfer: Transfer = field(default_factory=Transfer)
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None) -> S3Settings:
-    """Return the settings from the environment variables.
-
-    Raises:
-        StorageConfigError: the preset is unknown, or the endpoint that it needs is not set.
-        StorageCredentialsError: only one half of a key pair is set.
-    """
+    """Return the settings from the environment variables. Raises StorageConfigError, StorageCredentialsError."""
     env = os.environ if environment is None else environment
     preset = env.get("RAYAPP_S3_PRESET", "aws").lower()
     builders = {"aws": _aws, "minio": _minio, "oss": _oss}
@@ -116,7 +98,6 @@ def _oss(env: Mapping[str, str]) -> S3Settings:
         addressing_style="virtual",
         signature_version="s3",
         checksums="when_required",
-        create_header="x-oss-forbid-overwrite",
     )
 
 

@@ -49,7 +49,6 @@ class AnswerRewards:
     takes the last number."""
     format_score: float = 0.0
     """Score of an answer that is wrong but in the right form (verl's name)."""
-    correct_score: float = 1.0
     weights: Weights = PLAIN
     """Weights of the added terms. The term `format` is 1 if the completion has exactly one `#### N`, at its end."""
     custom: CustomReward | None = None
@@ -192,7 +191,7 @@ def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], 
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}
-    return plain, plain | {"format_score": rewards.format_score, "score": rewards.correct_score}
+    return plain, plain | {"format_score": rewards.format_score}
 
 
 def _rule(data_source: str) -> AnswerRule:

@@ -223,7 +223,7 @@ def _fences(text: str) -> list[tuple[str, str, int, int]]:
     end of the text.
     """
     found = [token for token in _MARKDOWN.parse(text) if token.type == "fence" and token.map]
-    return [(next(iter(each.info.split()), ""), each.content, *each.map) for each in found if each.map]
+    return [(next(iter(each.info.split()), ""), each.content, each.map[0], each.map[1]) for each in found if each.map]
 
 
 def _fence(line: str) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.learner.families.trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR
+from support.family_trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR
 from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -27,8 +27,8 @@ from pathlib import Path
 
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import start_ranks
-from rayapp.learner.families import trial
-from rayapp.learner.families.check import plain_model, subject_of
+from support import family_trial as trial
+from support.family_check import plain_model, subject_of
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 ranks = None

@@ -260,8 +260,8 @@ def saved_experts(folder: Path, tiny_model: Path, num_experts: int) -> Path:
 def saved_family(folder: Path) -> Path:
     from transformers import CONFIG_MAPPING
 
-    from rayapp.learner.families.trial import save_tiny
     from rayapp.storage.models.families import FAMILIES, TINY
+    from support.family_trial import save_tiny
 
     tiny = TINY | {"vocab_size": 97} | dict(FAMILIES[folder.name].tiny)
     save_tiny(CONFIG_MAPPING[folder.name](**tiny), folder)

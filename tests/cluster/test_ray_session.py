@@ -120,11 +120,14 @@ from rayapp.config.config import Config
 from actors.own_ray import ray_session
 
 def hold():
-    while not (found := [each for each in psutil.Process().children(recursive=True) if each.name() == "raylet"]):
-        time.sleep(0.01)
-    found[0].suspend()
-    time.sleep(34)
-    found[0].resume()
+    ends, held = time.monotonic() + 50, {}
+    while time.monotonic() < ends:
+        for each in psutil.Process().children(recursive=True):
+            if each.pid not in held and ("raylet" in each.name() or "dashboard/agent.py" in " ".join(each.cmdline())):
+                held[each.pid] = each
+                each.suspend()
+                threading.Timer(34, each.resume).start()
+        time.sleep(0.05)
 
 threading.Thread(target=hold, daemon=True).start()
 with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100}}), print) as session:

@@ -25,11 +25,11 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import FloatArray, Group, Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, pack
-from rayapp.learner.families import trial
 from rayapp.learner.state.export import sent_weights
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
+from support import family_trial as trial
 from support import make
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]

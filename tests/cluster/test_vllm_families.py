@@ -1,13 +1,10 @@
-"""The real vLLM on CPU, one engine a family: it loads `final/`, and after two syncs has the learner's log-probs.
-
-`rayapp models check FAMILY` does the same.
-"""
+"""The real vLLM on CPU, one engine a family: it loads `final/`, and after two syncs has the learner's log-probs."""
 
 from __future__ import annotations
 
 import pytest
 
-from rayapp.learner.families.check import checks_of, subject_of
+from support.family_check import checks_of, subject_of
 
 pytestmark = [
     pytest.mark.cluster,

@@ -17,8 +17,8 @@ from rayapp.core.trajectories import path_to
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import SessionLimits
 from support.learners import save_llama
 
 pytestmark = [

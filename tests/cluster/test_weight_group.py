@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import RequestId, SamplingParams
+from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.sync import transfer_plan
 from rayapp.learner.state.sender import LearnerSource, WeightSender
 from support import make
@@ -57,12 +59,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def config(model: Path) -> Config:
     # Several buckets for the tiny model, too.
-    return make.config(model, server={"weight_transport": "gloo", "weight_bucket_mib": 1})
+    return make.config(model, server={"weight_bucket_mib": 1})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
-    started = VllmServer(config(tiny_model), 0, must_sync=True)
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    start_engine = partial(
+        VllmEngine.start,
+        worker_extension_cls="support.gloo_for_nccl.GlooExtension",
+        weight_transfer_config=WeightTransferConfig(backend="nccl"),
+    )
+    started = VllmServer(config(tiny_model), 0, must_sync=True, start_engine=start_engine)
     await started.start()
     yield started
     await started.close()
@@ -99,6 +108,8 @@ class Client:
 
 @pytest.fixture(scope="module")
 def learner(moved_model: Path) -> Any:
+    import support.gloo_for_nccl  # noqa: F401 - it imports vLLM, which not each process that collects tests should
+
     made = Learner(config(moved_model), 0, 1, "", 0)
     yield made
     made.close()
@@ -111,7 +122,7 @@ async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tup
     client.source = LearnerSource(learner._learner.model, settings.learner.lora, CPU, torch.float32)
     sender = await asyncio.to_thread(
         WeightSender,
-        transfer_plan(settings, "gloo"),
+        transfer_plan(settings.server, "nccl"),
         client.source,
         rank=0,
         client=client,
@@ -187,19 +198,19 @@ class Deserter:
 
 def sender_to(client: Deserter, learner: Learner, *, timeout_s: float) -> WeightSender:
     source = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.float32)
-    plan = replace(transfer_plan(learner._config, "gloo"), bucket_bytes=BUCKET_BYTES)
+    plan = replace(transfer_plan(learner._config.server, "nccl"), bucket_bytes=BUCKET_BYTES)
     address = ("127.0.0.1", free_port())
     return WeightSender(plan, source, rank=0, client=client, address=address, timeout_s=timeout_s)
 
 
 async def test_a_server_that_never_joins_the_group_is_named_after_the_deadline(learner: Learner) -> None:
-    message = r"not form a gloo group within server\.sync_timeout_s = 2 s: .*vllm-server-0\.join_weight_group did not"
+    message = r"not form a nccl group within server\.sync_timeout_s = 2 s: .*vllm-server-0\.join_weight_group did not"
     with pytest.raises(WeightSyncError, match=message):
         await asyncio.to_thread(sender_to, Deserter(), learner, timeout_s=2.0)
 
 
 async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_its_deadline(learner: Learner) -> None:
-    from rayapp.engine.weights.vllm_gloo import chunks  # imports vLLM: not in each process that collects the tests
+    from support.gloo import chunks  # imports vLLM: not in each process that collects the tests
 
     meta = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.float32).metadata()
     sizes = [math.prod(m.shape) * m.dtype.itemsize for m in meta]

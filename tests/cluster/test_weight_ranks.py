@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rayapp.engine.weights import vllm_gloo
+from support import gloo, gloo_for_nccl
 import actors.learner
 from safetensors.torch import load_file
 from actors.learner import Learner
@@ -40,7 +40,7 @@ def config_of(world):
     return Config.model_validate({
         "model": {"path": model}, "cluster": {"device": "cpu"},
         "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
-        "server": {"num_servers": 2, "weight_transport": "gloo"},
+        "server": {"num_servers": 2},
         "learner": {"num_learners": world, "max_tokens_per_microbatch": 256, "cpu_threads": 1,
                     "cpu_offload": world == 2},
     })
@@ -66,12 +66,12 @@ class Servers:
     def init_weight_transfer_engine(self, info):
         if self.fault == "join":
             raise WeightSyncError("vllm-server-1.join_weight_group: its process is gone")
-        self.bucket_bytes = info["bucket_bytes"]
+        self.bucket_bytes = info["packed_buffer_size_bytes"]
         joined = [threading.Thread(target=self.join, args=(info, offset)) for offset in self.plan.rank_offsets]
         [thread.start() for thread in joined], [thread.join() for thread in joined]
 
     def join(self, info, rank):
-        self.groups.append(vllm_gloo.GlooGroup(
+        self.groups.append(gloo.GlooGroup(
             info["master_address"], info["master_port"], rank=rank, world_size=info["world_size"], timeout_s=timeout_s))
 
     def start_weight_update(self):
@@ -80,7 +80,7 @@ class Servers:
     def update_weights(self, info):
         dtypes = [getattr(torch, name) for name in info["dtype_names"]]
         sizes = [torch.Size(s).numel() * d.itemsize for s, d in zip(info["shapes"], dtypes)]
-        parts = list(vllm_gloo.chunks(sizes, self.bucket_bytes))
+        parts = list(gloo.chunks(sizes, self.bucket_bytes))
         assert len(parts) > 2
         takers = [threading.Thread(target=self.take, args=(group, info, sizes, part), daemon=True)
                   for group, part in zip(self.groups, (parts, parts[:1] if self.fault == "receive" else parts))]
@@ -122,7 +122,7 @@ def attempt(learner, plan):
 def run(world, rank, next_port):
     actors.learner.ServersClient, config = Servers, config_of(world)
     learner = Learner(config, rank, world, "127.0.0.1", next_port())
-    plan = replace(transfer_plan(config, "gloo"), bucket_bytes=1)  # smaller than any tensor
+    plan = replace(transfer_plan(config.server, "nccl"), bucket_bytes=1)  # smaller than any tensor
     in_file = load_file(Path(model, "model.safetensors"))
     own = {n: t for b in learner.export_weights(0, 1 << 20) for n, t in unpack(b.entries, torch.from_numpy(b.data))}
     results = {"is_loaded": rank > 0 or all(torch.equal(own[name], tensor) for name, tensor in in_file.items())}

@@ -283,9 +283,10 @@ def test_a_client_that_hangs_up_gives_its_sandbox_back(url: str, way: str) -> No
         note = {"jsonrpc": "2.0", "method": "notifications/initialized"}
         requests.post(f"{url}/mcp", json=note, headers=headers, timeout=30)
 
-    for _ in range(4):  # the service has two sandboxes
+    for number in range(4):  # the service has two sandboxes
+        own = {**body, "id": 10 + number} if way == "mcp" else body
         with pytest.raises(requests.exceptions.ReadTimeout):
-            requests.post(f"{url}{path}", json=body, headers=headers, timeout=2)
+            requests.post(f"{url}{path}", json=own, headers=headers, timeout=2)
 
     started = time.monotonic()
     assert run_code(url, code="print(2)").run_result.stdout == "2\n"

@@ -38,7 +38,6 @@ def test_the_rounding_is_reported_at_each_step_that_trains(
         server={
             "kv_cache_gib": 0.1,
             "cpu_threads": 1,
-            "weight_transport": "gloo",
             "quantization": "fp8_per_channel",
             "kv_cache_dtype": "fp8",
         },

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rayapp.core.errors import StorageNotFoundError
-from rayapp.runs.mirror.restore import whole_checkpoints
+from rayapp.extras.s3.checkpoints import whole_checkpoints
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import settings_from_environment
@@ -90,7 +90,7 @@ class Machine:
         async def newest() -> int:
             async with open_storage(uri, settings=self._settings) as storage:
                 found = await whole_checkpoints(storage)
-                return found[-1].described.version if found else 0
+                return found[-1].version if found else 0
 
         return asyncio.run(newest())
 

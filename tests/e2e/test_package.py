@@ -50,9 +50,5 @@ def test_the_project_that_init_writes_trains_as_it_is(tmp_path: Path) -> None:
     assert all(step["rollout/invalid"] == 0 for step in steps)
     assert (trained / "final" / "model.safetensors").exists()
 
-    profile = json.loads((trained / "profiles" / "step=000002" / "summary.json").read_text())
-    assert profile["phases_s"]["rollout"] == steps[1]["timing_s/rollout"]
-    assert [process["process"] for process in profile["processes"]] == ["vllm-server-0", "learner-0"]
-    for process in profile["processes"]:
-        assert process["operators"][0]["seconds"] > 0
-        assert (trained / "profiles" / "step=000002" / f"{process['process']}.json.gz").stat().st_size > 1000
+    for process in ("vllm-server-0", "learner-0"):
+        assert (trained / "profiles" / "step=000002" / f"{process}.json.gz").stat().st_size > 1000

@@ -45,8 +45,8 @@ from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.sandbox.verdict.results import failure
@@ -480,10 +480,9 @@ DECODES = {
     "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/reading.py": "gateway",
     "rayapp/rollout/gateway/server.py": "gateway",
-    "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
+    "rayapp/rollout/gateway/turns.py": "unit/rollout/gateway/test_session.py",
     "rayapp/rollout/images.py": OURS,
     "rayapp/extras/view/server.py": "view",
-    "rayapp/extras/images/programs.py": OURS,
     "rayapp/extras/images/pull.py": "unit/extras/images/test_pull.py",
     "rayapp/extras/images/store.py": OURS,
     "rayapp/extras/images/tree.py": OURS,
@@ -513,9 +512,15 @@ DECODES = {
     "rayapp/extras/repositories/named_tests.py": "unit/extras/repositories/test_swe.py",
     "rayapp/extras/repositories/scripts.py": "unit/extras/repositories/test_repository.py",
     "rayapp/extras/repositories/sentinels.py": OURS,
-    "rayapp/extras/repositories/swe.py": OURS,
     "rayapp/extras/repositories/task.py": "files that agents changed",
     "rayapp/tasks/text_child.py": OURS,
+    "rayapp/extras/s3/checkpoints.py": OURS,
+    "rayapp/extras/s3/lock.py": OURS,
+    "rayapp/extras/s3/mirror.py": OURS,
+    "rayapp/extras/trackers/traces.py": OURS,
+    "rayapp/extras/trl/translation.py": OURS,
+    "rayapp/rollout/demonstrations.py": OURS,
+    "rayapp/tasks/data/downloads.py": OURS,
     "rayapp/tools/base.py": OURS,
     "rayapp/tools/toolset.py": "arguments of tool calls",
 }

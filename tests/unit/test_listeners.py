@@ -34,7 +34,6 @@ WITHOUT_A_KEY = {
     "actors/spawn.py": "finds a free port; listens to nothing",
     "rayapp/core/http.py": "listens for its callers: `view` and the sandbox service",
     "rayapp/cli/machine.py": "tries whether a port is free",
-    "rayapp/engine/weights/vllm_gloo.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/learner/distributed.py": "torch's store has no key: the chart's NetworkPolicy keeps other pods away",
     "rayapp/sandbox/local/doctor.py": "listens while it tries whether a sandbox can reach it",
     "rayapp/sandbox/local/levels/loopback.py": "inside a sandbox: leads to the gateway, which asks for the key",

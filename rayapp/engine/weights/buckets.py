@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 ONE_IN = 8
 NUM_COLUMNS = 128
 MAX_VALUES = 1 << 24
-"""Maximum number of values that a checksum covers. The checksum of so many values takes a fraction of a second on one
-core.
-"""
+"""Values that a checksum covers: a fraction of a second on one core."""
 
 
 class Sampler:
-    """Chooses the tensors that are checked, in the order of a model's tensors: the first of every kind, all norms, and
-    one in eight of the rest.
-
-    A kind is a name without its numbers, such as `model.layers..mlp.experts..down_proj.weight`.
+    """Chooses the tensors to check, in a model's order: the first of every kind (a name without its numbers), all
+    norms, and one in eight of the rest.
     """
 
     def __init__(self) -> None:
@@ -50,21 +46,17 @@ class Sampler:
 
 
 def columns_of(name: str, width: int) -> list[int]:
-    """Return the columns of a tensor that its checksum covers: a random choice, which is the same in every process.
-
-    Each column holds a value of every row.
-    """
+    """Return the columns that a tensor's checksum covers: a random choice, the same in every process."""
     every = range(width)
     return sorted(random.Random(name).sample(every, NUM_COLUMNS)) if width > NUM_COLUMNS else list(every)
 
 
 def part_of(name: str, tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that its checksum covers."""
     return tensor[..., columns_of(name, tensor.shape[-1])] if tensor.ndim > 1 else tensor
 
 
 def checksum_of(part: Tensor) -> int:
-    """Return the CRC-32 of the values in row-major order on any device; -0 counts as 0."""
+    """Return the CRC-32 of the values as they are sent, in row-major order on any device; -0 counts as 0."""
     import torch
 
     values = part.detach().reshape(-1)[:MAX_VALUES] + 0.0
@@ -72,7 +64,7 @@ def checksum_of(part: Tensor) -> int:
 
 
 class Arrivals:
-    """Tensors of one update, counted and sampled while the engine loads them. Their order is that of the learner."""
+    """Tensors of one update, counted and sampled while the engine loads them in the learner's order."""
 
     def __init__(self) -> None:
         self._num_tensors = 0
@@ -99,11 +91,10 @@ class Arrivals:
 
 
 TensorEntry = tuple[str, str, tuple[int, ...], int, int]
-"""Place of a tensor in a buffer: (name, dtype, shape, offset, nbytes). The dtype is torch's name of it, e.g. bfloat16.
-"""
+"""Place of a tensor in a buffer: (name, torch's name of the dtype, shape, offset, nbytes)."""
 
 ALIGNMENT = 64
-"""Alignment of tensors in bytes. It is a cache line, because vector instructions read views of a mapped buffer."""
+"""Bytes of a cache line, because vector instructions read views of a mapped buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +106,9 @@ class WeightBucket:
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8]
-    """Bytes of the tensors, (nbytes,) and contiguous, so that the object store maps them without a copy."""
+    """(nbytes,) and contiguous, so that the object store maps it without a copy."""
     checksums: tuple[tuple[str, int], ...] = ()
-    """(name, CRC-32) of the bucket's tensors that `Sampler` chooses."""
+    """(name, CRC-32) of the tensors that `Sampler` chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +116,15 @@ class SharedWeights:
     """A whole model or an adapter in a file of shared memory, which an engine's workers map."""
 
     path: str
-    """Path such as /proc/PID/fd/NUMBER."""
+    """Such as /proc/PID/fd/NUMBER."""
     entries: tuple[TensorEntry, ...]
     checksums: Mapping[str, int]
     """CRC-32, by name, of the tensors that `Sampler` chooses."""
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Copy tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
-
-    Args:
-        tensors: tensors in host memory. Each is copied before the next one is requested, and may be freed after that.
+    """Copy tensors in host memory into buckets of at most `bucket_bytes`; a larger one gets its own. Each is copied
+    before the next is requested.
     """
     filling, sampler = None, Sampler()
     for name, tensor in tensors:
@@ -151,13 +140,8 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
 
 
 class _Filling:
-    """A bucket that is being filled. Each tensor is copied into its buffer immediately.
-
-    Collecting the tensors first would need twice the memory, and touching fresh memory costs several times as much as
-    the copy.
-
-    Args:
-        capacity: size of the buffer in bytes, of which only the filled part takes up memory.
+    """A bucket that is being filled. Each tensor is copied at once: collecting them would need twice the memory. Only
+    the filled part of `capacity` bytes takes up memory.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -179,18 +163,13 @@ class _Filling:
             self._checksums.append((name, checksum_of(part_of(name, tensor))))
 
     def bucket(self) -> WeightBucket:
-        """Return the bucket with the tensors added so far."""
         return WeightBucket(
             entries=tuple(self._entries), data=self._data[: self.size], checksums=tuple(self._checksums)
         )
 
 
 def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield views of the tensors in a buffer, without copying.
-
-    Args:
-        data: bytes of the buffer, (nbytes,) uint8.
-    """
+    """Yield views of the tensors in a buffer (nbytes,) uint8."""
     import torch
 
     for name, dtype, shape, offset, nbytes in entries:

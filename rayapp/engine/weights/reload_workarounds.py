@@ -1,7 +1,7 @@
 """Workarounds for vLLM 0.30, which skips some weights when it loads weights a second time.
 
-Each function names the newest vLLM that needs it. With a newer one, remove the call and run
-tests/cluster/test_vllm_families.py and test_vllm_experts.py: if they pass, delete the function.
+With a newer one, remove a call and run tests/cluster/test_vllm_families.py and test_vllm_experts.py: if they pass,
+delete the function.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _PARTS = {
 
 
 def mend_reload(model: Any) -> None:
-    """Make `load_weights` load all of gpt-oss; do nothing for other models. Idempotent.
+    """Make `load_weights` load all of gpt-oss; other models stay as they are.
 
-    vLLM copies stacked experts and sinks directly into its parameters, which have no memory during a reload, so the
-    engine would continue with the old values. This function makes `load_weights` pass experts one by one, so that their
-    layer's loader handles them, and copy sinks after the reload. Needed with vLLM 0.30.
+    vLLM copies stacked experts and sinks directly into its parameters, which have no memory during a reload. So experts
+    are passed one by one to their layer's loader, and sinks are copied after the reload.
     """
     if type(model).__name__ != "GptOssForCausalLM" or hasattr(model, "late_sinks"):
         return
@@ -44,9 +43,7 @@ def _one_by_one(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor])
 
 
 def copy_sinks(model: Any) -> None:
-    """Copy the sinks of the last reload into the attention layers; each rank copies the sinks of its own heads. Needed
-    with vLLM 0.30.
-    """
+    """Copy the sinks of the last reload; each rank those of its own heads."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     parameters = dict(model.named_parameters())
@@ -56,10 +53,8 @@ def copy_sinks(model: Any) -> None:
 
 
 def copy_convolutions(model: Any) -> None:
-    """Copy the convolutions of the last reload into the mixers; does nothing if no convolution is packed.
-
-    On a CPU with AVX512-BF16 the layer packs the loaded weights into new memory, but mixers compute with a view of the
-    old weights. Needed with vLLM 0.30.
+    """Copy the convolutions of the last reload into the mixers. On a CPU with AVX512-BF16 the layer packs them into new
+    memory, but mixers compute with a view of the old.
     """
     for mixer in model.modules():
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
@@ -68,12 +63,8 @@ def copy_convolutions(model: Any) -> None:
 
 
 def tie_again(model: Any, architecture: Any) -> None:
-    """Copy the new embedding into a tied output layer.
-
-    vLLM reloads layer by layer and skips an output layer that has no weights of its own in the checkpoint. On CPU that
-    layer holds a repacked copy of the embedding: without this call the engine would keep sampling with the old copy.
-    Needed with vLLM 0.30.
-    """
+    """Copy the new embedding into a tied output layer, which vLLM's reload skips: on CPU it holds a repacked copy of
+    the old."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     if not architecture.tie_word_embeddings:
@@ -86,7 +77,6 @@ def tie_again(model: Any, architecture: Any) -> None:
 
 
 def mend_after_reload(model: Any, architecture: Any) -> None:
-    """Copy, tie and pack the weights that the last reload skipped."""
     copy_sinks(model)
     copy_convolutions(model)
     tie_again(model, architecture)
@@ -94,10 +84,7 @@ def mend_after_reload(model: Any, architecture: Any) -> None:
 
 
 def pack_experts(model: Any) -> None:
-    """Bring the experts' matrices into the order that the CPU kernel reads. Does nothing on a GPU.
-
-    vLLM packs them only at the first load, when it makes the kernel. Needed with vLLM 0.30.
-    """
+    """Bring the experts' matrices into the order of the CPU kernel, as vLLM does only at the first load."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -106,7 +93,6 @@ def pack_experts(model: Any) -> None:
 
 
 def expert_layers(model: Any) -> Iterator[Any]:
-    """Yield the model's layers of experts."""
     for layer in model.modules():
         if hasattr(layer, "w13_weight") and hasattr(layer, "quant_method"):
             yield layer

@@ -1,6 +1,6 @@
 """Sends weights from the learners to the servers: chooses transport and ranks, and makes one sync at a time.
 
-    nccl, gloo     a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
+    nccl           a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
     ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
     object_store   buckets through Ray: for machines without GPUs, for adapters, and for a restarted server
 
@@ -21,46 +21,44 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rayapp.config.config import Config
+from rayapp.config.sections import ServerSection
 from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, WeightSyncError
 
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of a bucket: large enough that the transfer dominates a bucket's cost, and small enough that any object store
-has room for two buckets in flight.
-"""
+"""Large enough that the transfer dominates, and small enough for two in flight in any object store."""
 
 
 class WeightGiver(Protocol):
-    """Learners, as senders of weights."""
+    """Learners, as senders."""
 
     def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
-        """Yield references to `WeightBucket`s of the present weights, as policy version `version`."""
+        """Yield references to `WeightBucket`s of the present weights."""
         ...
 
     async def open_weight_group(self, servers: Sequence[Any], timeout_s: float) -> None:
-        """Form a new process group with these servers, and leave the earlier group."""
+        """Form a new process group with these servers, and leave the earlier one."""
         ...
 
     async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
-        """Send the present weights to every server of the group. Returns bytes and seconds."""
+        """Send the weights to every server of the group. Returns bytes and seconds."""
         ...
 
 
 class WeightTaker(Protocol):
-    """Server, as receiver of weights."""
+    """Server, as receiver."""
 
     @property
     def name(self) -> str: ...
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
-        """Load a policy version from references to buckets, and sample with it. Returns bytes and seconds."""
+        """Load a policy version from buckets, and sample with it. Returns bytes and seconds."""
         ...
 
     async def go_on(self, timeout_s: float) -> int:
-        """Sample with the weights that the group sent, if they are complete. Returns the policy version that the server
-        holds; -1 for none.
-        """
+        """Sample with the group's weights, if they are complete. Returns the version that the server holds; -1 for
+        none."""
         ...
 
 
@@ -68,23 +66,20 @@ class Sent(NamedTuple):
     """Outcome of one sync."""
 
     metrics: dict[str, float]
-    """Metrics `weight_sync/*`."""
+    """`weight_sync/*`."""
     failed: dict[str, RayappError]
-    """Error of each server that doesn't hold the version, by the server's name."""
+    """Error of each server without the version, by name."""
 
 
 class Carrier(Protocol):
-    """Transport of weights from the learners to the servers."""
+    """Transport of weights."""
 
     needs_all_servers: bool
     """True if a sync must wait for a server that is starting."""
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
-        """Connect the learners to the servers, unless they are connected.
-
-        Raises:
-            WeightSyncError: a server did not join; the servers keep their weights.
-        """
+        """Connect learners and servers, unless they are. WeightSyncError: a server did not join; all keep their
+        weights."""
         ...
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
@@ -92,14 +87,12 @@ class Carrier(Protocol):
 
         Raises:
             LearnersLostError: the learners did not give their weights.
-            WeightSyncError: the learners did not give their weights in time.
+            WeightSyncError: they did not in time.
         """
         ...
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Return references to buckets with the weights of the last sync, for one server; empty before the first
-        sync.
-        """
+        """Return references to buckets of the last sync, for one server."""
         ...
 
 
@@ -110,11 +103,10 @@ class WeightSync:
         self._carrier = carrier
         self._version = 0
         self._learners: WeightGiver | None = None
-        """The learners of the last sync."""
+        """Of the last sync."""
         self._is_syncing = asyncio.Lock()
         self.are_lost = False
-        """True if the weights of the last sync were on a node that is gone, so that only a new sync can provide
-        weights."""
+        """True if the last sync's weights were on a lost node: only a new sync can provide weights."""
 
     async def sync(
         self,
@@ -124,16 +116,14 @@ class WeightSync:
         servers: Sequence[WeightTaker],
         settled: Callable[[], Awaitable[None]],
     ) -> Sent:
-        """Make `version` the policy version that all servers hold.
-
-        The result names the servers that don't hold it, with their errors. These servers refuse to generate. Each must
-        be replaced, and the new server gets its weights by `catch_up`.
+        """Make `version` the policy version that all servers hold. Servers in `failed` refuse to generate, and must be
+        replaced; the new ones get their weights by `catch_up`.
 
         Args:
             settled: waits until every server is up.
         Raises:
             LearnersLostError: the learners are gone.
-            WeightSyncError: the learners did not give their weights in time.
+            WeightSyncError: they did not give their weights in time.
         """
         if self._carrier.needs_all_servers:
             # If joining fails, try once more: the servers that are up have kept their weights.
@@ -147,7 +137,6 @@ class WeightSync:
         return sent
 
     async def _joins(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> bool:
-        """Connect the learners to the servers. Returns False if a server did not join."""
         async with self._is_syncing:
             try:
                 await self._carrier.join(learners, servers)
@@ -157,14 +146,12 @@ class WeightSync:
         return True
 
     async def catch_up(self, server: WeightTaker) -> None:
-        """Send the weights of the last sync to a server that has just started.
-
-        If those weights were lost with the learners' node, the server gets no weights: it generates nothing until the
-        next sync, and `are_lost` is True.
+        """Send the weights of the last sync to a server that has just started. If they were lost with the learners'
+        node, it generates nothing until the next sync.
 
         Raises:
             LearnersLostError: the learners are gone.
-            WeightSyncError: `load_weights` failed, possibly with another RayappError; the server must be replaced.
+            WeightSyncError: `load_weights` failed; the server must be replaced.
         """
         # Hold the sync's lock: otherwise an older version could arrive last.
         async with self._is_syncing:
@@ -183,11 +170,10 @@ class WeightSync:
 
 
 class StoreCarrier:
-    """Transport that puts buckets into Ray's object store. A bucket is written once, and all servers of a node read it
-    without a copy.
+    """Puts buckets into Ray's object store: written once, and read by all servers of a node without a copy.
 
     Args:
-        timeout_s: deadline of the export, and of each server's load.
+        timeout_s: deadline of the export, and of each load.
     """
 
     needs_all_servers = False
@@ -197,10 +183,9 @@ class StoreCarrier:
         self._buckets: list[Any] = []
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
-        """Do nothing: this transport has no group."""
+        """Do nothing: there is no group."""
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
-        """Put the weights into the object store, and load them into every server."""
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -224,9 +209,7 @@ class StoreCarrier:
         return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
 
     async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
-        """Load the buckets into one server. Returns the server's answer or its error, so that one failure doesn't hide
-        the success of other servers.
-        """
+        """Return the server's answer or its error, so that one failure doesn't hide other servers' success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(version, buckets)
@@ -238,13 +221,12 @@ class StoreCarrier:
             )
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Return the references of the last sync. The driver holds them, so the buckets stay in the object store."""
+        """Return the last sync's references, whose holding keeps the buckets in the store."""
         return self._buckets
 
 
 class GroupCarrier:
-    """Transport that sends tensors directly into the engines, through a process group formed at the first sync and
-    kept.
+    """Sends tensors directly into the engines, through a group formed at the first sync and kept.
 
     Args:
         timeout_s: deadline of each phase: forming the group, sending, and `go_on` on all servers.
@@ -256,10 +238,10 @@ class GroupCarrier:
         self._timeout_s = timeout_s
         self._joined_by: WeightGiver | None = None
         self._joined_s = 0.0
-        """Seconds spent on forming groups since the last sync."""
+        """Seconds of forming groups since the last sync."""
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
-        """Form the group, unless these learners have formed it."""
+        """Form the group, unless these learners have."""
         if self._joined_by is learners:
             return
         started = time.monotonic()
@@ -268,9 +250,7 @@ class GroupCarrier:
         self._joined_s += time.monotonic() - started
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
-        """Send `version` through the group. If one server fails, so does every server that lacks the version, because
-        they wait for each other.
-        """
+        """Send `version`. If one server fails, so does every server that lacks it: they wait for each other."""
         started, facts, error = time.monotonic(), dict[str, float](), None
         try:
             await self.join(learners, servers)
@@ -291,10 +271,8 @@ class GroupCarrier:
     async def _without(
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
-        """Call `go_on` on all servers. Returns the error of each server that doesn't hold the version, by the server's
-        name.
-
-        Call it when every learner has finished sending: only then may servers take back the memory of shared GPUs.
+        """Call `go_on` on all servers, when every learner has finished sending: only then may they take back memory of
+        shared GPUs. Returns the error of each server without the version.
         """
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
@@ -308,15 +286,12 @@ class GroupCarrier:
             return error
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Export the learners' weights. The next sync forms a new group, because the present group has lost a member.
-
-        While a step is being trained, the call waits; it then returns the new weights.
-        """
+        """Export the weights. The next sync forms a new group, because this one has lost a member."""
         self._joined_by = None
         return [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
 
 
-Transport = Literal["object_store", "gloo", "nccl", "ipc"]
+Transport = Literal["object_store", "nccl", "ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,16 +304,13 @@ class TransferRanks:
     transport: Transport
     world_size: int
     rank_offsets: tuple[int, ...]
-    """Rank of each server's first worker. vLLM adds the tensor-parallel rank to get a worker's rank."""
+    """Rank of each server's first worker, to which vLLM adds the tensor-parallel rank."""
     bucket_bytes: int
 
 
 def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
-    """Return the transport of `server.weight_transport`, or for `auto` the fastest that the placement allows.
-
-    Raises:
-        ConfigError: the configured transport can't work here; the message says what to use.
-    """
+    """Return the configured transport, or for `auto` the fastest that the placement allows. ConfigError: it can't work
+    here."""
     asked, placement = config.server.weight_transport, config.cluster.placement
     if config.learner.lora.sends_adapter:
         if asked not in ("auto", "object_store"):
@@ -354,7 +326,7 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if asked in ("nccl", "ipc") and not on_gpu:
         raise ConfigError(
             f"server.weight_transport is {asked}, which moves weights between GPUs, but this run has no GPUs "
-            f"(cluster.device = {config.cluster.device}). Use object_store or gloo, or leave it auto."
+            f"(cluster.device = {config.cluster.device}). Use object_store, or leave it auto."
         )
     if asked == "ipc" and placement == "split":
         raise ConfigError(
@@ -369,12 +341,11 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     return asked
 
 
-def transfer_plan(config: Config, transport: Transport) -> TransferRanks:
-    """Return distinct ranks for every worker of every server."""
-    tp, num_servers = config.server.tensor_parallel_size, config.server.num_servers
+def transfer_plan(server: ServerSection, transport: Transport) -> TransferRanks:
+    tp, num_servers = server.tensor_parallel_size, server.num_servers
     return TransferRanks(
         transport=transport,
         world_size=1 + num_servers * tp,
         rank_offsets=tuple(1 + server * tp for server in range(num_servers)),
-        bucket_bytes=config.server.weight_bucket_mib << 20,
+        bucket_bytes=server.weight_bucket_mib << 20,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,7 @@ def pull_images(
     section = _local_section(config)
     store = _store(section)
     for name in images:
-        wanted = Wanted(mirrors=section.image_mirrors, progress=sys.stderr)
+        wanted = Wanted(mirrors=section.image_mirrors, progress=2)  # standard error
         with pull(store, parse(name), wanted) as hold:
             print(visible(f"image:{hold.image.name}"), flush=True)
 

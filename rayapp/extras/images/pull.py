@@ -40,7 +40,7 @@ class Wanted:
     mirrors: Mapping[str, Sequence[str]] | None = None
     """Registry -> mirrors that are tried before it; `http://HOST` is used without TLS."""
     progress: IO[str] | int = subprocess.DEVNULL
-    """File to which skopeo writes what it is doing."""
+    """File or descriptor to which skopeo writes what it is doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,8 +209,8 @@ class Store:
 
 
 def tree_of(digest: str) -> str:
-    """Return the name of the tree of an image."""
-    return digest.removeprefix("sha256:")
+    """Return the name of the tree of an image, short enough for the zygote's requests."""
+    return digest.removeprefix("sha256:")[:32]
 
 
 def open_store(folder: str = "", max_gib: float = 50.0) -> Store:

@@ -40,7 +40,9 @@ def finish(root: int) -> int:
     """Give the owner of every file its rights, drop set-id bits, and make the mount points. Return the bytes of the
     tree as they lie on the disk.
     """
-    num_bytes, seen = 0, set()
+    for name in MOUNT_POINTS:
+        _make_mount_point(root, name)
+    num_bytes, seen = 512 * os.fstat(root).st_blocks, set()
     for _, folders, files, folder in os.fwalk(".", topdown=True, dir_fd=root):
         for name in (*folders, *files):
             facts = os.lstat(name, dir_fd=folder)
@@ -52,8 +54,6 @@ def finish(root: int) -> int:
             wanted = facts.st_mode & (0o1777 if is_folder else 0o777) | (0o700 if is_folder else 0o600)
             if stat.S_IMODE(facts.st_mode) != wanted:
                 os.chmod(name, wanted, dir_fd=folder)
-    for name in MOUNT_POINTS:
-        _make_mount_point(root, name)
     return num_bytes
 
 

@@ -202,6 +202,8 @@ class E2BChannel:
 _PAGE = 100
 _CALL_TIMEOUT_S = 15.0
 _LATE_ANSWER_S = 30.0
+_CLAIM_TIMEOUT_S, _READY_TIMEOUT_S = 30, 60
+"""Longest waits of OpenKruise's server. Always sent, because otherwise it would wait forever."""
 _MIN_TTL_S = 30
 _BUILD_TIMEOUT_S = 3600.0
 _STATUS = re.compile(r"\d{3}: ")
@@ -246,8 +248,8 @@ class KruiseService:
             "allow_internet_access": config.allow_internet,
             "metadata": {
                 **labels,
-                f"{_EXTENSION}/claim-timeout-seconds": str(config.claim_timeout_s),
-                f"{_EXTENSION}/wait-ready-timeout-seconds": str(config.ready_timeout_s),
+                f"{_EXTENSION}/claim-timeout-seconds": str(_CLAIM_TIMEOUT_S),
+                f"{_EXTENSION}/wait-ready-timeout-seconds": str(_READY_TIMEOUT_S),
             },
         }
         answer = await self._call("POST", "/sandboxes", json=body, timeout_s=timeout_s + _LATE_ANSWER_S)

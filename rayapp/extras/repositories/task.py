@@ -17,7 +17,7 @@ import json
 import posixpath
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources.abc import Traversable
@@ -424,7 +424,11 @@ class RepositoryTask:
         if not found.valid or not found.terms["solved"] or not wrong:
             return found
         once_more = partial(judged_in_sandbox, sandboxes, self.verdict_spec, judge)
-        runs: list[Callable[[], Awaitable[Any]]] = [once_more, partial(self._passed, tests, wrong, files, sandboxes)]
+        runs: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            once_more,
+            partial(self._passed, tests, wrong, files, sandboxes),
+        ]
+        again: Reward
         again, passed = await _together(runs, rng)
         if not again.valid or not again.terms["solved"]:
             return again
@@ -508,7 +512,7 @@ class RepositoryTask:
         return replace(reward, detail=note + reward.detail), seconds
 
 
-async def _together(runs: Sequence[Callable[[], Awaitable[_T]]], rng: random.Random) -> list[_T]:
+async def _together(runs: Sequence[Callable[[], Coroutine[Any, Any, _T]]], rng: random.Random) -> list[_T]:
     """Run a verdict's runs at the same time, started in random order, and return their results in the order of `runs`.
 
     Code that passed the tests runs again with the true tests and with wrong ones. It could tell the runs apart by the

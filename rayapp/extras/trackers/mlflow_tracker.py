@@ -38,13 +38,7 @@ _NS = 1_000_000_000
 
 
 class TraceWriter:
-    """Writes traces to one experiment.
-
-    Args:
-        uri: URI of the tracking store.
-        run_id: MLflow run that the traces belong to.
-        decode: token ids to text.
-    """
+    """Writes traces to one experiment."""
 
     def __init__(self, uri: str, *, experiment_id: str, run_id: str, decode: Decode) -> None:
         self._client = TracingClient(uri)
@@ -139,10 +133,10 @@ def mlflow(config: Config, path: Path, first_step: int) -> MlflowTracker:
     section = config.tracking
     return MlflowTracker(
         path,
-        uri=section.mlflow_uri,
+        uri=os.environ.get("MLFLOW_TRACKING_URI", ""),
         experiment=section.project,
         parameters=flattened(config),
-        load_decode=lambda: partial(load_tokenizer(config).decode, skip_special_tokens=False),
+        load_decode=lambda: partial(load_tokenizer(config.model).decode, skip_special_tokens=False),
         trace_ratio=section.trace_ratio,
         seed=config.run.seed,
     )
@@ -154,11 +148,8 @@ class MlflowTracker:
     Args:
         folder: the run folder, whose name is the run's. Holds `mlflow.db` unless there is a server.
         uri: tracking server; empty takes MLFLOW_TRACKING_URI, else the file.
-        experiment: made if missing.
-        parameters: the flattened configuration.
         load_decode: returns the function from token ids to text; called with the first trace, as it takes seconds.
-        trace_ratio: share of all rollouts that become traces.
-        seed: draws them.
+        trace_ratio: share of all rollouts that become traces, drawn by `seed`.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ otherwise: files in `<run>/wandb`, sent with `wandb sync`.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -26,16 +27,15 @@ def tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
 
 def wandb(config: Config, path: Path, first_step: int) -> Tracker:
     section = config.tracking
-    return WandbTracker(path, project=section.project, mode=section.wandb_mode, parameters=flattened(config))
+    return WandbTracker(path, project=section.project, mode=_wandb_mode(), parameters=flattened(config))
+
+
+def _wandb_mode() -> Literal["offline", "online"]:
+    return "online" if os.environ.get("WANDB_MODE") == "online" else "offline"
 
 
 class TensorboardTracker:
-    """Writes scalars.
-
-    Args:
-        folder: made if missing; every start of the run adds a file.
-        first_step: TensorBoard drops data of earlier files from this step on: a resumed run repeats those steps.
-    """
+    """Writes scalars, a file for each start of the run; later files replace earlier ones from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         # Two seconds of imports (TensorBoard loads boto3): only runs with this tracker pay for them.
@@ -60,14 +60,7 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Logs to one W&B run, the same one after a resume.
-
-    Args:
-        folder: the run folder, whose name is the run's.
-        project: W&B project.
-        mode: online needs WANDB_API_KEY.
-        parameters: the flattened configuration.
-    """
+    """Logs to one W&B run, the same one after a resume; online it needs WANDB_API_KEY."""
 
     def __init__(
         self, folder: Path, *, project: str, mode: Literal["offline", "online"], parameters: Mapping[str, str]

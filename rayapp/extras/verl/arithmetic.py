@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import is_data_file
-from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.engine_args import HAS_KEY, REFUSED
 from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, tracked
 from rayapp.core.errors import ConfigError
@@ -286,7 +286,7 @@ def bypass_mode(key: str, value: Any, values: Values) -> Landing:
     """
     if not value:
         return Landing(note="the learner computes old log-probs")
-    options = {name: values.get(f"{_CORRECTION}.{name}") for name in LOSS_OPTIONS["bypass_mode"]}
+    options = {name: values.get(f"{_CORRECTION}.{name}") for name in POLICY_LOSSES["bypass_mode"].options}
     settings = {f"algorithm.policy_loss_options.{name}": each for name, each in options.items() if each is not None}
     return Landing(settings=settings | {"algorithm.policy_loss": "bypass_mode"}, note="loss_mode does not count")
 

@@ -6,24 +6,12 @@ silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rayapp.config.foreign_keys import (
-    Rule,
-    as_list,
-    choice,
-    choice_without_effect,
-    folded,
-    no_effect,
-    only,
-    optional,
-    refused,
-    to,
-)
+from rayapp.config.foreign_keys import Rule, as_list, choice, choice_without_effect, optional, rules_of, to
 from rayapp.extras.verl import arithmetic, rules
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -236,24 +224,8 @@ FEATURES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def _without_effect() -> Iterator[tuple[str, Rule]]:
-    """Yield the keys of keys.yaml, each with its rule."""
-    for section, lines in _YAML["sections"].items():
-        for keys, said in lines.items():
-            for key in keys.split():
-                name = f"{section}.{key}" if section else key
-                match said:
-                    case {"into": other}:
-                        yield name, folded(other)
-                    case {"only": values, "why": why}:
-                        yield name, only(*values, why=why)
-                    case {"refused": why}:
-                        yield name, refused(name.removesuffix(".*"), why=why)
-                    case _:
-                        yield name, no_effect(said)
-
-
 _YAML = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text())
 COUNTERPARTS: dict[str, str] = {end: said for ends, said in _YAML["counterparts"].items() for end in ends.split()}
 """End of a key that verl 0.9 doesn't know, from its forks and earlier versions -> overrides to give in its place."""
-TABLE: dict[str, Rule] = dict(_without_effect()) | DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER | FEATURES
+TABLE: dict[str, Rule] = {key: rule for name, lines in _YAML["sections"].items() for key, rule in rules_of(lines, name)}
+TABLE |= DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER | FEATURES

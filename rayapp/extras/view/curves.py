@@ -20,11 +20,7 @@ Curves = dict[str, dict[str, list[float]]]
 
 
 class Metrics:
-    """The records of a run so far.
-
-    Args:
-        source: the run.
-    """
+    """The records of a run so far."""
 
     def __init__(self, source: RunSource) -> None:
         self._source = source

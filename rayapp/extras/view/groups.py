@@ -67,11 +67,7 @@ _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 
 
 class Groups:
-    """The groups of one run. Any thread may query.
-
-    Args:
-        source: the run; only its trajectory files are read here.
-    """
+    """The groups of one run. Any thread may query."""
 
     def __init__(self, source: RunSource) -> None:
         self._source = source
@@ -90,11 +86,7 @@ class Groups:
         return list(self._problems.values())
 
     def query(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Run a query over `groups`. The SQL text is fixed; user input is passed only as parameters.
-
-        Raises:
-            StorageUnreachableError: the folder can't be listed.
-        """
+        """Run a query over `groups`. The SQL text is fixed; user input is passed only as parameters."""
         with self._lock:
             self._refresh()
         # DuckDB's connections serve one thread, cursors of one serve many.
@@ -193,11 +185,7 @@ class GroupFilter:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> GroupFilter:
-        """Parse the query of a page's address.
-
-        Raises:
-            InputError: an invalid value.
-        """
+        """Parse the query of a page's address. Raises InputError: an invalid value."""
         texts = {field.name: given.get(field.name, "").strip() for field in fields(cls)}
         return cls(**{name: _value(name, text) for name, text in texts.items() if text})
 
@@ -213,7 +201,6 @@ class Page:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Page:
-        """Parse the query of a page's address. Raises InputError: no such column, or not a number."""
         sort = given.get("sort", "") or "step"
         if sort not in SORTABLE:
             raise InputError(f"groups can't be sorted by {sort!r}; columns: {', '.join(SORTABLE)}")

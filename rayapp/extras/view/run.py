@@ -23,12 +23,7 @@ QUIET_FLOOR_S = 120.0
 
 
 class ViewedRun:
-    """One run that the server shows.
-
-    Args:
-        source: its files.
-        tokenizer_path: path given with --tokenizer.
-    """
+    """One run that the server shows; `tokenizer_path` is that of --tokenizer."""
 
     def __init__(self, source: RunSource, tokenizer_path: Path | None = None) -> None:
         self.source = source
@@ -91,11 +86,7 @@ class ViewedRun:
         return find_groups(self._groups, GroupFilter.parse(query), Page.parse(query))
 
     def group(self, step: int, group_id: int) -> dict[str, Any]:
-        """Return a group with its trajectories and their advantages.
-
-        Raises:
-            InputError: there is no such group.
-        """
+        """Return a group with its trajectories and their advantages. Raises InputError: there is no such group."""
         rows = read_group(self.source, step, group_id)
         advantages = self._advantages(rows)
         for row, value in zip(rows, advantages.values, strict=True):

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
 from rayapp.extras.view.groups import shown_id
+from rayapp.runs.layout import PARQUET, step_name
 from rayapp.runs.source import FOLDERS, Purpose, RunSource
 
 _EPSILON = 1e-6
@@ -83,10 +84,8 @@ def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
 
 
 def load_tokenizer(source: RunSource, model_path: str, chosen: Path | None) -> Any | None:
-    """Load a run's tokenizer: the user's choice, the final model's, or the initial model's.
+    """Load a run's tokenizer: the user's choice, the final model's, or the initial model's; None if there is none.
 
-    Returns:
-        None if none of them is available: then texts are shown whole, without coloured tokens.
     Raises:
         InputError: the chosen one can't be read.
     """
@@ -108,7 +107,6 @@ def _local(file: Path) -> bytes | None:
 
 
 def _parse(data: bytes) -> Any:
-    """Parse a tokenizer.json. Raises ValueError: not a tokenizer."""
     from tokenizers import Tokenizer as Fast
 
     try:
@@ -126,22 +124,11 @@ _GROUP_COLUMNS = (
     "max_policy_version", "time_generate_s", "time_score_s",
 )  # fmt: skip
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
-FORKS = "forks"
-"""Column with the forks: positions of tokens that don't follow the token before them."""
-AGENT_OUTPUT = "agent_output"
-"""Column with the end of an external agent's output, and notes on the calls that forked the trajectory."""
-RECORDED_TURNS = "turns"
-"""Column with the tool calls of each turn, for episodes of the agent loop."""
-LEARNER_LOG_PROBS = "learner_log_probs"
-"""Column for colouring tokens by the difference between engine and learner; may be null."""
+FORKS, AGENT_OUTPUT, RECORDED_TURNS, LEARNER_LOG_PROBS = "forks", "agent_output", "turns", "learner_log_probs"
 
 
 def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, Any]]:
-    """Return the trajectories of a group without their tokens, by index.
-
-    Raises:
-        InputError: there is no such group, or its file can't be read.
-    """
+    """Return the trajectories of a group without their tokens, by index. Raises InputError: it can't be read."""
     rows = _read(source, step, group_id, [], _GROUP_COLUMNS)
     if not rows:
         raise InputError(f"step {step} has no group {group_id}")
@@ -151,11 +138,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
 def read_trajectory(
     source: RunSource, step: int, group_id: int, index: int, tokenizer: TokenDecoder | None
 ) -> dict[str, Any]:
-    """Return one trajectory with its turns.
-
-    Raises:
-        InputError: there is no such trajectory, or its file can't be read.
-    """
+    """Return one trajectory with its turns. Raises InputError: it can't be read."""
     more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, AGENT_OUTPUT)
     rows = _read(source, step, group_id, [("index", "=", index)], (*_GROUP_COLUMNS, *more))
     if not rows:
@@ -245,10 +228,9 @@ def _cut_row(row: dict[str, Any]) -> dict[str, Any]:
 def _read(
     source: RunSource, step: int, group_id: int, filters: list[Any], columns: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """Read the rows of a group. Parts of the file that can't hold them are not read."""
     purpose: Purpose = "eval" if group_id < 0 else "train"
     filters = [("group_id", "=", shown_id(group_id, purpose)), *filters]
-    path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"
+    path = f"{source.root}/{FOLDERS[purpose]}/{step_name(step, PARQUET)}"
     try:
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.
         table = pq.read_table(path, filesystem=source.files, columns=list(columns), filters=filters, partitioning=None)

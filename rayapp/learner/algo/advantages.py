@@ -1,10 +1,7 @@
 """Computes advantages with verl's estimators.
 
-The learner calls it once a step, on every rank, with all trained trajectories of the step, because some estimators
-whiten over all of them. Invalid trajectories have been left out before the call. This module computes no baseline of
-its own.
-
-Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
+Every rank calls it once a step with all trained trajectories of the step, because some estimators whiten over all of
+them. Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
 """
 
 from __future__ import annotations
@@ -40,33 +37,31 @@ class AdvantageInputs:
     """
 
     rewards: FloatArray
-    """Reward of each trajectory, (B,)."""
+    """(B,)."""
     num_response_tokens: NDArray[np.int64]
-    """Number of response tokens of each trajectory, (B,), at least 1."""
+    """(B,), at least 1."""
     group_index: NDArray[np.int64]
-    """Number of each trajectory's group, (B,): equal for trajectories of one prompt."""
+    """(B,): equal for trajectories of one prompt."""
     reward_terms: dict[str, FloatArray]
-    """Values (B,) of each reward term, by name. gdpo normalises each term separately."""
+    """Values (B,) by term, each of which gdpo normalises."""
     baselines: FloatArray | None = None
-    """Reward of the greedy trajectory of each trajectory's group, (B,); only for remax."""
+    """Reward of each group's greedy trajectory, (B,); only for remax."""
     kl_penalty: Tensor | None = None
-    """Reward that each token loses for its KL to the reference, (B, T), 0 past a row's own tokens; None: no penalty."""
+    """Reward that each token loses for its KL to the reference, (B, T)."""
     old_log_probs: Tensor | None = None
-    """Log-probs at the start of the step, (B, T); only for the optimal token baselines."""
+    """(B, T); only for the optimal token baselines."""
     sum_pi_squared: Tensor | None = None
-    """Sum over the vocabulary of squared probabilities, (B, T); only for the optimal token baselines."""
+    """(B, T); only for the optimal token baselines."""
     is_weights: Tensor | None = None
-    """Importance weights of the rollout correction, (B, T); None if they are off."""
+    """Importance weights of the rollout correction, (B, T)."""
 
 
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> Tensor:
-    """Return the advantage of each response token.
+    """Return the advantage of each response token, (B, T) float32, 0 past a row's own tokens.
 
-    Returns:
-        (B, T) float32, 0 past a row's own tokens.
     Raises:
-        ConfigError: the estimator is unknown or needs a critic, or a reward lacks a term that gdpo uses.
-        LearnerError: a reward is not finite, so a scorer has a bug.
+        ConfigError: the estimator is unknown, or a reward lacks a term that gdpo uses.
+        LearnerError: a reward is not finite.
     """
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -80,7 +75,7 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
 
 
 def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSection) -> FloatArray:
-    """Return an estimate of the KL to the reference, (R,), for each of R sampled tokens."""
+    """Estimate the KL to the reference, (R,), for each sampled token."""
     import torch
     from verl.trainer.ppo.core_algos import kl_penalty
 
@@ -96,15 +91,12 @@ class KlPenalty(NamedTuple):
     mean_kl: float
     """Mean over trajectories of their mean KL per token."""
     next_coef: float
-    """Coefficient of the KL at the next step."""
 
 
 def kl_penalty_of(
     kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
 ) -> KlPenalty:
-    """Multiply the KL of every token (B, T) by the coefficient, and let verl's controller compute the next
-    coefficient.
-    """
+    """Multiply the KL (B, T) by the coefficient; verl's controller computes the next one."""
     import torch
     from verl.trainer.config import KLControlConfig
     from verl.trainer.ppo.core_algos import get_kl_controller
@@ -118,7 +110,7 @@ def kl_penalty_of(
 
 
 def check_estimator(name: str) -> None:
-    """Check an estimator's name. Raises ConfigError: the estimator is unknown, or needs a critic."""
+    """Raise ConfigError if the estimator is unknown or needs a critic."""
     if name in NEEDS_CRITIC:
         raise ConfigError(
             f"algorithm.adv_estimator {name!r} needs a critic, which rayapp doesn't have. Use one of {_names()}."
@@ -131,7 +123,7 @@ def check_estimator(name: str) -> None:
 
 
 def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """Return a mask (B, T) float32: 1 on a row's own tokens, else 0. T is the length of the longest row, at least 1."""
+    """Return a mask (B, T) float32: 1 on a row's own tokens. T is the longest row's length, at least 1."""
     import torch
 
     lengths = torch.as_tensor(np.asarray(num_response_tokens))
@@ -167,9 +159,7 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    """Return the additional arguments of gdpo, which reads the reward terms from the batch and itself puts each term on
-    the last token.
-    """
+    """Return the terms for gdpo, which puts each on the last token itself."""
     import torch
 
     if not algorithm.gdpo_reward_terms:
@@ -183,14 +173,23 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
             f"terms that all rewards have: {', '.join(sorted(whole)) or 'there are none'}."
         )
     prompts = torch.zeros(mask.shape[0], 0)
-    terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
+    # verl puts terms into float32, where rounding would give a group of equal terms an advantage, which whitening then
+    # scales up. Without their group's mean, which the estimator subtracts anyway, equal terms are exactly 0.
+    terms = {name: _centred(inputs.reward_terms[name], inputs.group_index) for name in algorithm.gdpo_reward_terms}
     return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}
 
 
+def _centred(values: FloatArray, group_index: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Subtract from each value (B,) the mean of its group. A value alone in its group stays: the estimator's too."""
+    _, group = np.unique(group_index, return_inverse=True)
+    sizes = np.bincount(group)
+    means = np.where(sizes > 1, np.bincount(group, weights=values.astype(np.float64)) / sizes, 0.0)
+    result: NDArray[np.float64] = values - means[group]
+    return result
+
+
 def _algo_config(algorithm: AlgorithmSection) -> Any:
-    """Return the keys that estimators read from verl's AlgoConfig. It is a DictConfig, because gdpo reads keys that
-    AlgoConfig lacks.
-    """
+    """Return what estimators read from verl's AlgoConfig, as a DictConfig: gdpo reads keys that AlgoConfig lacks."""
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
@@ -203,9 +202,8 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Return a tensor (B, T) with each reward on the row's last token. It is float64, so that the mean of equal rewards
-    is exactly that reward. In float32 rounding would give a group without signal advantages of about 1e-9 / (0 + 1e-6),
-    which are noise. Only for token baselines, which accept nothing else, it is float32.
+    """Put each reward on its row's last token, (B, T), in float64: float32 would round the mean of equal rewards, and
+    give them advantages of about 1e-9 / (0 + 1e-6). Token baselines accept only float32.
     """
     import torch
 

@@ -1,15 +1,11 @@
 """On-policy distillation: the KL between policy and teacher on tokens that the policy sampled.
 
-If the loss needs the whole distribution, `log_probs` calls `kl` for a chunk of positions at a time. If it needs only
-the sampled tokens, the step calls `teacher_advantages`. Forward and reverse KL: arXiv:2306.13649 (GKD); reverse KL:
-arXiv:2306.08543 (MiniLLM). Thinking Machines' "On-Policy Distillation" (2025) uses the log-ratio of a sampled token as
-its advantage, without a discount. This module doesn't use the model itself.
+For the whole distribution, `log_probs` calls `kl` for a chunk of positions at a time; for the sampled tokens, the step
+calls `teacher_advantages`. Forward and reverse KL: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM). Thinking
+Machines' "On-Policy Distillation" (2025) uses the log-ratio of a sampled token as its advantage.
 
-`VerdictReader` puts the verdict on an answer before the prompt that the teacher reads. The response's tokens stay the
-same, so the difference of a token's two log-probs is negative if the verdict makes the token less likely:
-self-distillation with feedback, as in arXiv:2601.20802 (SDPO), where the policy is its own teacher.
-
-`served_log_probs` requests log-probs from a teacher on a vLLM server.
+`VerdictReader` puts the verdict on an answer before the prompt that the teacher reads: self-distillation with feedback,
+as in arXiv:2601.20802 (SDPO), where the policy is its own teacher.
 """
 
 from __future__ import annotations
@@ -32,20 +28,16 @@ if TYPE_CHECKING:
 
 
 LARGEST_LOG_RATIO = 20.0
-"""Limit of the log-ratios in the forward KL, which are exponentiated, if the config sets no limit."""
+"""Limit of the log-ratios that the forward KL exponentiates."""
 _LOG_OF_NOTHING = -87.0
-"""Lower limit of an outcome's log-prob: its probability is about the smallest in float32."""
+"""Least log-prob of an outcome: about the smallest probability in float32."""
 
 
 def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSection) -> Tensor:
-    """Return advantages with which a policy gradient lowers the KL to the teacher, in expectation over the sampled
-    tokens.
+    """Return advantages with which a policy gradient lowers the KL to the teacher, without gradient.
 
-    Args:
-        teacher, old: log-probs of the sampled tokens, under the teacher and under the policy at the start of the step.
-    Returns:
-        For the reverse KL: log q - log p. For the forward KL: q / p - 1, which gives the gradient of the k3 estimator.
-        Both are multiplied by the section's weight and carry no gradient.
+    Reverse KL: log q - log p; forward KL: q / p - 1, the gradient of the k3 estimator; times the section's weight.
+    `teacher` and `old` are log-probs of the sampled tokens.
     """
     log_ratio = (teacher - old).detach()
     limit = section.max_log_ratio
@@ -56,20 +48,14 @@ def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSectio
 
 
 def kl(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the KL between policy and teacher at each of C positions, (C,).
-
-    Args:
-        log_p, log_q: log-probs (C, V) of the policy and of the teacher.
-    """
+    """Return the KL at each of C positions, (C,), from log-probs (C, V)."""
     log_q = _told_apart(log_p, log_q, section)
     above, below = (log_p, log_q) if section.kl == "reverse" else (log_q, log_p)
     return (above.exp() * (above - below)).sum(-1)
 
 
 def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the gradient of `kl` with respect to the policy's logits, (C, V). Reverse KL: p (log p - log q - KL);
-    forward KL: p - q.
-    """
+    """Return the gradient of `kl` for the policy's logits, (C, V). Reverse: p (log p - log q - KL); forward: p - q."""
     log_q = _told_apart(log_p, log_q, section)
     if section.kl == "forward":
         return log_p.exp() - log_q.exp()
@@ -78,9 +64,8 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the teacher's log-probs (C, V) that `kl` compares with the policy's. With `kl_over: top_k` all tokens
-    outside the top k count as one outcome: the teacher's probability of that outcome is distributed over its tokens in
-    proportion to the policy's probabilities.
+    """Return the teacher's log-probs (C, V) to compare. With `kl_over: top_k` all other tokens are one outcome, whose
+    probability is spread in proportion to the policy's.
     """
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
         return log_q
@@ -96,18 +81,13 @@ _TEXT = "An answer to the task that follows was judged: {status}, reward {value:
 
 
 class VerdictReader:
-    """Puts the verdict on an answer before the prompt that the teacher reads.
-
-    Args:
-        tokenizer: tokenizer of the policy, from transformers.
-        max_tokens: maximum length of the message; a longer verdict is cut.
-    """
+    """Puts the verdict on an answer, cut to `max_tokens`, before the prompt that the teacher reads."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
 
     def beside(self, item: TrainItem) -> TrainItem:
-        """Return the item with its verdict as a message before the prompt; the response tokens stay the same."""
+        """Return the item with its verdict as a message before the prompt; the response tokens stay."""
         message, trajectory = self._message(item.trajectory.reward), item.trajectory
         size, nothing = message.size, np.zeros(message.size)
         return replace(
@@ -132,9 +112,7 @@ class VerdictReader:
         return np.array(self._rendered(text)[: self._max_tokens], np.int32)
 
     def _rendered(self, text: str) -> list[int]:
-        """Return the token ids of the text as a user's message. Without a chat template, return the token ids of the
-        text alone.
-        """
+        """Return the text's ids as a user's message, or alone without a chat template."""
         if getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -142,13 +120,7 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """Return log-probs (R,) of each trajectory's response tokens under a teacher on a server, by row.
-
-    Args:
-        num_ranks: number of learners that call the server at the same time.
-    Raises:
-        LearnerError: the server does not answer, or its answer has no log-probs.
-    """
+    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: no answer."""
     try:
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:
@@ -168,7 +140,7 @@ async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ran
 
 
 async def _scored(item: TrainItem, section: DistillationSection, client: EndpointClient) -> FloatArray:
-    """Return the log-probs (R,) of one item. Each branch of the trajectory with trained tokens takes one request."""
+    """Return one item's log-probs (R,): a request for each branch with trained tokens."""
     trajectory = item.trajectory
     log_probs = np.zeros(trajectory.num_tokens, np.float32)
     for path, responses in trained_branches(trajectory):
@@ -181,7 +153,7 @@ async def _scored(item: TrainItem, section: DistillationSection, client: Endpoin
 
 
 def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
-    """Return the log-probs (T,) of the tokens, each given the tokens before it; 0 for the first token."""
+    """Return the tokens' log-probs (T,); 0 for the first."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], entries[1:], strict=True)

@@ -1,22 +1,18 @@
-"""Computes policy losses with verl's functions and verl's `ActorConfig`, normalised so that the result doesn't depend
-on how the batch is split.
+"""Computes policy losses with verl's functions, normalised so that the result doesn't depend on how the batch is split.
 
-The learner calls `policy_loss` for every micro-batch. verl's `agg_loss` divides by the global counts in
-`global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. The loss geo_mean divides by
-the number of rows of the micro-batch. `policy_loss` rescales it, so that the losses of micro-batches and ranks always
-add up.
+verl's `agg_loss` divides by the global counts in `global_batch_info`, and multiplies by dp_size because FSDP averages
+gradients. geo_mean divides by the rows of the micro-batch, so `policy_loss` rescales it.
 
 `coupled_gradients` serves losses that depend on the whole mini-batch (clip_cov, kl_cov, normalized weights). Every rank
-computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps d loss / d
-log-prob, with which the backward of its own micro-batches starts. So the result, including random choices, depends on
-neither micro-batches nor ranks.
+computes the same loss of all rows, in the order of the step, and keeps d loss / d log-prob, with which the backward of
+its own micro-batches starts. So the result, random choices included, depends on neither micro-batches nor ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,28 +30,24 @@ if TYPE_CHECKING:
 
 
 _LEAST_MEAN = 1e-8
-"""Mean importance weight below which verl doesn't normalise the weights."""
+"""Mean weight below which verl doesn't normalise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Divisors of the losses of one optimizer step: counts over all ranks and all micro-batches."""
+    """Divisors of the losses of one optimizer step, over all ranks and micro-batches."""
 
     num_tokens: int
-    """Number of response tokens of the trajectories in the loss."""
+    """Response tokens in the loss."""
     num_trajectories: int
-    """Number of trajectories in the loss."""
     dp_size: int
-    """Number of ranks, whose gradients FSDP averages."""
+    """Ranks, whose gradients FSDP averages."""
     max_response_tokens: int
-    """Divisor of seq-mean-token-sum-norm (Dr. GRPO). It is a constant and not the length of a micro-batch's longest
-    row.
-    """
+    """Divisor of seq-mean-token-sum-norm (Dr. GRPO): a constant, not a micro-batch's width."""
     mean_weight: float = 1.0
-    """Divisor of importance weights: their mean over the step, if rollout_correction.batch_normalize is on."""
+    """Mean importance weight of the step, with rollout_correction.batch_normalize."""
 
     def for_verl(self) -> dict[str, int]:
-        """Return keyword arguments of verl's `agg_loss`."""
         return {
             "dp_size": self.dp_size,
             "batch_num_tokens": max(1, self.num_tokens),
@@ -66,32 +58,28 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """Inputs of the policy loss for B trajectories: rows of T response tokens, left-aligned (module `advantages`)."""
+    """Inputs of the policy loss for B trajectories of T response tokens, left-aligned."""
 
     log_probs: Tensor
-    """Log-probs under the current policy, (B, T), with gradient."""
+    """(B, T), with gradient."""
     old_log_probs: Tensor
-    """Log-probs under the policy at the start of the step, (B, T)."""
+    """At the start of the step, (B, T)."""
     rollout_log_probs: Tensor
-    """Log-probs that the engine reported, (B, T)."""
+    """The engine's, (B, T)."""
     advantages: Tensor
-    """Advantage of each response token, (B, T)."""
+    """(B, T)."""
     mask: Tensor
-    """1 on a row's own tokens, else 0, (B, T) float32."""
+    """(B, T) float32."""
     entropy: Tensor | None = None
-    """Entropy at each response token, (B, T), with gradient if there is an entropy bonus."""
+    """(B, T), with gradient if there is an entropy bonus."""
     ref_log_probs: Tensor | None = None
-    """Log-probs under the frozen reference, (B, T); None without a KL loss."""
+    """(B, T); None without a KL loss."""
     teacher_kl: Tensor | None = None
-    """KL to the teacher, (B, T), with gradient if it covers more than the sampled token; None without a teacher."""
+    """(B, T), with gradient if it covers more than the sampled token."""
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
-    """Return the configured policy loss of these rows, without KL and entropy.
-
-    Args:
-        actor_config: made by `make_actor_config` with the same scale.
-    """
+    """Return the configured policy loss, without KL and entropy. `actor_config` is of the same scale."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     name = algorithm.policy_loss
@@ -118,19 +106,15 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
-    """Scalar loss, and verl's metrics averaged over the rows' tokens."""
+    """Scalar loss, and verl's metrics averaged over tokens."""
 
     loss: Tensor
     metrics: dict[str, float]
 
 
 def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor | None:
-    """Return bounded importance weights between learner and engine, (B, T), or None if they are off.
-
-    Bypass mode needs no weights: its loss takes the engine's log-probs as the old log-probs.
-
-    Args:
-        old, rollout: (B, T) log-probs of the sampled tokens.
+    """Return bounded importance weights between learner and engine, (B, T), from their log-probs. None if they are off,
+    and in bypass mode, whose loss takes the engine's log-probs as the old ones.
     """
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
@@ -145,16 +129,14 @@ def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: Al
 
 
 def mean_weight(weights: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> float:
-    """Return the mean of importance weights (B, T): over tokens, or over sequences if each sequence has one weight.
-    Return 1 if all weights are 0, because the caller divides by the result.
-    """
+    """Return the mean weight over tokens, or over sequences if each has one weight; 1 if all are 0."""
     counts = mask if algorithm.rollout_correction.level == "token" else mask / mask.sum(-1, keepdim=True).clamp(min=1)
     mean = float((weights * counts).sum() / counts.sum().clamp(min=1e-8))
     return mean if mean > _LEAST_MEAN else 1.0
 
 
 def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Return the KL to the frozen reference, aggregated like the policy loss, without the coefficient."""
+    """Return the KL to the reference, aggregated like the policy loss."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
     assert rows.ref_log_probs is not None, "the KL loss needs reference log-probs"
@@ -163,7 +145,7 @@ def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Te
 
 
 def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Aggregate per-token values (B, T) to one number, like the policy loss."""
+    """Aggregate values (B, T) like the policy loss."""
     from verl.trainer.ppo.core_algos import agg_loss
 
     loss: Tensor = agg_loss(values, mask, algorithm.loss_agg_mode, **scale.for_verl())
@@ -171,11 +153,7 @@ def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale:
 
 
 def make_actor_config(config: Config, scale: LossScale) -> Any:
-    """Return verl's ActorConfig, which verl's losses read.
-
-    Raises:
-        ConfigError: `algorithm.policy_loss` is unknown.
-    """
+    """Return the ActorConfig that verl's losses read. ConfigError: `algorithm.policy_loss` is unknown."""
     from verl.trainer.config import RolloutCorrectionConfig
     from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
@@ -207,7 +185,7 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
 
 
 def check_policy_loss(name: str) -> None:
-    """Check a loss's name. Raises ConfigError: verl 0.9.1 has no policy loss of this name."""
+    """Raise ConfigError if there is no loss of this name."""
     if name not in POLICY_LOSSES and not is_plugin("losses", name):
         raise ConfigError(
             f"algorithm.policy_loss {name!r} is neither a policy loss of verl 0.9.1 nor a plug-in. Use one of "
@@ -216,23 +194,34 @@ def check_policy_loss(name: str) -> None:
 
 
 def _declared(options: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Return the options that are fields of `config_class`. No option is a field of two of verl's config classes."""
+    """Return the options that are fields of `config_class`; none is a field of two of verl's classes."""
     names = {field.name for field in fields(config_class)}
     return {name: value for name, value in options.items() if name in names}
 
 
 Scored = tuple[TrainItem, FloatArray, FloatArray]
-"""A trajectory, its log-probs now, and its log-probs at the start of the step."""
+"""Trajectory, its log-probs now, and at the start of the step."""
+
+
+class Coupled(NamedTuple):
+    """Loss of a whole mini-batch, and its gradients, both times dp_size."""
+
+    loss: float
+    slopes: dict[int, FloatArray]
+    """Gradient for each row's log-probs, (R,), by row."""
+
+    def surrogate(self, log_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return a loss with the gradients of these rows. Its values over all micro-batches add up to `loss`."""
+        slopes = stack_rows([self.slopes[row] for row in rows], log_probs.shape[1]).to(log_probs.device)
+        return ((log_probs - log_probs.detach()) * slopes).sum() + self.loss * len(rows) / len(self.slopes)
 
 
 def coupled_gradients(
     scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
-) -> dict[int, FloatArray]:
-    """Return, by row number, the gradient of the loss with respect to the row's log-probs, (R,). It is multiplied by
-    dp_size, because FSDP averages gradients over ranks.
-    """
+) -> Coupled:
+    """Return loss and gradients of all rows of a mini-batch."""
     if not scored:
-        return {}
+        return Coupled(0.0, {})
     scored = sorted(scored, key=lambda entry: entry[0].row)
     items = [item for item, _, _ in scored]
     mask = response_mask(np.array([item.advantages.size for item in items]))
@@ -249,4 +238,5 @@ def coupled_gradients(
         torch.manual_seed(seed)
         loss = policy_loss(rows, algorithm, actor_config, scale).loss
     (slopes,) = torch.autograd.grad(loss, log_probs)
-    return {item.row: slopes[i, : item.advantages.size].numpy() for i, item in enumerate(items)}
+    by_row = {item.row: slopes[i, : item.advantages.size].numpy() for i, item in enumerate(items)}
+    return Coupled(float(loss.detach()), by_row)

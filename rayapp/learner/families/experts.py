@@ -1,9 +1,7 @@
 """Expert parallelism: each of several ranks holds a part of the experts, and tokens travel to their experts' ranks.
 
-FSDP alone gathers all experts of a layer on every rank. With `learner.expert_parallel_size` a group of neighbouring
-ranks shares them: each rank gathers only its own experts, over the ranks of other groups that hold the same experts.
-A rank sends each of its tokens to the ranks that hold the token's experts, computes the tokens that it gets, and sends
-the results back. Routers, attention and everything else stay on the token's own rank.
+A group of neighbouring ranks (`learner.expert_parallel_size`) shares the experts: each gathers only its own, over the
+ranks of other groups that hold the same. Routers, attention and everything else stay on the token's own rank.
 
     (N, H) --exchange--> rows of own experts --experts--> their outputs --exchange--> (N, k, H) --weights--> (N, H)
 """
@@ -19,19 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import InputError
 from rayapp.learner.families.router_replay import num_experts_of
 
 
-def check_expert_parallel(causal_lm: Any, config: Config) -> None:
-    """Check that `learner.expert_parallel_size` ranks can share the experts of this model.
-
-    Raises:
-        InputError: the ranks can't share the experts evenly, or transformers computes them in another way than this
-            module does.
-    """
-    size, text = config.learner.expert_parallel_size, causal_lm.config.get_text_config()
+def check_expert_parallel(causal_lm: Any, learner: LearnerSection) -> None:
+    """Raise InputError if the ranks can't share the experts evenly, or transformers computes them in another way."""
+    size, text = learner.expert_parallel_size, causal_lm.config.get_text_config()
     if size == 1:
         return
     where, number = f"learner.expert_parallel_size is {size}, but {text.model_type!r} has", num_experts_of(text)
@@ -41,7 +34,7 @@ def check_expert_parallel(causal_lm: Any, config: Config) -> None:
             "learner.expert_parallel_size: 1."
         )
     if number % size:
-        learners = config.learner.num_learners
+        learners = learner.num_learners
         sizes = [str(size) for size in range(1, number + 1) if number % size == 0 and learners % size == 0]
         raise InputError(
             f"{where} {number} experts, which {size} ranks can't share evenly. Set learner.expert_parallel_size to one "
@@ -58,11 +51,8 @@ def experts_of(causal_lm: Any) -> list[Any]:
 
 
 def split_experts(causal_lm: Any, mesh: DeviceMesh) -> None:
-    """Give each rank of the mesh its part of all experts, and make the experts' forward exchange tokens.
-
-    Args:
-        causal_lm: model on the meta device, before it is sharded.
-        mesh: ranks that share the experts, in one dimension.
+    """Give each rank of the one-dimensional mesh its part of all experts, before sharding, and make their forward
+    exchange tokens.
     """
     for experts in experts_of(causal_lm):
         own = experts.num_experts // mesh.size()
@@ -74,12 +64,11 @@ def split_experts(causal_lm: Any, mesh: DeviceMesh) -> None:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return True if `split_experts` has split this module's own parameters."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
 
 
 class _OwnExperts:
-    """The experts of this rank, with the attributes that transformers reads from a module of all experts."""
+    """The experts of this rank, with the attributes that transformers reads."""
 
     def __init__(self, experts: Any, size: int) -> None:
         self._experts, self._size = experts, size
@@ -100,15 +89,7 @@ class _OwnExperts:
 def _experts_over_ranks(
     experts: Any, group: dist.ProcessGroup, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the experts of a layer; called on every rank with its own N tokens.
-
-    Args:
-        hidden_states: (N, H).
-        top_k_index: numbers of each token's experts, (N, k).
-        top_k_weights: weights of these experts, (N, k).
-    Returns:
-        The weighted sum of the experts' outputs, (N, H).
-    """
+    """Compute the experts of a layer on this rank's tokens: (N, H), experts (N, k), their weights (N, k) -> (N, H)."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     own, k = _OwnExperts(experts, group.size()), top_k_index.shape[1]
@@ -144,7 +125,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[r]` rows to rank r, in order, and return the rows that arrive, `received[r]` from rank r."""
+    """Send `sent[r]` rows to rank r, in order; `received[r]` rows arrive from rank r."""
     found = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found

@@ -1,14 +1,11 @@
-"""Computes, for `learner.attention`, attention that the standard kernels lack: with flex attention on GPU and masked
-blocks on CPU.
+"""Computes attention that the standard kernels lack.
 
 On GPU torch's flex attention computes layers with sinks or a soft cap, which the varlen kernel lacks. A rule on three
-numbers of each packed token determines the tokens to which it attends, so no N x N mask is stored. tests/gpu compares
-flex attention with the attention on CPU. Other tests run only the forward, uncompiled on CPU, where flex attention has
-no backward.
+numbers of each packed token determines to which tokens it attends, so no N x N mask is stored. tests/gpu compares it
+with the attention on CPU.
 
-On CPU masked blocks compute sliding windows and soft caps, which torch's flash kernel lacks. A block has some rows
-(queries) and columns (keys) of the packed tokens, and is computed by plain float32 matrix products. Windows are cut
-into small blocks.
+On CPU masked blocks compute windows and soft caps, which torch's flash kernel lacks: some rows (queries) and columns
+(keys), by plain float32 products.
 """
 
 from __future__ import annotations
@@ -25,37 +22,33 @@ from torch import Tensor
 from rayapp.learner.packing import Packing, Segment
 
 MAX_ROWS = 256
-"""Maximum number of rows of a block under a window. With more rows, most columns would be visible to only few rows."""
+"""Rows of a block under a window: with more, most columns would be visible to few rows."""
 
 
 class MaskRule(NamedTuple):
-    """Scale, window and cap of a layer's attention scores."""
+    """Scale, window and cap of a layer's scores."""
 
     scale: float
     window: int | None = None
-    """Number of tokens that a query sees, itself included; None: its whole path."""
+    """Tokens that a query sees, itself included."""
     softcap: float | None = None
-    """Scores become cap * tanh(score / cap); None: no cap."""
+    """Scores become cap * tanh(score / cap)."""
 
 
 class Block(NamedTuple):
-    """Queries `rows`, and keys `columns` of one segment, to which the queries attend."""
+    """Queries `rows`, and keys `columns` of one segment."""
 
     rows: slice
     columns: slice
     is_own: bool = False
-    """True if rows and columns are the same tokens: each row then sees the columns up to itself."""
+    """True if rows and columns are the same tokens: each row sees the columns up to itself."""
     is_masked: bool = False
-    """True if the flash kernel can't compute the block, because rows see only some of the columns or scores are capped.
-    """
+    """True if rows see only some of the columns, or scores are capped: no block for the flash kernel."""
 
 
 def blocks_of(segments: Sequence[Segment], positions: Tensor, rule: MaskRule) -> Iterator[Block]:
-    """Yield all blocks. The first block of each row has the row's own segment as columns.
-
-    Args:
-        positions: (N,) position of each token within its own sequence.
-    """
+    """Yield all blocks; the first of each row has its own segment as columns. `positions` (N,) are within the
+    sequences."""
     always = rule.softcap is not None
     window = rule.window or (positions.numel() if always else None)
     places = positions.tolist() if window is not None else []
@@ -74,7 +67,6 @@ def blocks_of(segments: Sequence[Segment], positions: Tensor, rule: MaskRule) ->
 
 
 def _masked(s: Segment, first: int, last: int, places: Sequence[int], window: int) -> Iterator[Block]:
-    """Yield blocks of rows [first, last) and the columns of a segment that at least one of these rows sees."""
     for start in range(first, last, MAX_ROWS):
         stop = min(start + MAX_ROWS, last)
         rows = places[start:stop]
@@ -92,9 +84,7 @@ def mask_of(block: Block, positions: Tensor, rule: MaskRule) -> Tensor:
 
 
 def masked_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
-    """Return a block's output (Hkv, G, R, D) and log-sum-exp (Hkv, G, R). They are 0 and -inf for rows that see no
-    column.
-    """
+    """Return output (Hkv, G, R, D) and log-sum-exp (Hkv, G, R): 0 and -inf for rows that see no column."""
     scores = _scores(query, key, mask, rule)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -111,12 +101,7 @@ def masked_backward(
     mask: Tensor,
     rule: MaskRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a block's query (Hkv, G, R, D), key and value (Hkv, G, C, D).
-
-    Args:
-        out: final output of the rows, over all blocks.
-        lse: final log-sum-exp of the rows, over all blocks.
-    """
+    """Return the gradients of query (Hkv, G, R, D), key and value (Hkv, G, C, D), from final output and log-sum-exp."""
     scores = _scores(query, key, mask, rule)
     weights = (scores - lse.unsqueeze(-1)).exp_()
     delta = torch.linalg.vecdot(grad_out, out).unsqueeze(-1)
@@ -139,14 +124,13 @@ class TreeMask:
     """Radix tree of N packed tokens, on the device."""
 
     ends: Tensor
-    """End of the subtree of each token's segment, (N,), as a packed position."""
+    """End of the subtree of each token's segment, (N,)."""
     positions: Tensor
-    """Position of each token within its own sequence, (N,)."""
+    """Position within its own sequence, (N,)."""
     masks: dict[int | None, Any] = field(default_factory=dict)
-    """Masks of flex attention by window. Layers with the same window share a mask."""
+    """Masks by window, shared by layers."""
 
     def block_mask(self, window: int | None) -> Any:
-        """Return flex attention's mask of this tree."""
         if window not in self.masks:
             self.masks[window] = self._make(window)
         return self.masks[window]
@@ -169,7 +153,6 @@ class TreeMask:
 
 
 def tree_mask(packing: Packing, device: torch.device) -> TreeMask:
-    """Return the tree of these tokens on this device."""
     ends = np.empty(packing.num_tokens, np.int64)
     for segment in packing.segments:
         ends[segment.start : segment.end] = segment.subtree_end
@@ -179,7 +162,7 @@ def tree_mask(packing: Packing, device: torch.device) -> TreeMask:
 def flex_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, tree: TreeMask, rule: MaskRule
 ) -> Tensor:
-    """Return the output (1, N, Hq, D) for query (1, Hq, N, D), key and value (1, Hkv, N, D)."""
+    """Return (1, N, Hq, D) for query (1, Hq, N, D), key and value (1, Hkv, N, D)."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     # Make the cap a tensor: the compiler treats a number in a closure as dynamic, and then fails in the backward.
@@ -208,7 +191,6 @@ def flex_tree_attention(
 
 @cache
 def _flex(device_type: str) -> Any:
-    """Return torch's flex attention, compiled if the device is a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention

@@ -1,10 +1,8 @@
-"""Runs mixers on packed tokens. Mixers are layers that mix tokens by other means than attention: linear attention,
-short convolutions, mamba.
+"""Runs mixers on packed tokens: layers that mix tokens by linear attention, short convolutions or mamba.
 
-On packed tokens their state would leak from one sequence into the next. So each mixer gets every sequence in a row of
-its own, padded on the right, where padding does not affect causal layers. This is exact with any kernel and with shared
-prefixes: a token that several sequences share is computed in the row of each, and read from the first of these rows.
-Call `give_borders` on each new model.
+Their state would leak from one packed sequence into the next. So each mixer gets every sequence in a row of its own,
+padded on the right, where padding does not affect causal layers. A token that several sequences share is computed in
+the row of each, and read from the first.
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ from rayapp.core.errors import LearnerError
 from rayapp.learner.packing import Segment, segment_paths
 
 MAX_PADDING = 2
-"""Rows that are computed together are at most this many times as long as the shortest of them."""
+"""Rows computed together are at most this many times as long as the shortest."""
 
 
 class Borders:
-    """Borders of the sequences in the current forward, for all mixers of a model.
-
-    They stay set until the next forward, because activation checkpointing computes layers again during the backward.
-    """
+    """Borders of the sequences in the current forward. They stay for the backward, where checkpointing computes layers
+    again."""
 
     def __init__(self) -> None:
         self._segments: tuple[Segment, ...] = ()
@@ -38,11 +34,10 @@ class Borders:
 
     @property
     def are_set(self) -> bool:
-        """True if the current forward has packed tokens; False if each of its rows is one sequence."""
+        """True if the forward has packed tokens; else each of its rows is one sequence."""
         return bool(self._segments)
 
     def begin(self, segments: tuple[Segment, ...], device: torch.device) -> None:
-        """Set the borders for a forward. Without segments, each row of the forward is one sequence."""
         if segments is self._segments:
             return
         if not segments:
@@ -54,11 +49,7 @@ class Borders:
         self._place = torch.from_numpy(place).to(device)
 
     def apply(self, mixer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Run a mixer sequence by sequence: (1, N, H) -> (1, N, H').
-
-        Raises:
-            LearnerError: the number of tokens differs from that of the forward.
-        """
+        """Run a mixer sequence by sequence: (1, N, H) -> (1, N, H')."""
         if hidden.shape[:2] != (1, self._place.numel()):
             raise LearnerError(
                 "a layer that mixes tokens (linear attention, convolution or mamba) got hidden states of shape "
@@ -71,11 +62,7 @@ class Borders:
 
 
 def give_borders(causal_lm: Any) -> bool:
-    """Make every mixer of a model compute sequence by sequence. Call it once, before sharding.
-
-    Returns:
-        True if the model has mixers.
-    """
+    """Make every mixer compute sequence by sequence. Call it once, before sharding. Returns whether there are any."""
     mixers = mixers_of(causal_lm)
     if not mixers:
         return False
@@ -92,7 +79,7 @@ def give_borders(causal_lm: Any) -> bool:
 
 
 def mixers_of(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the model's mixers: the modules with a convolution along the sequence, which every kind of mixer has."""
+    """Return the mixers: the modules with a convolution along the sequence, which every kind has."""
     return [module for module in causal_lm.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
 
 
@@ -103,17 +90,14 @@ def _bordered(forward: Callable[..., Any], borders: Borders, hidden_states: Tens
 
 
 def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
-    """Return the packed positions of the path to each leaf of the trees. Together the paths hold every token."""
+    """Return the packed positions of the path to each leaf; together they hold every token."""
     continued = {segment.parent for segment in segments}
     return [path for number, path in enumerate(segment_paths(segments)) if number not in continued]
 
 
 def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Lay out paths in batches of about equal length.
-
-    Returns:
-        Batches (B, T) of paths, each path padded with its last token; and the index (N,) of each token's first place in
-        the flattened batches.
+    """Return batches (B, T) of paths of about equal length, padded with their last token, and the index (N,) of each
+    token's first place in the flattened batches.
     """
     rows, firsts, begin = [], [], 0
     for bunch in _bunches(sorted(paths, key=len)):

@@ -1,12 +1,8 @@
 """Router replay (R3, arXiv 2510.11370): trains a mixture of experts with the experts that the server chose.
 
-If two experts score nearly equally, rounding decides to which expert a token goes. Server and learner may then choose
-different experts, which changes the log-prob. So the server records its choice, and the learner's routers follow it.
-The learner still computes the weight of each chosen expert, with its gradient: only the result of a router's
-`topk(scores, k)` is replaced, by the recorded experts and their scores.
-
-`check_replay` tries router replay on a small model of the family, and refuses families that choose experts by other
-means.
+If two experts score nearly equally, rounding decides, and server and learner may choose differently, which changes the
+log-prob. So the server records its choice, and the result of a router's `topk(scores, k)` is replaced by the recorded
+experts and their scores. The learner still computes each expert's weight, with its gradient.
 """
 
 from __future__ import annotations
@@ -25,24 +21,20 @@ from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.state.lora import ROUTERS
 
 EXPERTS = "routed_experts"
-"""Keyword argument of a decoder's forward: numbers of experts (N, layers, k), -1 for a router's own choice; None: no
-replay.
-"""
+"""Keyword argument of a decoder's forward: experts (N, layers, k), -1 for a router's own choice."""
 _ROUTE = "route_tokens_to_experts"
-"""Method of transformers' expert blocks that chooses the experts in families whose router module does not."""
+"""Method of transformers' expert blocks that chooses the experts where no router module does."""
 _TOPK = (torch.topk, Tensor.topk)
 
 
 def num_experts_of(text: Any) -> int:
-    """Return the number of experts of a layer, from the model's config; 0 without experts."""
+    """Return the number of experts of a layer; 0 without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((count for name in names if (count := getattr(text, name, None))), 0)
 
 
 class RouterReplay:
-    """Makes a model's routers choose the experts that the decoder's forward gets as argument EXPERTS. Create it before
-    sharding.
-    """
+    """Makes a model's routers choose the experts in the forward's argument EXPERTS. Create it before sharding."""
 
     def __init__(self, causal_lm: Any) -> None:
         num_experts = num_experts_of(causal_lm.config.get_text_config())
@@ -54,11 +46,7 @@ class RouterReplay:
         """Layers with routers."""
 
     def check(self, recorded: Sequence[NDArray[np.int16] | None]) -> None:
-        """Check the experts that an engine recorded.
-
-        Raises:
-            LearnerError: this model's routers can't have chosen them.
-        """
+        """Raise LearnerError if this model's routers can't have chosen the recorded experts."""
         routed = [layer.number for layer in self.routed]
         for experts in recorded:
             if experts is None:
@@ -78,9 +66,7 @@ class RouterReplay:
                 )
 
     def take_agreement(self) -> tuple[int, int]:
-        """Return and reset two counts: replayed experts that the learner's routers would also have chosen, and all
-        replayed experts.
-        """
+        """Return and reset two counts: replayed experts that the routers would have chosen too, and all of them."""
         found = [layer.counts for layer in self.routed if layer.counts is not None]
         for layer in self.routed:
             layer.counts = None
@@ -89,20 +75,17 @@ class RouterReplay:
 
 
 class _Layer:
-    """Layer of the decoder, with the experts that its routers must choose in the current forward."""
-
     def __init__(self, number: int, num_experts: int) -> None:
         self.number, self.num_experts = number, num_experts
         self.experts: Tensor | None = None
-        """Experts that the layer's routers must choose, (N, k); None: the routers choose themselves."""
+        """Experts to choose, (N, k)."""
         self.counts: Tensor | None = None
-        """Number of replayed experts that the routers would have chosen, and of all replayed experts, (2,)."""
+        """Replayed experts that the routers would have chosen, and all, (2,)."""
 
     def join(self, layer: nn.Module) -> bool:
-        """Add a hook that takes the experts out of the layer's arguments, and wrap the layer's router. Return False if
-        it has no router.
-
-        The hook also runs when activation checkpointing calls the layer again."""
+        """Hook the experts out of the layer's arguments, also when checkpointing calls it again, and wrap its router.
+        Returns False without one.
+        """
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         routers = [(m, _ROUTE) for m in layer.modules() if hasattr(m, _ROUTE)]
         routers += [(part, "forward") for m in layer.modules() for name, part in m.named_children() if name in ROUTERS]
@@ -122,7 +105,7 @@ class _Layer:
             return forward(*args, **options)
 
     def chosen(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores (N, k) and the numbers of the experts that replace the router's own choice `own`."""
+        """Return scores (N, k) and numbers of the experts that replace the router's choice `own`."""
         assert self.experts is not None
         experts = torch.where(self.experts < 0, own, self.experts)
         alike = (self.experts[:, :, None] == own[:, None]).any(2).sum()
@@ -132,7 +115,7 @@ class _Layer:
 
 
 class _Choosing(TorchFunctionMode):
-    """Context in which `topk` over all experts of a layer returns the recorded experts. Other calls are unchanged."""
+    """Context in which `topk` over all experts of a layer returns the recorded ones."""
 
     def __init__(self, layer: _Layer) -> None:
         super().__init__()
@@ -146,13 +129,7 @@ class _Choosing(TorchFunctionMode):
 
 
 def check_replay(causal_lm: Any) -> None:
-    """Check that router replay works with this model.
-
-    Args:
-        causal_lm: a small model, which can't be used afterwards.
-    Raises:
-        InputError: the routers of the model can't be made to choose given experts.
-    """
+    """Check router replay on a small model, which can't be used afterwards; else InputError."""
     text = causal_lm.config.get_text_config()
     refused = f"learner.router_replay: model_type {text.model_type!r}"
     if not num_experts_of(text):
@@ -179,7 +156,6 @@ def check_replay(causal_lm: Any) -> None:
 
 
 def _told(causal_lm: Any, experts: Tensor, replay: RouterReplay) -> Tensor:
-    """Return the hidden states of a few tokens, computed with the given experts."""
     tokens = torch.arange(1, 9)[None]
     told = experts.expand(tokens.numel(), replay.num_layers, -1)
     with torch.no_grad():

@@ -1,8 +1,6 @@
-"""Parks an idle learner's tensors in host memory, so that a server on the same GPU can use the GPU memory for its
-cache.
+"""Parks an idle learner's tensors in host memory, so that a server on the same GPU can use the memory for its cache.
 
-FSDP and the optimizer keep their tensor objects; only the storages of the tensors are emptied and filled again. The
-learner actor parks the tensors after each call that computes, and fetches them before the next such call
+FSDP and the optimizer keep their tensor objects; only the storages are emptied and filled again
 (`learner.offload_when_idle`).
 """
 
@@ -24,7 +22,7 @@ class _Parked(NamedTuple):
 
     storage: torch.UntypedStorage
     content: Tensor
-    """Content of the storage in host memory, which is pinned if the storage is on a GPU."""
+    """In host memory, pinned if the storage is on a GPU."""
 
 
 class IdleMemory:
@@ -33,10 +31,10 @@ class IdleMemory:
     def __init__(self) -> None:
         self._parked: dict[int, _Parked] = {}
         self._copies: dict[int, Tensor] = {}
-        """Host memory by storage. It is kept and used again, because pinning it takes as long as several copies."""
+        """Host memory by storage, kept because pinning takes as long as several copies."""
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors to the host and free their memory. Parked tensors stay parked."""
+        """Copy the tensors to the host and free their memory. Idempotent."""
         storages = {key: storage for key, storage in _storages(tensors) if key not in self._parked}
         for key, storage in storages.items():
             if key not in self._copies or self._copies[key].numel() != storage.nbytes():
@@ -48,11 +46,7 @@ class IdleMemory:
             storage.resize_(0)
 
     def fetch(self, tensors: Iterable[Tensor]) -> None:
-        """Restore the memory and content of these tensors, if they are parked.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room; all tensors stay parked.
-        """
+        """Restore parked tensors. torch.OutOfMemoryError: the GPU has no room; all stay parked."""
         keys = [key for key, _ in _storages(tensors) if key in self._parked]
         storages = [self._parked[key].storage for key in keys]
         try:
@@ -69,7 +63,7 @@ class IdleMemory:
             del self._parked[key]
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return the copy in host memory if the tensor is parked, else the tensor itself."""
+        """Return a parked tensor's copy, else the tensor."""
         part = local_part(tensor)
         parked = self._parked.get(part.untyped_storage()._cdata)  # noqa: SLF001 - as in `_storages`
         if parked is None:
@@ -83,7 +77,7 @@ class IdleMemory:
 
 
 def weights_of(*models: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's shards of all parameters. Parameters that a forward left gathered are resharded first."""
+    """Yield this rank's shards of all parameters, resharding those that a forward left gathered."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -92,13 +86,12 @@ def weights_of(*models: nn.Module) -> Iterator[Tensor]:
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield this rank's part of the optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """Yield the storages of tensors, each once, with a key that identifies a storage during its lifetime."""
+    """Yield each storage once, with a key that identifies it during its lifetime."""
     seen = set[int]()
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
@@ -113,6 +106,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait until copies to and from GPUs are done; the calls that copy only queue them."""
+    """Wait for copies to and from GPUs, which are only queued."""
     for device in {storage.device for storage in storages if storage.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

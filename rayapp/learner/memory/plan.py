@@ -1,8 +1,7 @@
-"""Computes the memory that a configuration takes, by kind, before anything is allocated: `rayapp plan CONFIG --gpu
-h200`.
+"""Computes the memory that a configuration takes, by kind, before anything is allocated.
 
-The formulas use only the model's shape and the config. Tests compare the formulas with the learner's own step on fake
-tensors (`simulation.py`): they are within 10% of the step's peak. All sizes are bytes per GPU.
+The formulas use only the model's shape and the config. Tests compare them with the learner's own step on fake tensors:
+they are within 10% of its peak. All sizes are bytes per GPU.
 """
 
 from __future__ import annotations
@@ -13,44 +12,42 @@ from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
 from rayapp.config.config import Config, alone, frozen_models, with_values
-from rayapp.config.learner import CPU_SOFTMAX_ROWS
+from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.config.other_models import ModelServerSection
+from rayapp.config.sections import ServerSection
 from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
 """Assumed bytes of the CUDA context, kernels and NCCL's buffers. On one H100, without NCCL, 0.8 GiB were measured."""
 GRAPH_BYTES = GIB
-"""Assumed bytes of vLLM's CUDA graphs. They come on top of server.gpu_memory_utilization, and stay while the server
-sleeps.
-"""
+"""Assumed bytes of vLLM's CUDA graphs, on top of server.gpu_memory_utilization, also while the server sleeps."""
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
-"""Resident memory of a learner and of a server with libraries imported and no weights yet. Measured with vLLM 0.30 and
-torch 2.13: a learner's process takes 0.5 GiB, and each of a server's three processes 0.7 GiB.
-"""
+"""Resident bytes of a learner and of a server's three processes before weights (vLLM 0.30, torch 2.13)."""
 WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB
-"""Assumed resident memory of a rollout worker with its groups, and of Ray's own processes and the driver together."""
+"""Assumed resident bytes of a rollout worker with its groups, and of Ray and the driver together."""
 PINNED_FACTOR = 1.5
-"""Bytes of pinned host memory for each byte kept there, because torch rounds blocks up to powers of two. Computed: 1.5
-for the tensors of Qwen2.5-3B, 1.4 for the tensors of Qwen3-8B.
-"""
+"""Bytes of pinned host memory for each byte kept there: torch rounds blocks up to powers of two."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
 """Share of a GPU that learners fill if `learner.max_tokens_per_microbatch` or `.activation_checkpointing` is auto."""
+LARGEST_SHARE, AUTO_MARGIN = 0.95, 0.03
+"""Largest share of a GPU that vLLM may get, and the margin below the share that fits, if
+`server.gpu_memory_utilization` is auto."""
 ENOUGH_TOKENS = 8192
-"""Number of tokens with which matrix products are fast. Layers are recomputed until a micro-batch may have this many
-tokens, if `learner.max_tokens_per_microbatch` and `.activation_checkpointing` are both auto."""
+"""Tokens with which matrix products are fast: layers are recomputed until a micro-batch may have as many, if both are
+auto."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bytes on a learner's GPU at one moment of a step, in addition to the bytes that stay between steps."""
+    """Bytes on a learner's GPU at one moment of a step, beside the bytes that stay between steps."""
 
     name: str
     gathered: int = 0
     """Weights that FSDP has gathered in the compute dtype, and its buffers."""
     activations: int = 0
-    """Activations kept for the backward, and the temporary tensors of one or two operators."""
+    """Activations kept for the backward, and temporary tensors of an operator or two."""
     head: int = 0
     """Logits of the chunks that exist at once, and the head's gradient."""
     unreduced: int = 0
@@ -66,19 +63,19 @@ class LearnerPlan:
     """Bytes on each learner's GPU."""
 
     weights: int
-    """Shards of the policy: trained parameters in float32, frozen parameters in the compute dtype."""
+    """Shards of the policy: trained parameters in float32, frozen ones in the compute dtype."""
     frozen: dict[str, int]
-    """Shards of the models that don't learn, by name (`frozen_models`)."""
+    """Shards of the models that don't learn, by name."""
     gradients: int
-    """Shards of the gradients in float32, from the first micro-batch of a step to the step's end."""
+    """Shards in float32, from the first micro-batch of a step to its end."""
     optimizer: int
     """AdamW's two moments."""
     moments: tuple[Moment, ...]
     """Moments of a full micro-batch at which the peak can be."""
     host: int
-    """Bytes that `learner.cpu_offload` keeps in host memory; `total` does not include them."""
+    """Bytes that `learner.cpu_offload` keeps in host memory, not part of `total`."""
     is_parked: bool = False
-    """True if weights and moments are in host memory while servers generate (`learner.offload_when_idle`)."""
+    """True if weights and moments are in host memory while servers generate."""
     runtime: int = RUNTIME_BYTES
 
     @property
@@ -111,17 +108,16 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """Bytes for the KV cache: vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
+    """vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
     runtime: int
-    """Memory of CUDA, and the temporary tensors of the largest prefill and of sampling a full batch."""
+    """CUDA, and temporary tensors of the largest prefill and of sampling a full batch."""
     graphs: int
-    """CUDA graphs, on top of server.gpu_memory_utilization."""
     kv_token_bytes: int
-    """Bytes of one token's keys and values on one GPU."""
+    """Bytes of one token's keys and values."""
     kv_tokens: int
-    """Number of tokens that the KV cache holds, over all GPUs of the server."""
+    """Tokens that the KV cache of all GPUs of the server holds."""
     num_sequences: int
-    """Number of sequences of full length that the KV cache holds."""
+    """Sequences of full length that it holds."""
 
     @property
     def asleep(self) -> int:
@@ -129,16 +125,13 @@ class ServerPlan:
         return RUNTIME_BYTES + self.graphs
 
 
-def graph_bytes(config: Config) -> int:
-    """Return the bytes of a server's CUDA graphs on each of its GPUs."""
-    return 0 if config.server.is_eager(on_gpu=True) else GRAPH_BYTES
+def graph_bytes(server: ServerSection) -> int:
+    return 0 if server.is_eager(on_gpu=True) else GRAPH_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:
-    """Memory of GPUs during a step: a GPU that server and learner share with `cluster.placement: colocated`, else a GPU
-    of each.
-    """
+    """Memory of GPUs during a step: of one that server and learner share (colocated), or of one of each."""
 
     learner: LearnerPlan
     server: ServerPlan
@@ -147,20 +140,18 @@ class GpuPlan:
     server_share: int
     """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
     transfer: int
-    """Bytes of the largest full tensor and of the buckets, which exist while weights are sent."""
+    """Bytes of the largest full tensor and of the buckets, while weights are sent."""
     export: int
-    """Bytes of the largest full tensor, which exists while weights are exported."""
+    """Bytes of the largest full tensor, while weights are exported."""
 
     @property
     def training(self) -> int:
-        """Bytes at the learner's peak, including the sleeping server if they share the GPU."""
+        """Bytes at the learner's peak."""
         return self.learner.total + (self.server.asleep if self.is_shared else 0)
 
     @property
     def beside_server(self) -> int:
-        """Largest number of bytes beside the server's share of its GPU while the server generates. It includes the
-        learners' export, because learners may send weights to restarted servers at that time.
-        """
+        """Most bytes beside the server's share while it generates. Learners may export for a restarted server then."""
         learner = max(self.learner.idle, self.learner.giving + self.export)
         return self.server.graphs + (learner if self.is_shared else 0)
 
@@ -170,9 +161,7 @@ class GpuPlan:
 
     @property
     def sending(self) -> int:
-        """Bytes on the learner's GPU while weights are sent. A server that shares the GPU has no KV cache at that
-        time.
-        """
+        """Bytes while weights are sent; a server that shares the GPU has no KV cache then."""
         server = self.server.asleep + self.server.weights if self.is_shared else 0
         return self.learner.giving + self.transfer + server
 
@@ -190,7 +179,6 @@ class GpuPlan:
 
 
 def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
-    """Plan the memory of GPUs of this kind."""
     return GpuPlan(
         learner=plan_learner(shape, config),
         server=plan_server(shape, config, gpu.room),
@@ -198,18 +186,19 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
         is_shared=config.cluster.placement == "colocated",
         server_share=int(gpu.room * config.server.gpu_share),
         transfer=transfer_bytes(shape, config),
-        export=export_bytes(shape, config),
+        export=export_bytes(shape, config.learner),
     )
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    """Plan the memory of one learner."""
-    masters = weight_bytes(shape, config, _shard(shape.num_parameters, config)) + MASTER * _shard(
-        shape.num_adapter_parameters, config
+    masters = weight_bytes(shape, config.learner, _shard(shape.num_parameters, config.learner)) + MASTER * _shard(
+        shape.num_adapter_parameters, config.learner
     )
-    gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
+    gradients, optimizer = (kind * _shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
-    frozen = {name: element * _shard(own.num_parameters, config) for name, own in frozen_shapes(shape, config).items()}
+    frozen = {
+        name: element * _shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
+    }
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
         weights=on_gpu * masters,
@@ -222,15 +211,13 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     )
 
 
-def weight_bytes(shape: ModelShape, config: Config, num_parameters: int) -> int:
-    """Return the bytes of `num_parameters` of the policy's own weights. They are in the compute dtype if only adapters
-    are trained, else in float32.
-    """
-    return (ELEMENT_BYTES[config.learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
+def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
+    """Return the bytes of some of the policy's own weights: in the compute dtype if only adapters are trained, else in
+    float32."""
+    return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
 def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
-    """Return the moments of a micro-batch at which the peak can be."""
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
@@ -240,14 +227,14 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         Moment(
             name="the head's forward and backward",
             gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config),
+            activations=kept_bytes(shape, config.learner),
             head=head_bytes(shape, config, config.learner.token_budget),
         ),
         # The backward of the last layer, which comes first, while the layer before it is gathered.
         Moment(
             name="the backward of a layer",
-            gathered=gathered_bytes(shape, config) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config) + working_bytes(shape, config),
+            gathered=gathered_bytes(shape, config.learner) + _teacher_bytes(shape, config),
+            activations=kept_bytes(shape, config.learner) + working_bytes(shape, config.learner),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
             # that is computed.
@@ -256,21 +243,19 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # The activations are freed; the gradients of embeddings and head are reduced together.
         Moment(
             name="reducing the gradients of embeddings and head",
-            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config),
+            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config.learner),
         ),
     )
 
 
 def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
-    """Return the shapes of the models that don't learn, by name."""
     shapes = {"reference": shape, "teacher": shape.teacher or shape}
     return {name: shapes[name] for name in frozen_models(config)}
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the teacher's bytes during a micro-batch of the policy: its head, the buffer of its last gathered layer,
-    and its hidden states. Return 0 if the loss doesn't need the teacher's whole distribution.
-    """
+    """Return the bytes of the teacher's head, last gathered layer and hidden states, if the loss needs its
+    distribution."""
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -279,36 +264,30 @@ def _teacher_bytes(shape: ModelShape, config: Config) -> int:
     )
 
 
-def _shard(num_parameters: int, config: Config) -> int:
-    return -(-num_parameters // (config.learner.num_learners // config.learner.replicas))
+def _shard(num_parameters: int, learner: LearnerSection) -> int:
+    return -(-num_parameters // (learner.num_learners // learner.replicas))
 
 
 def transfer_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes that sending weights takes on a learner's GPU: the largest tensor in bfloat16, and two buckets.
-
-    A bucket is at least as large as the largest tensor, which is mostly the embedding.
-    """
-    largest = export_bytes(shape, config)
+    """Return the bytes of the largest tensor and two buckets; a bucket holds at least the largest tensor."""
+    largest = export_bytes(shape, config.learner)
     if config.learner.lora.sends_adapter:
         return largest
     return largest + 2 * max(config.server.weight_bucket_mib << 20, largest)
 
 
-def export_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of the largest tensor that is sent to servers in bfloat16. If only adapters are sent, return the
-    bytes of all adapters.
-    """
-    if config.learner.lora.sends_adapter:
+def export_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes of the largest tensor in bfloat16, or of all adapters."""
+    if learner.lora.sends_adapter:
         return 2 * shape.num_adapter_parameters
     return 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
 
 
 def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
-    """Replace `learner.activation_checkpointing: auto` and `learner.max_tokens_per_microbatch: auto` by numbers, if any
-    fit.
+    """Replace `auto` of activation_checkpointing and max_tokens_per_microbatch by numbers. By these formulas: a run
+    measures the tokens (`token_budget`).
 
-    The number of tokens is the largest power of two that fits by this module's formulas. In a run the learner measures
-    it (`rayapp.learner.memory.token_budget`).
+    The number of tokens is the largest power of two that fits.
     """
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": least_recomputed(shape, config, gpu_bytes)})
@@ -321,6 +300,17 @@ def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> C
     return next(fitting, _having(config, longest))
 
 
+def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    """Replace `auto` by numbers in the learner's section and in `server.gpu_memory_utilization`."""
+    config = with_learner_numbers(shape, config, gpu.room)
+    if config.server.gpu_memory_utilization != "auto":
+        return config
+    any_share = with_values(config, server={"gpu_memory_utilization": 0.5})  # the memory beside it stays the same
+    free = (gpu.room - plan_gpu(shape, any_share, gpu).beside_server) / gpu.room
+    largest = max(0.05, min(LARGEST_SHARE, int(free * 100) / 100))
+    return with_values(config, server={"gpu_memory_utilization": max(0.05, round(largest - AUTO_MARGIN, 2))})
+
+
 def _having(config: Config, tokens: int) -> Config:
     return with_values(config, learner={"max_tokens_per_microbatch": tokens})
 
@@ -331,7 +321,7 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
         config = _having(config, max(longest_part(config), ENOUGH_TOKENS))
     room = AUTO_SHARE * gpu_bytes
     if config.cluster.placement == "colocated":
-        room -= RUNTIME_BYTES + graph_bytes(config)  # of the sleeping server
+        room -= RUNTIME_BYTES + graph_bytes(config.server)  # of the sleeping server
 
     def fits(number: int) -> bool:
         return plan_learner(shape, with_values(config, learner={"activation_checkpointing": number})).total <= room
@@ -340,44 +330,42 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
 
 
 def longest_part(config: Config) -> int:
-    """Return how many tokens of the longest trajectory one learner computes."""
+    """Return the tokens of the longest trajectory that one learner computes."""
     return -(-config.max_learner_tokens // config.learner.sequence_parallel)
 
 
-def kept_bytes(shape: ModelShape, config: Config) -> int:
+def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes that a forward of a full micro-batch keeps for the backward, without the output head."""
-    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
     # The last norm: its input in float32, its output, and the rows of the output that the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
-    recomputed = config.learner.num_recomputed(shape.num_layers)
+    recomputed = learner.num_recomputed(shape.num_layers)
     inputs = recomputed * tokens * element * shape.hidden
-    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, config) + last_norm
+    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm
 
 
-def working_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes that the backward of one layer takes in addition to all kept activations: the layer's own
-    activations, if they are computed again, and the gradients of the MLP's products.
+def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes that the backward of one layer takes beside all kept activations.
 
-    The first layers are computed again. Their backward comes last, when the activations of all other layers are freed.
-    So only if every layer is computed again, these activations come on top of what is kept.
+    The first layers are computed again, and their backward comes last, when all other activations are freed. So only if
+    every layer is computed again, its activations come on top of what is kept.
     """
-    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
-    recomputes_all = config.learner.num_recomputed(shape.num_layers) == shape.num_layers
-    again = _layer_bytes(shape, config) if recomputes_all else 0
+    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
+    recomputes_all = learner.num_recomputed(shape.num_layers) == shape.num_layers
+    again = _layer_bytes(shape, learner) if recomputes_all else 0
     return again + tokens * element * 2 * (shape.intermediate + shape.hidden)
 
 
-def _layer_bytes(shape: ModelShape, config: Config) -> int:
-    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+def _layer_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
     return tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
     """Return the bytes that a layer of Llama's kind keeps for one token.
 
-    Norms (two, and the norms of queries and keys if the layer has them): the input in float32, the normed values before
-    the weight, and the output, which the projections read. Attention: queries, keys, values, and its output. The MLP:
-    gate, its activation, up, and their product.
+    Norms (also of queries and keys): the input in float32, normed values, output. Attention: queries, keys, values,
+    output. The MLP: gate, its activation, up, and their product.
     """
     hidden = shape.hidden
     norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
@@ -387,36 +375,31 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """Return the change of the bytes that a layer keeps for a token if only adapters are trained; negative if it keeps
-    less.
-
-    The output of each adapter's first matrix is added. The normed values are not needed: a frozen norm has no gradient.
-    """
+    """Return the change if only adapters are trained: plus their first outputs, minus the values of frozen norms."""
     if not shape.num_adapter_parameters:
         return 0
     return element * (shape.adapter_rank_sum - 2 * shape.hidden - _normed_heads(shape))
 
 
 def _normed_heads(shape: ModelShape) -> int:
-    """Return the number of values in a token's queries and keys if they are normed, else 0."""
     return shape.head_size * (shape.num_heads + shape.num_key_heads) if shape.norms_heads else 0
 
 
 def head_bytes(
     shape: ModelShape, config: Config, num_tokens: int | None = None, *, softmax_rows: int | None = None
 ) -> int:
-    """Return the peak bytes of computing log-probs of `num_tokens` tokens in chunks (`rayapp.learner.log_probs`).
+    """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`).
 
     Args:
-        num_tokens: number of tokens; None: more tokens than the number whose logits are kept.
-        softmax_rows: number of rows that go through the softmax together; None: a whole chunk, as on a GPU.
+        num_tokens: None: more tokens than the number whose logits are kept.
+        softmax_rows: rows that go through the softmax together; None: a whole chunk, as on a GPU.
     """
-    own = _own_head_bytes(shape, config, num_tokens, softmax_rows or sys.maxsize)
+    own = _own_head_bytes(shape, config.learner, num_tokens, softmax_rows or sys.maxsize)
     return own + _teacher_head_bytes(shape, config, num_tokens)
 
 
-def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None, softmax_rows: int) -> int:
-    rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
+def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None, softmax_rows: int) -> int:
+    rows, element = learner.log_prob_chunk_tokens, ELEMENT_BYTES[learner.compute_dtype]
     # Number of rows whose logits are kept from forward to backward: as many as fit into the memory of one float32
     # chunk.
     kept_rows = rows * FLOAT32 // element
@@ -445,23 +428,21 @@ def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | Non
     return (3 * FLOAT32 + ELEMENT_BYTES[config.learner.compute_dtype]) * rows * shape.vocabulary
 
 
-def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
+def head_bytes_per_token(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes of a predicted position without its logits: hidden state, its gradient, indices and scores."""
-    return 2 * ELEMENT_BYTES[config.learner.compute_dtype] * shape.hidden + 64
+    return 2 * ELEMENT_BYTES[learner.compute_dtype] * shape.hidden + 64
 
 
-def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
-    """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and `num_layers`
-    layers."""
+def gathered_bytes(shape: ModelShape, learner: LearnerSection, num_layers: int = 2) -> int:
+    """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and some layers."""
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
-    return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
+    return ELEMENT_BYTES[learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    """Plan the memory of one GPU of a server."""
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
-    weights = server_weight_bytes(shape, config)
+    weights = server_weight_bytes(shape, config.server)
     # A layer's inputs and products in the largest prefill. For sampling: logits in float32, their softmax, and the log
     # of it.
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
@@ -476,27 +457,22 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
         weights=weights,
         kv_cache=kv_cache,
         runtime=runtime,
-        graphs=graph_bytes(config),
+        graphs=graph_bytes(config.server),
         kv_token_bytes=per_token,
         kv_tokens=tokens,
         num_sequences=tokens // config.max_model_tokens,
     )
 
 
-def server_weight_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of a server's weights on each of its GPUs. Quantization rounds the layers' matrices to one byte
-    a value, and does not change embedding and head. Its scales take less than 1% of the bytes.
-    """
-    server = config.server
+def server_weight_bytes(shape: ModelShape, server: ServerSection) -> int:
+    """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take 1%."""
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
     whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
     return whole // server.tensor_parallel_size
 
 
 def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
-    """Plan the servers of models other than the policy, each on its own GPUs. Their CUDA graphs are counted in vLLM's
-    share.
-    """
+    """Plan the servers of models other than the policy, on GPUs of their own. CUDA graphs are in vLLM's share."""
     for section in asked_servers(config):
         own = alone(config, section)
         yield section, plan_server(model_shape(own), own, gpu_bytes)
@@ -504,12 +480,12 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """Bytes of host memory on one node of a run on GPUs, without the memory of code in sandboxes."""
+    """Bytes of host memory on a node of GPUs, without code in sandboxes."""
 
     backups: int
     """Weights of sleeping servers, in pinned memory."""
     learners: int
-    """Tensors that learners keep in host memory (`learner.cpu_offload`, `learner.offload_when_idle`)."""
+    """Tensors that learners keep or park in host memory."""
     staging: int
     """Copies from which a checkpoint is written."""
     processes: int
@@ -520,7 +496,7 @@ class NodePlan:
         return self.backups + self.learners + self.staging + self.processes + self.object_store
 
     def described(self) -> str:
-        """Return the sum and its parts as text, for messages."""
+        """Return sum and parts as text."""
         names = {
             "backups": "sleeping servers' weights",
             "learners": "parked by learners",
@@ -533,16 +509,14 @@ class NodePlan:
 
 
 def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    """Plan the host memory of a node with `node_gpus` GPUs. The node is assumed to have as many processes of each kind
-    as a node can have.
-    """
+    """Plan the host memory of a node, which has as many processes of each kind as fit its GPUs."""
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
-    weights = server_weight_bytes(shape, config)
+    weights = server_weight_bytes(shape, config.server)
     sleeps = config.cluster.placement == "colocated"
     parked = plan.resident - plan.runtime if plan.is_parked else plan.host
-    trained, contents = _shard(shape.num_trained, config), config.checkpoint.save_contents
+    trained, contents = _shard(shape.num_trained, config.learner), config.checkpoint.save_contents
     staged = trained * (MASTER * ("model" in contents) + ADAM * ("optimizer" in contents))
     exported = 2 * shape.num_parameters // config.learner.num_learners if "hf_model" in contents else 0
     return NodePlan(
@@ -564,7 +538,7 @@ class HostPlan:
     learners: int
     """Bytes of the learners at the peak of a step."""
     activations: int
-    """Part of `learners` that only the largest micro-batch takes; few steps have such a micro-batch."""
+    """Part of `learners` that only the largest micro-batch takes."""
     servers: int
     object_store: int
 
@@ -579,10 +553,8 @@ class HostPlan:
 
 
 def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
-    """Plan the memory of a run on one machine's CPU with `have` bytes available.
-
-    On CPU all layers stay gathered, gradients are summed before they are reduced over ranks, and malloc keeps freed
-    memory.
+    """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
+    they are reduced over ranks, and malloc keeps freed memory.
     """
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": 0})
@@ -591,11 +563,11 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     element = ELEMENT_BYTES[section.compute_dtype]
     frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
     adapters = MASTER * shape.num_adapter_parameters
-    shards = weight_bytes(shape, config, shape.num_parameters) + adapters + element * frozen
+    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
-    batch = kept_bytes(shape, config) + working_bytes(shape, config) + head
+    batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
     serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
     return HostPlan(

@@ -1,6 +1,4 @@
-"""Reads the shape of a model from its config.json, without weights, and has a table of GPUs, for the modules `plan` and
-`speed`.
-"""
+"""Shape of a model, from its config.json without weights, and a table of GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config, frozen_models, with_values
-from rayapp.config.learner import LoraSection
+from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.core.errors import InputError
 from rayapp.storage.models.check import check_hub_answers
 from rayapp.storage.models.fetch import with_local_model
@@ -27,7 +25,7 @@ class Gpu:
     room: int
     """Bytes that a process can use."""
     tflops: float
-    """Peak TFLOPS of dense bfloat16 products with float32 sums."""
+    """Peak of dense bfloat16 products with float32 sums."""
     memory_gb_s: float
     link_gb_s: float
     """Bandwidth to the other GPUs of its node in one direction, in GB/s: NVLink or PCIe."""
@@ -51,23 +49,18 @@ GPUS = {
         Gpu(name="mi300x", room=190 * GIB, tflops=1307, memory_gb_s=5300, link_gb_s=448),
     )
 }
-"""GPUs by name: H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB, RTX 4090 24 GB, RTX 5090 32 GB, GB200 186 GB,
-B200 180 GB and MI300X 192 GB. A name that contains another name comes before it.
-"""
+"""A name that contains another name comes before it."""
 FIGURES = {"memory_gib": "room", "memory_gb_s": "memory_gb_s", "tflops": "tflops", "link_gb_s": "link_gb_s"}
-"""Keys by which a user describes a GPU, and the fields of `Gpu` that they fill."""
+"""Keys by which a user describes a GPU -> fields of `Gpu`."""
 NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0
-"""Number of GPUs of a node, each GPU's bandwidth to other nodes in GB/s (400 Gbit/s), and its bandwidth over PCIe 4 in
-GB/s.
-"""
+"""GPUs of a node, each GPU's GB/s to other nodes (400 Gbit/s), and over PCIe 4."""
 
 
 def gpu_called(name: str) -> Gpu:
-    """Return the kind of GPU of this name, or the GPU that it describes, as in
-    `memory_gib=96,memory_gb_s=1790,tflops=250`.
+    """Return the kind of GPU of this name or description, such as `memory_gib=96,memory_gb_s=1790,tflops=250`.
 
     Raises:
-        InputError: the name is unknown, or a key of the description is missing or its value is not a number.
+        InputError: name or description is unknown.
     """
     plain = re.sub(r"[\s_-]", "", name.lower())
     if plain in GPUS:
@@ -88,9 +81,7 @@ def gpu_called(name: str) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """Return the kind of this machine's first GPU; None without a GPU. Raises: InputError: the table has no such
-    GPU.
-    """
+    """Return the kind of this machine's first GPU; None without one. InputError: the table has no such GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,7 +98,6 @@ def gpu_here() -> Gpu | None:
 
 
 def room_here() -> int:
-    """Return the bytes of this machine's first GPU that a process can use."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory - GIB
@@ -115,12 +105,12 @@ def room_here() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a model that its memory and speed depend on."""
+    """Sizes on which a model's memory and speed depend."""
 
     num_parameters: int
-    """Number of all parameters; tied parameters are counted once."""
+    """Tied parameters count once."""
     num_layer_parameters: int
-    """Number of parameters of the largest decoder layer."""
+    """Parameters of the largest decoder layer."""
     num_layers: int
     hidden: int
     intermediate: int
@@ -131,51 +121,46 @@ class ModelShape:
     norms_heads: bool = False
     """True if queries and keys are normed, as in Qwen3."""
     num_idle_parameters: int = 0
-    """Number of parameters of the experts to which a token is not sent, summed over layers."""
+    """Parameters of the experts to which a token is not sent, over all layers."""
     num_elsewhere: int = 0
-    """Number of parameters of the experts that a learner never gathers (`learner.expert_parallel_size`), summed over
-    layers."""
+    """Parameters of the experts that a learner never gathers (`learner.expert_parallel_size`), over all layers."""
     rows_elsewhere: float = 0.0
-    """Number of rows that a learner sends to others in a forward for each token, if experts get equally many tokens:
-    one row for each of the token's experts on another learner, summed over layers."""
+    """Rows that a learner sends away in a forward for each token, one for each expert elsewhere, over all layers."""
     num_adapter_parameters: int = 0
-    """Number of parameters of the adapters that `learner.lora` adds; 0 if all weights are trained."""
+    """0 if all weights are trained."""
     adapter_rank_sum: int = 0
-    """Sum of the ranks of one layer's adapters, which is the number of values that they keep for each token."""
+    """Ranks of one layer's adapters: values that they keep for each token."""
     teacher: ModelShape | None = None
-    """Shape of the teacher from which the policy distils; None without a teacher."""
 
     @property
     def num_trained(self) -> int:
-        """Number of parameters with a gradient and an optimizer state."""
+        """Parameters with a gradient and an optimizer state."""
         return self.num_adapter_parameters or self.num_parameters
 
     @property
     def num_computed(self) -> int:
-        """Number of layer parameters that compute one token: all but those of the experts to which the token is not
-        sent.
-        """
+        """Parameters of layers that compute one token."""
         return self.num_layers * self.num_layer_parameters - self.num_idle_parameters
 
     @property
+    def num_in_head(self) -> int:
+        """Parameters of the matrix that makes logits."""
+        return self.vocabulary * self.hidden
+
+    @property
     def num_gathered_in_layer(self) -> int:
-        """Number of parameters of the largest layer that FSDP gathers on a learner."""
+        """Parameters of the largest layer that FSDP gathers on a learner."""
         return self.num_layer_parameters - self.num_elsewhere // self.num_layers
 
     @property
     def num_root_parameters(self) -> int:
-        """Number of parameters outside the layers: embeddings, head and the last norm."""
+        """Parameters outside the layers: embeddings, head and the last norm."""
         return self.num_parameters - self.num_layers * self.num_layer_parameters
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Return the shape of the model at `config.model.path`, built on torch's meta device without memory.
-
-    A folder needs only a config.json.
-
-    Raises:
-        InputError: the model does not exist, or the hub can't be reached.
-    """
+    """Return the shape of the model at `config.model.path`, built on torch's meta device without memory. A folder needs
+    only a config.json."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -197,8 +182,8 @@ def model_shape(config: Config) -> ModelShape:
     layers = [sum(p.numel() for p in layer.parameters()) for layer in modules]
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters())
-    check_expert_parallel(model, config)
-    adapters = _adapters(model, config)
+    check_expert_parallel(model, config.learner)
+    adapters = _adapters(model, config.learner)
     return ModelShape(
         num_parameters=num_parameters,
         num_layer_parameters=max(layers),
@@ -225,11 +210,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 
 def _experts(model: Any, size: int) -> dict[str, Any]:
-    """Return the fields of `ModelShape` that count experts.
-
-    Args:
-        size: `learner.expert_parallel_size`.
-    """
+    """Return the fields that count experts, of which each learner has 1 / size."""
     from rayapp.learner.families.router_replay import num_experts_of
 
     if not (num_experts := num_experts_of(model.config)):
@@ -244,11 +225,11 @@ def _experts(model: Any, size: int) -> dict[str, Any]:
     }
 
 
-def _adapters(model: Any, config: Config) -> list[Any]:
-    """Add the learner's adapters to the model, on the meta device, and return both matrices of every adapter."""
+def _adapters(model: Any, learner: LearnerSection) -> list[Any]:
+    """Add the learner's adapters on the meta device. Returns both matrices of every adapter."""
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
-    if config.learner.lora.rank == 0:
+    if learner.lora.rank == 0:
         return []
-    add_adapters(model, config.learner.lora)
+    add_adapters(model, learner.lora)
     return [parameter for name, parameter in model.named_parameters() if ADAPTER in name]

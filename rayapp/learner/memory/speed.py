@@ -7,15 +7,13 @@ numbers of passes are fitted to one step on an H100 (docs/results.md); the other
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rayapp.config.config import Config, with_number_formats
-from rayapp.core.errors import InputError
+from rayapp.config.learner import LearnerSection
 from rayapp.core.machine import num_cores
 from rayapp.learner.memory.plan import (
     ADAM,
@@ -29,28 +27,20 @@ from rayapp.learner.memory.plan import (
     layer_bytes_per_token,
     weight_bytes,
 )
-from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape, gpu_here, model_shape
-
-if TYPE_CHECKING:
-    import torch
-
-log = logging.getLogger(__name__)
+from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
-"""Shares of the manufacturer's figures that are reached by large matrix products, flash attention, memory reads and
-writes, and NCCL.
-"""
+"""Shares of the manufacturer's figures: large matrix products, flash attention, memory, NCCL."""
 FORWARD_PASSES, BACKWARD_PASSES = 5, 11
-"""Number of times that operators that are not fused read or write a layer's kept activations."""
+"""Times that operators that are not fused read or write a layer's kept activations."""
 COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
-"""Assumed number of passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs."""
+"""The same with `learner.compile`, which fuses norms, rotary positions and gated MLPs. Assumed."""
 HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18
-"""Number of times that the logits, in float32, are read or written."""
+"""Times that the logits, in float32, are read or written."""
 DECODE_S, EAGER_DECODE_S = 0.0035, 0.010
-"""Overhead of a decoding step for scheduling and launches, with CUDA graphs and without, as an H100 took it
-(docs/results.md)."""
+"""Overhead of a decoding step with CUDA graphs and without, as an H100 took it (docs/results.md)."""
 HOST_GB_S = 20.0
-"""Bandwidth of a process to host memory, for AdamW in host memory and for weights that go through the object store."""
+"""Bandwidth to host memory, for AdamW there and for weights through the object store."""
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
     (
@@ -71,7 +61,7 @@ class Speed:
 
     seconds: float
     flops: float
-    """Useful floating-point operations of all GPUs; 0 for phases that only move data."""
+    """Useful operations of all GPUs; 0 for phases that only move data."""
     num_gpus: int
 
     def mfu(self, gpu: Gpu) -> float:
@@ -88,7 +78,7 @@ class StepLoad:
     """Tokens that the learners compute; a shared prompt counts once."""
     predicted_tokens: int
     attended: float
-    """Number of pairs of a computed token and a token that it attends to."""
+    """Pairs of a computed token and a token that it attends to."""
 
 
 def step_load(config: Config) -> StepLoad:
@@ -107,25 +97,19 @@ def step_load(config: Config) -> StepLoad:
 
 def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> dict[str, Speed]:
     """Return the phases of a step by name, in their order."""
-    return {"generate": generate(shape, config, gpu, server)} | learner_speeds(
-        shape, config, gpu, server, step_load(config)
-    )
-
-
-def learner_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan, load: StepLoad) -> dict[str, Speed]:
-    """Return the phases of a step that follow generation, for a step with these tokens."""
-    speeds, scored = dict[str, Speed](), score(shape, config, gpu, load)
+    speeds = {"generate": generate(shape, config, gpu, server)}
+    scored = score(shape, config, gpu)
     if config.scores_old_log_probs:
         speeds["old log-probs"] = scored
     if config.distillation.is_policy:
         speeds["teacher"] = scored
     for name, own in frozen_shapes(shape, config).items():
-        speeds[name] = score(own, config, gpu, load)
-    speeds["train"] = train(shape, config, gpu, load)
+        speeds[name] = score(own, config, gpu)
+    speeds["train"] = train(shape, config, gpu)
     speeds["optimizer"] = optimizer(shape, config, gpu)
     speeds["weight sync"] = weight_sync(shape, config, gpu)
     if config.cluster.placement == "colocated":
-        speeds["sleep, wake"] = sleep_and_wake(shape, config, server)
+        speeds["sleep, wake"] = sleep_and_wake(shape, config.learner, server)
     return speeds
 
 
@@ -170,62 +154,43 @@ def late(config: Config, generate_s: float) -> Iterator[str]:
             yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: use {2 * generate_s:.0f}"
 
 
-def sleep_and_wake(shape: ModelShape, config: Config, server: ServerPlan) -> Speed:
+def sleep_and_wake(shape: ModelShape, learner: LearnerSection, server: ServerPlan) -> Speed:
     """Estimate moving a server's weights to host memory and back, and parking the learners' tensors."""
-    section = config.learner
-    parked = (weight_bytes(shape, config, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
+    section = learner
+    parked = (weight_bytes(shape, learner, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
     moved = server.weights + (parked if section.offload_when_idle else 0)
     return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=section.num_learners)
 
 
 def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Speed:
-    """Estimate prefill and decoding; each decoding step reads the weights and the KV cache of its sequences."""
+    """Estimate prefill, and decoding steps that each read the weights and the KV cache of their sequences."""
     load, section = step_load(config), config.server
     prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
     num_gpus = section.num_servers * section.tensor_parallel_size
     mine = math.ceil(load.sequences / section.num_servers)
     at_once = max(1, min(mine, section.max_num_seqs, server.num_sequences))
-    flops_per_token = _flops_per_token(shape)
-    step_s = decode_step_s(shape, config, gpu, server, at_once, at_once * (prompt + completion / 2))
+    flops_per_s, flops_per_token = GEMM_SHARE * gpu.tflops * 1e12, 2 * (shape.num_computed + shape.num_in_head)
+    # A decoding step reads the weights, and the cache of sequences that are half done in the mean.
+    read_s = (server.weights + at_once * (prompt + completion / 2) * server.kv_token_bytes) / _memory_bytes_s(gpu)
+    products_s = at_once * flops_per_token / section.tensor_parallel_size / flops_per_s
+    launch_s = EAGER_DECODE_S if section.is_eager(on_gpu=True) else DECODE_S
     # Sequences start and end one by one, so the number of waves may be a fraction.
-    decode_s = max(1.0, mine / at_once) * completion * step_s
-    products = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
-    prompts_s = prefill_s(shape, config, gpu, load.prompts * prompt) / section.num_servers
-    flops = products + attention_flops(shape, load.attended)
-    return Speed(seconds=prompts_s + decode_s, flops=flops, num_gpus=num_gpus)
+    decode_s = max(1.0, mine / at_once) * completion * (launch_s + max(read_s, products_s))
+    prefill = 2 * shape.num_computed * load.prompts * prompt
+    flops = flops_per_token * load.predicted_tokens + prefill + attention_flops(shape, load.attended)
+    return Speed(seconds=prefill / (num_gpus * flops_per_s) + decode_s, flops=flops, num_gpus=num_gpus)
 
 
-def decode_step_s(
-    shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan, num_sequences: int, num_tokens: float
-) -> float:
-    """Estimate the seconds in which a server samples one token of each sequence.
-
-    Args:
-        num_tokens: number of tokens in the KV cache, over all sequences.
-    """
-    moved = server.weights + num_tokens * server.kv_token_bytes
-    computed = num_sequences * _flops_per_token(shape) / config.server.tensor_parallel_size
-    launch = EAGER_DECODE_S if config.server.is_eager(on_gpu=True) else DECODE_S
-    return launch + max(moved / (MEMORY_SHARE * gpu.memory_gb_s * 1e9), computed / (GEMM_SHARE * gpu.tflops * 1e12))
+def _memory_bytes_s(gpu: Gpu) -> float:
+    return MEMORY_SHARE * gpu.memory_gb_s * 1e9
 
 
-def prefill_s(shape: ModelShape, config: Config, gpu: Gpu, num_tokens: float) -> float:
-    """Estimate the seconds in which one server computes this many prompt tokens."""
-    flops_per_s = config.server.tensor_parallel_size * GEMM_SHARE * gpu.tflops * 1e12
-    return 2 * shape.num_computed * num_tokens / flops_per_s
-
-
-def _flops_per_token(shape: ModelShape) -> int:
-    return 2 * (shape.num_computed + shape.vocabulary * shape.hidden)
-
-
-def score(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = None) -> Speed:
-    """Estimate a forward over the whole step, by default with every sequence at its full length."""
+def score(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+    """Estimate a forward over the whole step."""
     return _learner_speed(
         shape,
         config,
         gpu,
-        load or step_load(config),
         products=1.0,
         attention=1.0,
         passes=_passes(config)[0],
@@ -235,10 +200,8 @@ def score(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
     )
 
 
-def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = None) -> Speed:
-    """Estimate forward and backward over the whole step. Frozen weights have no gradient, which saves a matrix
-    product.
-    """
+def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+    """Estimate forward and backward over the whole step. Frozen weights have no gradient: one product less."""
     backward = 1.0 if shape.num_adapter_parameters else 2.0
     again = config.learner.num_recomputed(shape.num_layers) / shape.num_layers
     forward, backward_passes = _passes(config)
@@ -246,7 +209,6 @@ def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
         shape,
         config,
         gpu,
-        load or step_load(config),
         products=1.0 + backward + again,
         attention=3.5 + again,
         passes=forward * (1 + again) + backward_passes,
@@ -266,7 +228,6 @@ def _learner_speed(
     shape: ModelShape,
     config: Config,
     gpu: Gpu,
-    load: StepLoad,
     *,
     products: float,
     attention: float,
@@ -275,7 +236,7 @@ def _learner_speed(
     useful: float,
     exchanges: float,
 ) -> Speed:
-    section = config.learner
+    section, load = config.learner, step_load(config)
     num_gpus, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
     peak = gpu.tflops * 1e12
     layers, head = product_flops(shape, load.computed_tokens, load.predicted_tokens)
@@ -285,10 +246,10 @@ def _learner_speed(
     compute_s = (
         (products * layers + products * head) / (GEMM_SHARE * peak)
         + attention * attended / (ATTENTION_SHARE * peak)
-        + moved / (MEMORY_SHARE * gpu.memory_gb_s * 1e9)
+        + moved / _memory_bytes_s(gpu)
     ) / num_gpus
     micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
-    gathers_s = micro_batches * _gather_s(shape, config, gpu, is_backward=useful > 1.0)
+    gathers_s = micro_batches * _gather_s(shape, config.learner, gpu, is_backward=useful > 1.0)
     # A row travels to its expert and back. Layers wait for it, so computing does not hide it.
     travelling = 2 * exchanges * element * shape.hidden * shape.rows_elsewhere * load.computed_tokens / num_gpus
     exchange_s = travelling / (LINK_SHARE * _link_gb_s(section.expert_parallel_size, gpu) * 1e9)
@@ -297,56 +258,19 @@ def _learner_speed(
 
 
 def product_flops(shape: ModelShape, num_tokens: int, num_predicted: int) -> tuple[int, int]:
-    """Return the flops of a forward's matrix products, in the layers and in the head: 2 for each parameter and token.
-
-    Args:
-        num_predicted: number of tokens whose logits are computed.
-    """
-    return 2 * shape.num_computed * num_tokens, 2 * shape.vocabulary * shape.hidden * num_predicted
+    """Return the flops of a forward's products in layers and head: 2 for each parameter and (computed, predicted)
+    token."""
+    return 2 * shape.num_computed * num_tokens, 2 * shape.num_in_head * num_predicted
 
 
 def attention_flops(shape: ModelShape, num_attended: float) -> float:
-    """Return the flops of attention in a forward: scores, and the weighted sum of values.
-
-    Args:
-        num_attended: number of pairs of a token and a token that it attends to.
-    """
+    """Return the flops of attention in a forward, scores and weighted sums, for pairs of tokens."""
     return 4 * shape.num_layers * shape.num_heads * shape.head_size * num_attended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MfuMeter:
-    """Computes the MFU of the learners' forward and backward passes from their tokens and seconds."""
-
-    shape: ModelShape
-    gpu: Gpu
-    num_gpus: int
-
-    def tflops(self, num_tokens: int, num_predicted: int, num_attended: int, seconds: float) -> float:
-        """Return the useful TFLOP/s of each GPU. A backward counts as two forwards, or one if only adapters are
-        trained; recomputation counts as nothing.
-        """
-        products = sum(product_flops(self.shape, num_tokens, num_predicted))
-        passes = 2 if self.shape.num_adapter_parameters else 3
-        return passes * (products + attention_flops(self.shape, num_attended)) / seconds / self.num_gpus / 1e12
-
-
-def mfu_meter(config: Config, device: torch.device) -> MfuMeter | None:
-    """Return the meter of this run's MFU; None on a CPU, and on a GPU that the table lacks."""
-    if device.type != "cuda":
-        return None
-    try:
-        gpu = gpu_here()
-    except InputError as error:
-        log.warning("the run has no perf/mfu: %s", error)
-        return None
-    assert gpu is not None, "the learner has a GPU"
-    return MfuMeter(shape=model_shape(config), gpu=gpu, num_gpus=config.learner.num_learners)
-
-
-def _gather_s(shape: ModelShape, config: Config, gpu: Gpu, *, is_backward: bool) -> float:
-    """Return the seconds that one micro-batch's collectives take: weights for each pass, and gradients."""
-    section = config.learner
+def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
+    """Return the seconds of one micro-batch's collectives: weights for each pass, and gradients."""
+    section = learner
     if section.num_learners == 1:
         return 0.0
     own = shape.num_parameters - shape.num_elsewhere
@@ -356,14 +280,11 @@ def _gather_s(shape: ModelShape, config: Config, gpu: Gpu, *, is_backward: bool)
 
 
 def _link_gb_s(num_gpus: int, gpu: Gpu) -> float:
-    """Return the bandwidth between `num_gpus` neighbouring GPUs."""
     return gpu.link_gb_s if num_gpus <= NODE_GPUS else min(gpu.link_gb_s, NODE_LINK_GB_S)
 
 
 def optimizer(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """Estimate clipping, which reads and writes gradients, and AdamW, which reads gradients and reads and writes
-    weights and moments.
-    """
+    """Estimate clipping and AdamW: bytes of gradients, weights and moments."""
     section = config.learner
     moved = (2 * (MASTER + ADAM) + 3 * FLOAT32) * shape.num_trained / section.num_learners
     gb_s = HOST_GB_S if section.cpu_offload else MEMORY_SHARE * gpu.memory_gb_s
@@ -389,14 +310,14 @@ class PhaseRow:
 
     phase: str
     gpu: str
-    """Kind of GPU: `shared`, `server` or `learner`."""
+    """`shared`, `server` or `learner`."""
     speed: Speed
     learner_stays: int = 0
-    """The learner's permanent bytes: shards, AdamW's moments, CUDA."""
+    """Shards, AdamW's moments, CUDA."""
     learner_works: int = 0
-    """The learner's temporary bytes at their peak: gradients, gathered weights, activations and logits."""
+    """Gradients, gathered weights, activations and logits at their peak."""
     engine: int = 0
-    """vLLM's weights, temporary tensors and CUDA; while vLLM sleeps, only CUDA."""
+    """vLLM's weights, temporary tensors and CUDA; asleep only CUDA."""
     kv_cache: int = 0
     graphs: int = 0
     buffer: int = 0
@@ -408,9 +329,7 @@ class PhaseRow:
 
 
 def step_timeline(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[PhaseRow]:
-    """Yield the phases of a step in their order. If servers and learners share no GPU, each row is for the GPU that
-    works.
-    """
+    """Yield the phases of a step in their order. Without shared GPUs a row is for the GPU that works."""
     learner, server = plan.learner, plan.server
     stays = learner.resident
     beside = learner.idle if plan.is_shared else 0
@@ -427,22 +346,9 @@ def step_timeline(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) ->
         else:
             yield PhaseRow(phase=phase, gpu="shared" if plan.is_shared else "learner", speed=speed,
                            learner_stays=stays, learner_works=_works(phase, plan), **asleep)  # fmt: skip
-    if plan.is_shared:
-        yield saving_row(plan)
-
-
-def saving_row(plan: GpuPlan) -> PhaseRow:
-    """Return the row of the moment when a restarted server gets its weights while the other servers have full caches.
-    Checkpoints take no more GPU memory: a state that is parked in host memory is written from there.
-    """
-    server, nothing = plan.server, Speed(seconds=0.0, flops=0.0, num_gpus=1)
-    return PhaseRow(phase="save, catch up", gpu="shared", speed=nothing, learner_stays=plan.learner.giving,
-                    engine=server.weights + server.runtime, kv_cache=max(0, server.kv_cache), graphs=server.graphs,
-                    buffer=plan.export)  # fmt: skip
 
 
 def _works(phase: str, plan: GpuPlan) -> int:
-    """Return the learner's bytes at the peak of this phase, in addition to the bytes that stay between steps."""
     learner = plan.learner
     if phase == "sleep, wake":
         return 0

@@ -1,12 +1,8 @@
 """Measures the number of tokens that one forward may have, for `learner.max_tokens_per_microbatch: auto`.
 
-`build_learner` calls `find_token_budget` once, after the model is loaded and before the first step. Two short forwards
-and backwards of different lengths give the bytes per token. The bytes per token and the free memory give the number of
-tokens. Weights and RNG stay unchanged, and no gradients are left.
-
-Memory is measured operator by operator: on GPU by torch's allocator, on CPU by following the tensors of every operator
-(a process's resident memory depends on malloc and on earlier allocations). The CPU's measurement misses the working
-memory inside operators, and memory that torch did not allocate.
+Two short forwards and backwards of different lengths, before the first step, give the bytes per token; with the free
+memory they give the tokens. Memory is measured operator by operator: on GPU by torch's allocator, on CPU by following
+the tensors of every operator, without the working memory inside them.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rayapp.config.config import Config
-from rayapp.config.learner import CPU_SOFTMAX_ROWS
+from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
 from rayapp.learner.batch import empty_micro_batch
@@ -47,30 +43,23 @@ from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
 
 
 def memory_meter(device: torch.device, existing: Iterable[Tensor]) -> MemoryMeter:
-    """Return a context manager that measures memory inside its block.
-
-    Args:
-        existing: tensors that were made before the block and are used in it. On CPU all tensors that are not among them
-            count as new.
-    """
+    """Return a context manager that measures memory in its block. On CPU all tensors but `existing` count as new."""
     return GpuMeter(device) if device.type == "cuda" else CpuMeter(existing)
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the bytes that were allocated since its start and not freed. Each operator that ran adds one entry to
-    `marks`.
-    """
+    """Measures the bytes allocated since its start and not freed; each operator adds one entry to `marks`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks: list[int] = []
 
     def restart(self) -> None:
-        """Drop all marks, and begin again with a mark of this moment. The count of allocated bytes continues."""
+        """Drop all marks, and begin with a mark of this moment."""
         self.marks = [self.mark(())]
 
     def mark(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that are allocated after an operator that read or made these tensors."""
+        """Return the bytes allocated after an operator on these tensors."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,40 +126,33 @@ class CpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
 log = logging.getLogger(__name__)
 MIB = 2**20
 ROOM_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Share of the free memory that a micro-batch may take. On CPU, servers, sandboxes and the page cache need memory, and
-malloc keeps freed memory. On GPU the caching allocator keeps freed memory.
-"""
+"""Share of the free memory for a micro-batch. On CPU others need memory too; allocators keep freed memory."""
 PROBE_TOKENS = {"cpu": 128, "cuda": 1024}
-"""Number of tokens of the shorter of two probes. 128 tokens of a model with 135 million parameters take a third of a
-second on CPU.
-"""
+"""Tokens of the shorter of two probes."""
 LARGEST = 65536
-"""Upper limit: matrix products reach their full speed with far fewer tokens."""
+"""Products reach their full speed with far fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Bytes that a micro-batch of N tokens takes: fixed[k] + N x per_token[k] at moment k of its computation."""
+    """Bytes of a micro-batch of N tokens: fixed[k] + N x per_token[k] at moment k."""
 
     fixed: NDArray[np.float64]
-    """Bytes at each moment that don't depend on the number of tokens, (K,)."""
+    """(K,)."""
     per_token: NDArray[np.float64]
-    """Bytes at each moment for each token, (K,)."""
+    """(K,)."""
 
     def of(self, num_tokens: int) -> int:
-        """Return the bytes that `num_tokens` tokens take at the worst moment; which moment is the worst depends on the
-        number.
-        """
+        """Return the bytes at the worst moment, which depends on the number."""
         return int((self.fixed + num_tokens * self.per_token).max())
 
     def fits(self, room_bytes: int) -> int:
-        """Return the number of tokens that fit into `room_bytes`; below 1 if no token fits."""
+        """Return the tokens that fit; below 1 if none does."""
         return int(((room_bytes - self.fixed) / self.per_token).min())
 
 
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
-    """Return the token budget, which is the same on every rank. It is a power of two, so that a few megabytes more or
-    less don't change the run.
+    """Return the token budget of all ranks: a power of two, so that a few megabytes more or less don't change the run.
 
     Args:
         room_bytes: memory that may be used; None measures the free memory.
@@ -194,23 +176,20 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
 
 
 def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed:
-    """Run the layers on a number of tokens and on twice that number, and compare the memory moment by moment.
-    Collective.
+    """Run the layers on some tokens and on twice as many, and compare the memory moment by moment. Collective.
 
-    Both runs execute the same operators, and at each operator the allocated bytes grow linearly with the tokens. So the
-    two runs predict the bytes for any number of tokens, even if its worst moment is another operator. The head's bytes
-    are computed by formula and added as if head and layers had their peaks at the same time, so the estimate is rather
-    too high.
+    At each operator the bytes grow linearly with the tokens, so the two runs predict any number, even if its worst
+    moment is another operator. The head's bytes come by formula, as if head and layers had their peaks together.
 
     Raises:
-        LearnerError: the two runs executed different operators and can't be compared.
+        LearnerError: the runs executed different operators.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
     # Run uncompiled, because the meter counts operators. Compiled operators need less memory.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, memory_meter(ranks.device, [local_part(parameter) for parameter in model.parameters()]) as meter:
-        _marks_of_layers(config, ranks, model, meter, few)  # warm up: libraries allocate their workspaces
-        first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
+        _marks_of_layers(config.learner, ranks, model, meter, few)  # warm up: libraries allocate their workspaces
+        first, second = (_marks_of_layers(config.learner, ranks, model, meter, size) for size in (few, 2 * few))
     if first.size != second.size:
         raise LearnerError(
             "learner.max_tokens_per_microbatch can't be auto: this model's memory need can't be predicted, because it "
@@ -221,41 +200,40 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     # Frozen models score just before the update, and the weights that they gathered still take memory.
     on_cpu = ranks.device.type == "cpu"
     frozen = sum(
-        gathered_bytes(own, config, own.num_layers if on_cpu else 2) for own in frozen_shapes(shape, config).values()
+        gathered_bytes(own, config.learner, own.num_layers if on_cpu else 2)
+        for own in frozen_shapes(shape, config).values()
     )
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None)
     return MemoryNeed(
         fixed=first - few * per_token + head + frozen,
-        per_token=per_token.clip(0) + head_bytes_per_token(shape, config),
+        per_token=per_token.clip(0) + head_bytes_per_token(shape, config.learner),
     )
 
 
 def _marks_of_layers(
-    config: Config, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
+    learner: LearnerSection, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
 ) -> NDArray[np.float64]:
-    """Return the bytes at each moment of the second micro-batch of a step, without the head."""
+    """Return the bytes at each moment of a step's second micro-batch, without the head."""
     reduce_gradients(model, ranks.device, is_last=False)
-    _run_layers(config, ranks, model, 1)
+    _run_layers(learner, ranks, model, 1)
     reduce_gradients(model, ranks.device, is_last=True)
     meter.restart()
-    _run_layers(config, ranks, model, num_tokens)
+    _run_layers(learner, ranks, model, num_tokens)
     marks = np.array(meter.marks, np.float64)
     model.zero_grad()
     return marks
 
 
-def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
-    """Run forward and backward of `num_tokens` tokens without the head. No token is predicted, so gradients are 0."""
-    options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
+def _run_layers(learner: LearnerSection, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
+    """Run forward and backward without the head: no token is predicted, so gradients are 0."""
+    options = HeadOptions(temperature=1.0, chunk_rows=learner.log_prob_chunk_tokens)
     # Use one sequence: attention on CPU would run more operators for several sequences.
     batch = empty_micro_batch(num_tokens * ranks.num_parts, num_heads=0)
     model(to_device(batch, ranks.device, ranks.sequence), options).log_probs.sum().backward()
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
-    """Return this rank's part of the free memory, minus the memory for AdamW's moments, which the first step
-    allocates.
-    """
+    """Return this rank's part of the free memory, minus AdamW's moments, which the first step allocates."""
     trained = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
@@ -266,14 +244,13 @@ def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
 
 
 PLAN_TOLERANCE = 1.1
-"""Ratio of measured to planned bytes of the first step above which a warning is logged."""
+"""Ratio of measured to planned bytes above which a warning is logged."""
 
 
 @contextmanager
 def beside_plan(config: Config, device: torch.device, metrics: dict[str, float]) -> Iterator[None]:
-    """Context manager for the first step. At the end it adds the step's peak of GPU memory and the planned peak to
-    `metrics`, and logs both. Does nothing on CPU, where torch counts no memory.
-    """
+    """At the end of the first step, add its peak of GPU memory and the planned peak to `metrics`, and log both. Not on
+    CPU."""
     if device.type != "cuda":
         yield
         return
@@ -287,12 +264,10 @@ def beside_plan(config: Config, device: torch.device, metrics: dict[str, float])
 
 
 def compare_with_plan(measured: int, planned: int, *, left: int, tokens: int) -> dict[str, float]:
-    """Log the bytes that the first step took and the planned bytes; warn if the step took more. Returns both, in GiB,
-    as metrics.
+    """Log measured and planned bytes of the first step; warn if it took more. Returns both, in GiB, as metrics.
 
     Args:
-        left: bytes of the GPU that were taken neither by this step nor by another process.
-        tokens: `learner.max_tokens_per_microbatch`.
+        left: bytes of the GPU that neither this step nor another process took.
     """
     gib = {"measured": measured / GIB, "planned": planned / GIB, "left": left / GIB}
     figures = "the first step took {measured:.2f} GiB of GPU memory, {planned:.2f} were planned, {left:.2f} were left"

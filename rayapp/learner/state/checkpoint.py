@@ -1,10 +1,8 @@
 """Saves and loads a learner's state with torch distributed checkpoint (DCP). All ranks write into one folder, which any
 number of ranks can read.
 
-The driver chooses a temporary folder and renames it when every rank is done, so a checkpoint under its final name is
-complete. A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the
-policy version, torch's RNG, and the coefficient of the KL in the reward, which may be adaptive. Threads write the
-checkpoint from copies in host memory while training continues.
+It holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version, torch's
+RNG, and the coefficient of the KL in the reward. Threads write from copies in host memory while training continues.
 """
 
 from __future__ import annotations
@@ -31,16 +29,11 @@ from rayapp.learner.state.export import not_finite, stage_hf
 from rayapp.learner.step import PolicyLearner
 
 FULL_BYTES = 1 << 16
-"""If a write fails while a disk has fewer free bytes, the disk is reported as full."""
+"""A disk with fewer free bytes after a failed write is reported as full."""
 
 
 class SaveInProgress:
-    """Part of a checkpoint that threads of one rank are writing, from copies, while training continues.
-
-    Args:
-        folder: checkpoint folder, for messages.
-        writing: one future per thread.
-    """
+    """Part of a checkpoint that threads of one rank are writing."""
 
     def __init__(self, folder: str, writing: Sequence[Future[Any]]) -> None:
         self._folder, self._writing = folder, tuple(writing)
@@ -49,11 +42,7 @@ class SaveInProgress:
         return all(future.done() for future in self._writing)
 
     def wait(self) -> None:
-        """Wait until this rank's part is written.
-
-        Raises:
-            CheckpointError: a part can't be written, for example because the disk is full.
-        """
+        """Wait until this rank's part is written. CheckpointError: it can't be."""
         wait(self._writing)
         errors = [error for future in self._writing if (error := future.exception()) is not None]
         if errors:
@@ -69,13 +58,11 @@ class SaveInProgress:
 def begin_save(
     learner: PolicyLearner, folder: str, version: int, on_host: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> SaveInProgress:
-    """Copy the contents that `checkpoint.save_contents` names to host memory, and write them in the background.
-    Collective.
+    """Copy what `checkpoint.save_contents` names to host memory, and write it in the background. Collective.
 
     Args:
-        folder: folder for the learner's state. A Hugging Face folder is written to `hf_model` in the same parent
-            folder.
-        on_host: `IdleMemory.on_host`, for tensors that are in host memory while a server has the GPU.
+        folder: for the learner's state; a Hugging Face folder is written to `hf_model` beside it.
+        on_host: `IdleMemory.on_host`.
     Raises:
         CheckpointError: a weight or a moment is not finite; it must not replace a good checkpoint.
     """
@@ -96,20 +83,17 @@ def begin_save(
 
 
 def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
-    """Call torch's `async_save`, which returns when the copies are made."""
     future = async_save(state, checkpoint_id=folder, process_group=group)
     assert isinstance(future, Future), f"async_save gave a {type(future).__name__}"
     return future
 
 
 def load_learner(learner: PolicyLearner, folder: str) -> int:
-    """Load a learner's state, on any number of ranks. Collective.
+    """Load a learner's state on any number of ranks. Returns the policy version. Collective.
 
-    Returns:
-        The policy version of the checkpoint.
     Raises:
         CheckpointError: the checkpoint is incomplete, or of another model.
-        CheckpointDamagedError: weights or moments in the checkpoint are not finite.
+        CheckpointDamagedError: weights or moments are not finite.
     """
     state = _state(learner)
     state |= _beside_tensors(learner, 0)
@@ -132,9 +116,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:
-    """Raise ValueError unless the checkpoint has exactly the tensors of `state`. DCP would load only a part of a
-    checkpoint with more layers.
-    """
+    """Raise ValueError unless the checkpoint has exactly these tensors: DCP would load part of a larger one."""
     stored = {
         name: tuple(entry.size)
         for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
@@ -152,9 +134,7 @@ def _check_same_model(state: dict[str, Any], folder: str) -> None:
 
 
 def _state(learner: PolicyLearner) -> dict[str, Any]:
-    """Return the tensors by name, for saving or for loading in place. DCP stores sharded tensors so that any number of
-    ranks can load them.
-    """
+    """Return the tensors by name, to save or to load in place."""
     state: dict[str, Any] = {}
     for name, parameter in named_weights(learner.model):
         if not parameter.requires_grad:
@@ -166,9 +146,7 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
 
 
 def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
-    """Return the rest of the state (not weights or moments) as small tensors by name, for saving or for loading in
-    place.
-    """
+    """Return the rest of the state as small tensors."""
     state = {
         "counters": torch.tensor([version, learner.optimizer_steps, learner.skipped_steps]),
         "rng": torch.get_rng_state(),
@@ -179,7 +157,7 @@ def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return AdamW's state of one parameter. Before AdamW's first step, make the state as AdamW would."""
+    """Return AdamW's state of a parameter; before the first step, as AdamW would make it."""
     moments = optimizer.state[parameter]
     if not moments:
         moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -189,7 +167,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
 
 
 def _reason(error: BaseException) -> str:
-    """Return the cause in one line, from the report in which DCP wraps the errors of all ranks."""
+    """Return the cause in one line, from DCP's report of all ranks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "Error" in line or "error" in line]
     return (causes or lines or [type(error).__name__])[-1]

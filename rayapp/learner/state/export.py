@@ -1,7 +1,7 @@
 """Exports the policy's weights: in buckets for the servers, and as Hugging Face folders.
 
-Gathering sharded weights is collective: every rank calls these functions. Rank 0 sends the buckets. All ranks write a
-folder together, each rank its own files, so that no rank holds the whole model. `hf_folder` assigns tensors to files.
+Gathering is collective: every rank calls these functions. Rank 0 sends the buckets. Each rank writes its own files of a
+folder, so that no rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rayapp.config.config import Config
-from rayapp.config.learner import LoraSection
+from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
@@ -33,12 +33,7 @@ computes in float32 must hold the weights of a bfloat16 folder."""
 def export_buckets(
     model: PolicyModel, bucket_bytes: int, formats: Formats, *, rank: int, lora: LoraSection | None = None
 ) -> Iterator[WeightBucket]:
-    """Yield the weights for the servers in buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
-
-    Args:
-        lora: settings of the adapters, which are sent alone or merged into the weights. None or rank 0: the model has
-            no adapters.
-    """
+    """Yield the weights for the servers in buckets of at most `bucket_bytes`; a larger tensor gets one of its own."""
     tensors = sent_weights(model, lora or LoraSection(), formats)
     if rank == 0:
         yield from pack(tensors, bucket_bytes)
@@ -49,21 +44,16 @@ def export_buckets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFolder:
-    """Part of a Hugging Face folder that this rank holds in host memory, for a thread to write while training
-    continues."""
+    """Part of a Hugging Face folder that this rank holds in host memory, for a thread to write."""
 
     layout: HfLayout
     files: Mapping[str, dict[str, Tensor]]
-    """Tensors by file name and by the hub's name: parameters in the layout's format, buffers in their own."""
+    """Tensors by file and by the hub's name."""
     is_first: bool
-    """True if this rank also writes the files that hold no weights."""
+    """True if this rank also writes the other files."""
 
     def write(self, folder: Path) -> None:
-        """Write this rank's files.
-
-        Raises:
-            CheckpointError: a weight is not finite, or the weights can't be written.
-        """
+        """Write this rank's files. CheckpointError: a weight is not finite, or can't be written."""
         for tensors in self.files.values():
             if wrong := not_finite(tensors):
                 raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
@@ -74,7 +64,7 @@ class StagedFolder:
 
 
 def not_finite(state: Mapping[str, Any]) -> str:
-    """Describe the tensors that have an infinity or NaN in this rank's shards; empty if there are none."""
+    """Describe this rank's tensors with an infinity or NaN; empty if there are none."""
     # Check the least and the greatest value: unlike a mask they need no memory, and they are NaN if any value is NaN.
     bounds = {
         name: torch.stack(torch.aminmax(local)).isfinite().all()
@@ -88,12 +78,14 @@ def not_finite(state: Mapping[str, Any]) -> str:
 
 def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
     """Gather each weight in float32 on the rank that will write it. Collective."""
-    layout = hf_layout(config, model.causal_lm, torch.float32)
+    layout = hf_layout(config.model, model.causal_lm, torch.float32)
     files = {
         file.name: tensors
         for number, file in enumerate(layout.files)
         if (
-            tensors := _gathered_file(config, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank)
+            tensors := _gathered_file(
+                config.learner, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank
+            )
         )
         is not None
     }
@@ -101,20 +93,20 @@ def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
 
 
 def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
-    """Write a Hugging Face folder in `checkpoint.final_dtype`; each rank writes its files one at a time. Collective.
+    """Write a Hugging Face folder in `checkpoint.final_dtype`, each rank its files one at a time. Collective.
 
     Raises:
-        CheckpointError: a weight is not finite, or the weights can't be written.
+        CheckpointError: a weight is not finite, or can't be written.
     """
     if wrong := ranks.first_of(not_finite(dict(named_weights(model)))):
         raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
     dtype = DTYPES[config.checkpoint.final_dtype]
-    layout = hf_layout(config, model.causal_lm, dtype)
+    layout = hf_layout(config.model, model.causal_lm, dtype)
     failure: CheckpointError | None = None
     for start in range(0, len(layout.files), ranks.world_size):
         mine: tuple[HfFile, dict[str, Tensor]] | None = None
         for rank, file in enumerate(layout.files[start : start + ranks.world_size]):
-            tensors = _gathered_file(config, model, file, dtype, is_own=rank == ranks.rank)
+            tensors = _gathered_file(config.learner, model, file, dtype, is_own=rank == ranks.rank)
             mine = (file, tensors) if tensors is not None else mine
         # A rank that can't write must continue gathering, or the other ranks would wait for it.
         if mine is not None and failure is None:
@@ -129,18 +121,16 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
 
 
 def _gathered_file(
-    config: Config, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
+    learner: LearnerSection, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
 ) -> dict[str, Tensor] | None:
-    """Return the tensors of a file by the hub's names on the rank that writes it, else None. Collective."""
+    """Return a file's tensors by the hub's names on the rank that writes it. Collective."""
     parameters = dict(named_weights(model))
     names = {name.replace(BASE, ""): name for name in parameters}
     buffers = persistent_buffers(model.causal_lm)
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
         # The other ranks take part in gathering, but copy nothing to the host.
-        gathered = (
-            (name, _whole(parameters, names[name], config.learner.lora, [dtype])) for name in group if name in names
-        )
+        gathered = ((name, _whole(parameters, names[name], learner.lora, [dtype])) for name in group if name in names)
         kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}
@@ -157,9 +147,7 @@ def sent_weights(model: PolicyModel, lora: LoraSection, formats: Formats) -> Ite
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
-    """Return the names and full shapes of the tensors that `device_weights` yields, in the same order, without
-    gathering.
-    """
+    """Return names and full shapes of what `device_weights` yields, in its order, without gathering."""
     shapes = {name: parameter.shape for name, parameter in named_weights(model)}
     empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], device="meta"))
     return [(name, tensor.shape) for name, tensor in empty]
@@ -168,16 +156,15 @@ def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
 def device_weights(
     model: PolicyModel, lora: LoraSection, device: torch.device, formats: Formats
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight by the hub's name on the learner's device, with adapters merged in. Collective.
-
-    Weights in host memory (`learner.cpu_offload`) are first moved to the device, where gathering is faster.
+    """Yield every weight by the hub's name on the learner's device, with adapters merged in. Collective. Weights in
+    host memory are first moved there, where gathering is faster.
     """
     parameters = dict(named_weights(model))
     return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, formats, device))
 
 
 def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that `weight_of` returns for the policy's weights, converted to the hub's names and shapes."""
+    """Yield what `weight_of` returns, converted to the hub's names and shapes."""
     own = {name.replace(BASE, ""): name for name, _ in named_weights(model) if ADAPTER not in name}
     for group in groups_of(model.causal_lm, own):
         yield from hub_tensors(model.causal_lm, {name: weight_of(own[name]) for name in group}).items()
@@ -190,9 +177,7 @@ def _whole(
     formats: Formats,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return a copy of the full tensor in the last of `formats`, with its adapter merged in, on `device` or else on the
-    device of its shards.
-    """
+    """Return a copy of the full tensor in the last of `formats`, with its adapter merged in."""
     # Merge adapters in float32 and round once, like weights that are trained directly. Weights without an adapter are
     # cast before they are gathered, which halves the bytes to send.
     own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()

@@ -1,10 +1,9 @@
 """Defines the Hugging Face folder of the policy: the layout of its weight files, and its other files.
 
-Transformers makes several of the hub's tensors out of one tensor of the model (fused experts), or one out of several. A
-file holds whole groups of such tensors, so that any process can write any file with only that file's tensors in memory.
+Transformers makes several of the hub's tensors out of one of the model (fused experts), or one out of several. A file
+holds whole groups of such tensors, so that any process can write any file with only its tensors in memory.
 
-`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`. The driver calls
-it: it needs no learners and no process group, and doesn't read the optimizer's state.
+`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, without learners or a process group.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from rayapp.config.config import Config, with_number_formats
 from rayapp.config.learner import LearnerSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
 from rayapp.learner.family import persistent_buffers
@@ -34,39 +34,33 @@ from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
 FILE_BYTES = 5 * 10**9
-"""Maximum size of a file in bytes; only a single larger group of tensors exceeds it."""
+"""Only a single larger group of tensors exceeds it."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFile:
-    """File of weights."""
-
     name: str
     groups: tuple[tuple[str, ...], ...]
-    """Names of the model's tensors, without adapters, in groups. Each group can be converted to the hub's tensors by
-    itself.
-    """
+    """The model's tensors without adapters, in groups that are converted by themselves."""
     hub: Mapping[str, Tensor]
-    """Tensors of the file on the meta device, by the hub's names."""
+    """Tensors on the meta device, by the hub's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfLayout:
-    """Contents of a folder: its weight files, and the model from which the other files are written."""
+    """Weight files of a folder, and the model from which the other files are written."""
 
     files: tuple[HfFile, ...]
     causal_lm: Any
-    """A transformers model; only its class and configs are read."""
+    """Only its class and configs are read."""
     dtype: torch.dtype
-    """Number format of the parameters; persistent buffers keep their own."""
+    """Of the parameters; persistent buffers keep their own."""
     tokenizer_path: str
     trust_remote_code: bool
 
     def describe(self, folder: Path) -> None:
-        """Write all files but the weights: index, config, generation config, tokenizer, and code that is not in
-        transformers.
-        """
+        """Write index, config, generation config, tokenizer, and code that is not in transformers."""
         from transformers import AutoTokenizer
         from transformers.dynamic_module_utils import custom_object_save
 
@@ -95,8 +89,8 @@ class HfLayout:
         }
 
 
-def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
-    """Return the layout of this model's folder, without gathering or reading weights."""
+def hf_layout(model: ModelSection, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
+    """Return the layout of this model's folder, without reading weights."""
     shapes = {name: _outline(tensor, dtype) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
@@ -121,13 +115,13 @@ def hf_layout(config: Config, causal_lm: Any, dtype: torch.dtype, file_bytes: in
         files=files,
         causal_lm=causal_lm,
         dtype=dtype,
-        tokenizer_path=config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
+        tokenizer_path=model.path,
+        trust_remote_code=model.trust_remote_code,
     )
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    """Copy the files of the image processor, without which vLLM does not start a model with an image tower."""
+    """Copy the image processor's files, without which vLLM does not start a model with an image tower."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -151,11 +145,7 @@ def _outline(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one file of weights.
-
-    Raises:
-        CheckpointError: the file can't be written.
-    """
+    """Write one file of weights; else CheckpointError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -175,14 +165,13 @@ _WEIGHTS = "model."
 
 
 def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write the checkpoint's weights in float32 as a Hugging Face folder, which transformers and vLLM load.
+    """Write the checkpoint's weights in float32 as a Hugging Face folder.
 
     Args:
-        config: config of the run that saved it, for its base model and adapters.
+        config: of the run that saved it, for its base model and adapters.
         learner_folder: `learner/` of the checkpoint.
     Raises:
-        CheckpointError: the checkpoint holds no weights, or the weights of another model.
-        InputError: the base model can't be loaded.
+        CheckpointError: the checkpoint holds no weights, or another model's.
     """
     config = with_number_formats(config, on_gpu=config.cluster.device != "cpu" and torch.cuda.is_available())
     causal_lm = build_causal_lm(config, is_checked=False)
@@ -192,7 +181,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
     files = WeightFiles(config.model.path)
     sources = sources_of(causal_lm, files, tensors_of(causal_lm))
-    layout = hf_layout(config, causal_lm, torch.float32)
+    layout = hf_layout(config.model, causal_lm, torch.float32)
     try:
         _check_names({f"{_WEIGHTS}{name}" for name in trained}, learner_folder)
         for file in layout.files:
@@ -211,9 +200,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    """Read the trained tensors of the weights in `group` and of their adapters from a checkpoint. Returns float32
-    tensors by parameter name.
-    """
+    """Read the trained tensors of `group` and of their adapters, float32 by parameter name."""
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
@@ -222,7 +209,7 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    """Return a weight's own name, or for an adapter's matrix the name of the weight that it changes."""
+    """Return a weight's own name, or the one that an adapter's matrix changes."""
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 
@@ -230,7 +217,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    """Return the group's tensors as they are written: adapters merged in, parameters in float32."""
+    """Return the group's tensors as written: adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}

@@ -1,9 +1,5 @@
 """Adds LoRA adapters (peft) to the model. The learner trains them on frozen weights, and sends them alone or merged
-into the weights.
-
-`load_policy` adds the adapters. `adapter_weights` yields them for servers that hold the frozen weights; `merged_weight`
-merges them into the weights, for Hugging Face folders and for servers without LoRA (`learner.lora.send: merged`).
-Checkpoints hold the adapters only: the frozen weights are those of model.path.
+into the weights (`learner.lora.send`). Checkpoints hold the adapters only.
 """
 
 from __future__ import annotations
@@ -20,18 +16,12 @@ from rayapp.learner.distributed import whole
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
 READ_PAST = ROUTERS | {"prediction_coefs", "correction_coefs"}
-"""Parts of the names of linear layers whose weights are read without calling the layer: routers, and Gemma 3n's
-coefficients.
-"""
+"""Linear layers whose weights are read without calling the layer: routers, and Gemma 3n's coefficients."""
 PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
-    """Add adapters to the target modules and freeze everything else. `start_adapters` initializes them.
-
-    Raises:
-        InputError: the model has none of the target modules.
-    """
+    """Add adapters to the target modules and freeze everything else. InputError: there are none."""
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = chosen_linears(causal_lm, section.target_modules)
@@ -43,11 +33,10 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
 
 
 def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
-    """Return the full names of the decoder's linear layers whose last part is in `target_modules`; `all-linear` chooses
-    all.
+    """Return the decoder's linear layers whose last part is in `target_modules`; `all-linear` chooses all.
 
-    The head is left out, because it may be tied to the embedding. Layers whose weights are read without calling the
-    layer are also left out, because an adapter would have no effect: READ_PAST, and layers that mamba's kernels fuse.
+    Left out are the head, which may be tied, and layers whose weights are read without calling them, where an adapter
+    would have no effect: READ_PAST, and layers that mamba's kernels fuse.
 
     Raises:
         InputError: no layer has one of the names.
@@ -68,7 +57,7 @@ def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
 
 
 def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:
-    """Return the full parameter `name`; with an adapter, W + alpha / rank * B A in float32. Collective if sharded."""
+    """Return the full parameter; with an adapter, W + alpha / rank * B A in float32. Collective if sharded."""
     module, is_adapted, kind = name.partition(BASE)
     weight = whole(parameters[name])
     if not is_adapted or kind != ".weight":
@@ -78,10 +67,7 @@ def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSect
 
 
 def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' full float32 matrices by peft's names, with alpha / rank multiplied into each B.
-
-    Collective: every rank must iterate.
-    """
+    """Yield the adapters' full float32 matrices by peft's names, with alpha / rank in each B. Collective."""
     for name, parameter in causal_lm.named_parameters():
         if ADAPTER not in name:
             continue
@@ -90,5 +76,4 @@ def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tupl
 
 
 def peft_name(name: str) -> str:
-    """Return peft's name, in files of adapters, of one of the model's parameters."""
     return f"{PEFT_PREFIX}{name.replace('.default.', '.')}"

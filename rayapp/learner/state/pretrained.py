@@ -1,15 +1,11 @@
 """Reads the weights at `model.path`; every rank reads only its own rows of each tensor.
 
-`load_policy` calls it on a model that is sharded and has no values yet. A rank reads full tensors only if transformers
-joins several tensors of the files along the rows into one tensor of the model (`WeightConverter`). It then makes one
-such tensor at a time. Experts that are stacked into one tensor are read one by one, each only by the ranks that hold
-it.
+A rank reads full tensors only if transformers joins several along the rows into one of the model (`WeightConverter`),
+one such tensor at a time. Stacked experts are read one by one, by the ranks that hold them.
 
-Hub checkpoints, whose names vLLM knows, and transformers' models differ: transformers 5 has its own names and shapes
-for some families, such as one tensor for all experts of a layer, or a shorter prefix for models that also read images.
-Transformers defines each family's conversions. `sources_of` reads the conversions for loading, and stores the used ones
-in the model. `hub_tensors` reverses the stored conversions, for exports and for the servers. `groups_of` returns the
-tensors that are converted together: converting group by group never holds a second model.
+Transformers 5 has its own names and shapes for some families, such as one tensor for all experts of a layer.
+`sources_of` reads its conversions for loading, and stores the used ones in the model; `hub_tensors` reverses them, for
+exports and servers. Converting by `groups_of` never holds a second model.
 """
 
 from __future__ import annotations
@@ -34,23 +30,19 @@ from rayapp.learner.state.lora import ADAPTER, BASE
 
 @dataclass(slots=True)
 class TensorOrigin:
-    """Tensors of the files from which one or more of the model's tensors are made."""
+    """Tensors of the files from which one or more of the model's are made."""
 
     converter: Any = None
-    """`WeightConverter` of transformers; None if the file's tensor is used unchanged, possibly under another name."""
+    """None if the file's tensor is used unchanged, possibly under another name."""
     names: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the files, by the converter's pattern that they match."""
+    """Names in the files, by the converter's pattern."""
 
 
 def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor]) -> dict[str, TensorOrigin]:
-    """Return the origins of the model's tensors. The key of an origin is the first tensor that is made from it.
+    """Return the origins of the model's tensors (`targets`), by the first tensor that is made from each.
 
-    Tensors of the files that the model lacks, such as layers for speculative decoding, are left out. The function
-    follows `transformers.core_model_loading`, which needs the whole model in one process.
-
-    Args:
-        files: names of the tensors in the files.
-        targets: the model's tensors by name.
+    It follows `transformers.core_model_loading`, which needs the whole model in one process. Tensors of the files that
+    the model lacks are left out.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -73,7 +65,7 @@ def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor])
 
 
 def groups_of(causal_lm: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the model's tensor names, in groups that are converted together. The order is kept."""
+    """Return the model's tensor names in groups that are converted together, in order."""
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     used = reversed(causal_lm._weight_conversions)  # noqa: SLF001 - of `sources_of`
@@ -85,7 +77,7 @@ def groups_of(causal_lm: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def hub_tensors(causal_lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert whole groups of the model's tensors to contiguous tensors with the hub's names and shapes."""
+    """Convert whole groups to contiguous tensors with the hub's names and shapes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found = revert_weight_conversion(causal_lm, dict(tensors))
@@ -96,10 +88,8 @@ log = logging.getLogger(__name__)
 
 
 class WeightFiles(Mapping[str, Any]):
-    """Mapping from names to tensors of the files. It is lazy: `[name]` reads nothing, `[name][3:5]` reads two rows.
+    """Lazy mapping to tensors of a folder or of the hub: `[name]` reads nothing, `[name][3:5]` two rows.
 
-    Args:
-        path: folder, or name on the hub.
     Raises:
         InputError: there are no weights, or they can't be read.
     """
@@ -121,7 +111,6 @@ class WeightFiles(Mapping[str, Any]):
 
 
 def _files(path: str) -> list[str]:
-    """Return the paths of the weight files; fetch them if `path` is a name on the hub."""
     from transformers.utils import cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -146,11 +135,9 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
-    """Fill this rank's part of every parameter except adapters, and all persistent buffers. If the files have both
-    tensors of a tied pair, the embedding's is used, as in vLLM.
+    """Fill this rank's part of every parameter except adapters, and all persistent buffers. Of a tied pair in the files
+    the embedding's is used, as in vLLM.
 
-    Args:
-        causal_lm: transformers model with allocated parameters, which may be sharded (DTensors).
     Raises:
         InputError: a parameter is missing in the files, or has another shape.
     """
@@ -172,9 +159,7 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
 
 
 def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
-    """Return the model's tensors that the files should hold, by their names without adapters; tied tensors under each
-    name.
-    """
+    """Return the tensors that the files should hold, without adapters; tied ones under each name."""
     named = dict(causal_lm.named_parameters(remove_duplicate=False)) | persistent_buffers(causal_lm)
     return {name.replace(BASE, ""): tensor for name, tensor in named.items() if ADAPTER not in name}
 
@@ -182,13 +167,7 @@ def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
 def read_whole(
     causal_lm: Any, sources: Mapping[str, TensorOrigin], files: WeightFiles, names: set[str]
 ) -> dict[str, Tensor]:
-    """Read the full tensors of `names`, in the dtype of the files.
-
-    Args:
-        causal_lm: a model on the meta device.
-        sources: origins of all tensors of the model.
-        names: all names of one group of `groups_of`, or names of tensors that are converted alone.
-    """
+    """Read the full tensors of one group of `groups_of`, in the files' dtype."""
     targets = tensors_of(causal_lm)
     firsts = [name for name in names if name in sources]
     return {name: t for first in firsts for name, t in _read(causal_lm, first, sources[first], files, targets)}
@@ -197,7 +176,6 @@ def read_whole(
 def _read(
     causal_lm: Any, first: str, source: TensorOrigin, files: Mapping[str, Any], targets: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's rows of the model's tensors that come from this source."""
     rows, converter = own_rows(targets[first]), source.converter
     if converter is None:
         [[name]] = source.names.values()
@@ -226,9 +204,7 @@ def _read(
 
 
 def _is_stack(converter: Any) -> bool:
-    """Return True if row k of a converter's result depends only on the k-th tensor of each pattern, as for fused
-    experts.
-    """
+    """Return True if row k of a converter's result depends only on the k-th tensors, as for fused experts."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     first, *others = converter.operations
@@ -244,9 +220,7 @@ def _is_stack(converter: Any) -> bool:
 
 
 def own_rows(tensor: Tensor) -> Any:
-    """Return the rows of the full tensor that this rank holds: a slice of the first dimension, or `...` for all
-    rows.
-    """
+    """Return the rows that this rank holds: a slice of the first dimension, or `...`."""
     if not isinstance(tensor, DTensor):
         return ...
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -266,7 +240,6 @@ def start_adapters(causal_lm: nn.Module, seed: int) -> None:
 
 
 def generation_config(path: str) -> Any:
-    """Return the model's generation config, which goes into exports; None if it has none."""
     from transformers import GenerationConfig
 
     try:

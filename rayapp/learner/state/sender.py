@@ -1,10 +1,7 @@
-"""Implements the learners' side of vLLM's weight-transfer API, which sends weights directly to the engines, not through
-Ray.
+"""The learners' side of vLLM's weight-transfer API, which sends weights directly to the engines, not through Ray.
 
-The learner actor uses it on every rank, because gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC
-(colocated) are vLLM's own backends and need GPUs: **neither has been run on one yet**. The backend `vllm_gloo` does the
-same on CPU, and the tests run it. The module is written for vLLM 0.30 and 0.31; older versions lack some of the
-classes.
+Every rank uses it, because gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC (colocated) are vLLM's own
+backends and need GPUs: **neither has been run on one yet**. Tests run the module over gloo. It needs vLLM 0.30 or 0.31.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 
 from rayapp.config.learner import LoraSection
-from rayapp.core.errors import ConfigError, WeightSyncError
+from rayapp.core.errors import WeightSyncError
 from rayapp.core.own_thread import in_thread
 from rayapp.engine.weights.buckets import Sampler, checksum_of, part_of
 from rayapp.engine.weights.sync import TransferRanks
@@ -31,15 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class LearnerSource:
-    """Weights of a learner, as vLLM's `WeightSource`. A sync iterates over the source once; the source counts the
-    tensors that it yielded.
-
-    Args:
-        device: device of the learner; weights in host memory are moved to it.
-    """
+    """Weights of a learner, as vLLM's `WeightSource`, which counts the tensors of each sync."""
 
     formats: Formats
-    """Number formats to which the next sync rounds the weights; the last one is the servers'."""
+    """Number formats to which the next sync rounds; the last is the servers'."""
 
     def __init__(self, model: PolicyModel, lora: LoraSection, device: torch.device, dtype: torch.dtype) -> None:
         self._model = model
@@ -55,8 +47,7 @@ class LearnerSource:
         return [ParamMeta(name, self.formats[-1], shape) for name, shape in weight_shapes(self._model)]
 
     def largest_bytes(self) -> int:
-        """Bytes of the largest tensor, usually the embedding. A bucket must hold this tensor, because vLLM does not
-        split tensors."""
+        """A bucket must hold the largest tensor: vLLM does not split tensors."""
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * self.formats[-1].itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,11 +65,11 @@ class LearnerSource:
 def gathered_in_order(
     tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the given tensors, each only after it is gathered. On a GPU the gathering call returns before that.
+    """Yield tensors, each only after it is gathered; on a GPU the call returns before that.
 
-    vLLM iterates in streams of its own, and queues a broadcast to the servers behind each bucket. In these streams the
-    gathers of rank 0 would wait behind that broadcast, but the gathers of the other ranks would not: NCCL deadlocks
-    when ranks use two communicators in different orders. So all ranks gather in the default stream, and wait for it.
+    vLLM iterates in streams of its own, with a broadcast to the servers behind each bucket. There the gathers of rank 0
+    would wait behind that broadcast, but the others' would not: NCCL deadlocks when ranks use two communicators in
+    different orders. So all ranks gather in the default stream, and wait for it.
     """
     if device.type != "cuda":
         yield from tensors
@@ -96,14 +87,10 @@ def gathered_in_order(
 
 
 class _Exchange:
-    """Communication of rank 0 with the servers while weights are sent: vLLM's control calls, and vLLM's broadcasts.
+    """Calls and broadcasts of rank 0 to the servers.
 
-    After the first failure all methods do nothing, and vLLM's sequence of calls runs to its end. So rank 0 takes part
-    in every gather even if servers fail, and all ranks stay usable.
-
-    Args:
-        client: client that calls every server.
-        timeout_s: deadline of each call.
+    After the first failure all methods do nothing, and vLLM's sequence runs to its end: rank 0 takes part in every
+    gather, and all ranks stay usable.
     """
 
     def __init__(self, client: Any, timeout_s: float) -> None:
@@ -112,7 +99,7 @@ class _Exchange:
         self._failed: Future[Exception] = Future()
         self._failing = threading.Lock()
         self.group: Any = None
-        """NCCL communicator of vLLM, or `GlooGroup`; None for CUDA IPC."""
+        """NCCL communicator of vLLM; None for CUDA IPC."""
 
     @property
     def failure(self) -> Exception | None:
@@ -152,31 +139,28 @@ class _Exchange:
             self.fail(TimeoutError(f"no answer within server.sync_timeout_s = {self._timeout_s:g} s"))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Broadcast a tensor to the servers. The signature is that of vLLM's communicator."""
+        """Broadcast with the signature of vLLM's communicator."""
         if self._failed.done():
             return
         try:
             self.group.broadcast(tensor, src=src)
-        except Exception as error:  # NCCL or gloo may raise anything
+        except Exception as error:  # NCCL may raise anything
             self.fail(error)
 
     def close(self) -> None:
-        """Destroy the group. Idempotent. vLLM would only drop its reference to the group, which does not free a
-        communicator.
-        """
+        """Destroy the group, which vLLM would only drop. Idempotent."""
         if self.group is not None:
             self.group.destroy()
 
 
 class WeightSender:
-    """One learner rank's membership in the transfer group. Make it once, and call `send` for every sync.
+    """One learner rank's membership in the transfer group, for many syncs.
 
     Args:
-        client: client that calls every server; only rank 0's is used.
-        address: rank 0's address, to which the servers' workers connect.
-        timeout_s: deadline of each answer of a server.
+        client: calls every server; only rank 0's is used.
+        address: rank 0's, to which the workers connect.
+        timeout_s: deadline of each answer.
     Raises:
-        ConfigError: the transport needs a GPU and there is none.
         WeightSyncError: a server or learner did not join.
     """
 
@@ -190,20 +174,12 @@ class WeightSender:
         address: tuple[str, int],
         timeout_s: float,
     ) -> None:
-        if plan.transport in ("nccl", "ipc") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"weights can't be sent by {plan.transport}: this learner has no CUDA device. Use "
-                "server.weight_transport object_store or gloo."
-            )
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from rayapp.engine.weights import vllm_gloo
-
-        vllm_gloo.register()
         self.source = source
         self._exchange = _Exchange(client, timeout_s)
         self._shares_memory = plan.transport == "ipc"
-        info = _init_info(plan, source, rank=rank, address=address, timeout_s=timeout_s)
+        info = _init_info(plan, source, rank=rank, address=address)
         try:
             with _same_stream():
                 self._engine: Any = WeightTransferTrainerFactory.trainer_init(
@@ -218,11 +194,8 @@ class WeightSender:
             self._exchange.group, self._engine.model_update_group = self._engine.model_update_group, self._exchange
 
     def send(self) -> None:
-        """Send the current weights to every server. Collective; all ranks finish the call even if servers fail.
-
-        Raises:
-            WeightSyncError: a server did not get all weights; the group can't be used any more.
-        """
+        """Send the weights to every server. Collective. WeightSyncError: a server did not get all; the group is
+        unusable."""
         with _same_stream(), _plain_segments() if self._shares_memory else nullcontext():
             self._engine.send_weights()
         if (failure := self._exchange.failure) is not None:
@@ -235,16 +208,14 @@ class WeightSender:
 
 
 def _same_stream() -> AbstractContextManager[object]:
-    """Context manager that restores this thread's CUDA stream, which vLLM's `current_stream` changes."""
+    """Restore this thread's CUDA stream, which vLLM's `current_stream` changes."""
     return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
 
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Context manager that allocates memory in segments that another process can open.
-
-    Other processes open expandable segments (`actors/environments/learner.yaml`) through `pidfd_getfd`, which an
-    ordinary user in a container may not call: pytorch issue 165685.
+    """Allocate memory in segments that another process can open: expandable ones need `pidfd_getfd`, which a user in a
+    container may not call (pytorch issue 165685).
     """
     set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # noqa: SLF001 - torch has no public name for it
     set_allocator("expandable_segments:False")
@@ -255,28 +226,23 @@ def _plain_segments() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the error's first line, without the C++ stack that torch adds."""
+    """Return the error's first line, without torch's C++ stack."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _init_info(
-    plan: TransferRanks, source: LearnerSource, *, rank: int, address: tuple[str, int], timeout_s: float
-) -> Any:
-    from rayapp.engine.weights.vllm_gloo import GlooTrainerInitInfo
-
+def _init_info(plan: TransferRanks, source: LearnerSource, *, rank: int, address: tuple[str, int]) -> Any:
     bucket_bytes = max(plan.bucket_bytes, source.largest_bytes())
     if plan.transport == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
-    common: dict[str, Any] = {
-        "rank": rank,
-        "master_address": address[0],
-        "master_port": address[1],
-        "world_size": plan.world_size,
-    }
-    if plan.transport == "gloo":
-        return GlooTrainerInitInfo(**common, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    return NCCLTrainerInitInfo(**common, packed=True, packed_buffer_size_bytes=bucket_bytes)
+    return NCCLTrainerInitInfo(
+        rank=rank,
+        master_address=address[0],
+        master_port=address[1],
+        world_size=plan.world_size,
+        packed=True,
+        packed_buffer_size_bytes=bucket_bytes,
+    )

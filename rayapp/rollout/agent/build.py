@@ -57,7 +57,7 @@ async def open_loop(
         max_tool_output_chars=agent.max_tool_output_chars,
         cut_side=agent.tool_output_keeps,
     )
-    tokenizer: Any = load_tokenizer(config)
+    tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     return await open_agent_loop(
         tokenizer,
         limits=limits,

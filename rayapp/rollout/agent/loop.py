@@ -83,10 +83,12 @@ class _Play:
     request_id: RequestId
     prompt: AgentPrompt
     recorder: Recorder = field(init=False)
+    _read_ids: Sequence[int] = field(init=False)
+    """Tokens that the policy reads before its next turn: the prompt, or the last results."""
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.prompt.token_ids)
-        self._read_ids: Sequence[int] = self.prompt.token_ids
+        self._read_ids = self.prompt.token_ids
 
     async def run(self, states: ToolStates) -> RolloutStatus:
         limits = self.loop.limits

@@ -81,7 +81,7 @@ class Formats:
         """Make the object for the run's model, chat template and parser."""
         agent = config.agent
         template = load_template(agent.chat_template) if agent.chat_template else ""
-        tokenizer: Any = load_tokenizer(config)
+        tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
         return cls(tokenizer, model=config.model.path, parser=agent.tool_parser, template=template)
 
     async def of_call(self, tools: Sequence[ToolSchema], variables: Mapping[str, Any] = _NONE) -> Format:

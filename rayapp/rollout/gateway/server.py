@@ -29,11 +29,12 @@ from rayapp.rollout.gateway.anthropic_messages import AnthropicMessages
 from rayapp.rollout.gateway.conversation import Ask, Begun, RefusedError, Reply
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.forwarding import Forwarder
+from rayapp.rollout.gateway.limits import MODEL, Sending, SessionLimits
 from rayapp.rollout.gateway.listening import Listening, bound, send
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect
-from rayapp.rollout.gateway.session import MODEL, Sending, Session, SessionLimits, Structured
+from rayapp.rollout.gateway.session import Session, Structured
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 

@@ -10,10 +10,8 @@ which ends the trajectory.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens, RolloutEngine
-from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
-from rayapp.rollout.agent.calls import read_turn
-from rayapp.rollout.agent.text import readable
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.gateway.conversation import (
     Ask,
     Begun,
@@ -38,31 +34,22 @@ from rayapp.rollout.gateway.conversation import (
     Replies,
     Reply,
     Said,
-    ToolCall,
     in_order,
     not_in_training,
 )
-from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
+from rayapp.rollout.gateway.formats import Format, Formats
 from rayapp.rollout.gateway.forms import too_large
+from rayapp.rollout.gateway.limits import MODEL, MOST_CHOICES, Sending, SessionLimits
 from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
+from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, note_results
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
-from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
 if TYPE_CHECKING:
     from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
 
-MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
-MAX_RECORDED_CHARS = 16_384
-"""Maximum characters that the record of a call keeps of the tool's result. The policy reads the whole result."""
-_MAX_CHARS_A_TOKEN = 32
-"""Maximum characters per token, on average over a prompt. A prompt that needs more can't fit into the session's tokens,
-so it is refused before it is rendered."""
-_BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
-"""Maximum bytes and JSON values of a body without the texts of its messages. They are for tools, and for the fields
-around each message."""
 _MAX_TOOL_SETS = 32
 """Maximum number of sets of tools of a session. Each set is prepared in the only thread that all sessions of a worker
 share."""
@@ -71,8 +58,6 @@ _MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
 """Maximum number of abandoned calls that are kept, because their clients may retry them; and the seconds for which each
 is kept."""
 _MOST_NOTES = 20
-MODEL = "policy"
-"""Model name of the policy, which agents get in RAYAPP_MODEL."""
 _DESCRIBE = ", describe the form of the answer in the prompt, or set agent.external.structured"
 _SMALL = 16 << 10
 """Maximum bytes or characters of input that is read on the event loop. This takes milliseconds."""
@@ -80,75 +65,6 @@ _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
 """Threads that read bodies and render prompts. Each session uses at most one of them at a time."""
 _T = TypeVar("_T")
 Structured = Literal["refuse", "free", "guide"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
-    """Limits of a session's use of the policy."""
-
-    max_tokens: int
-    """Maximum tokens of all conversations of the session together, read and sampled. A token that several calls share
-    counts once."""
-    max_turns: int
-    """Maximum turns of the policy. A call with n choices takes n turns."""
-
-    @property
-    def max_chars(self) -> int:
-        """Maximum characters of a prompt's messages."""
-        return _MAX_CHARS_A_TOKEN * self.max_tokens
-
-    @property
-    def max_body_bytes(self) -> int:
-        return _BODY_BYTES + 2 * self.max_chars
-
-    @property
-    def max_body_values(self) -> int:
-        """Maximum JSON values in a body. They are limited because parsing holds the interpreter's lock. Few tokens
-        contain two values.
-        """
-        return _BODY_VALUES + 3 * self.max_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sending:
-    """One attempt of a client to send a call."""
-
-    key: bytes = b""
-    """Key that is equal for attempts to send the same call; empty if the client doesn't mark attempts."""
-    is_repeated: bool = False
-    """True if, by its headers, this attempt is a retry, or the client may retry it."""
-    timeout_s: float | None = None
-    """Seconds after which the client retries; None if its headers don't tell."""
-    sent_at_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def has_timed_out(self) -> bool:
-        return self.timeout_s is not None and time.monotonic() - self.sent_at_s > 0.9 * self.timeout_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """Prompt of a call, and the recorded token from which it continues."""
-
-    format: Format
-    after: int
-    """Index of the recorded token that comes before the new part of the prompt; -1 if the whole prompt is new."""
-    read_ids: list[int]
-    """Token ids of the new part."""
-    prompt_ids: list[int]
-    """Token ids of the whole prompt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
-    """A recorded turn."""
-
-    number: int
-    """Index of the turn in `Recorder.turns`."""
-    prompt_end: int
-    end: int
-    """Index of the turn's last token."""
-    completion: Completion
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,7 +101,7 @@ class Session:
     """Future that never gets a result. When the engine fails, it gets the engine's error."""
     _conversations: Conversations = field(default_factory=Conversations)
     _num_asked: int = 0
-    _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
+    _running: set[asyncio.Task[SampledTurn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
@@ -197,15 +113,8 @@ class Session:
     """Tasks that forward requests to the endpoint."""
 
     async def read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
-        """Read the body of a request, and return it as a call. If the endpoint answers the call, count the call, and
-        return the body as data.
-
-        Args:
-            read: function that reads the body's data. It runs in a thread if the body is large.
-        Raises:
-            RefusedError: the body is too large, or is not a call of the API; or the session has used up its calls of
-                other models.
-        """
+        """Read the body of a request as a call (`read` runs in a thread if the body is large). If the endpoint answers
+        the call, count the call, and return the body as data."""
         self._check_body(body)
         ask = await self._beside(len(body), lambda: self._read(read, body))
         if not isinstance(ask, Ask):
@@ -229,7 +138,7 @@ class Session:
 
     @contextmanager
     def cancelling_at_end(self) -> Iterator[None]:
-        """Context manager in which the current task is cancelled when the session ends."""
+        """Cancel the current task, inside the block, when the session ends."""
         task = asyncio.current_task()
         assert task is not None, "called in a task"
         self._forwarded.add(task)
@@ -240,9 +149,8 @@ class Session:
 
     @contextmanager
     def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
-        """Context manager with the task that makes the reply to a call. If a client disconnected and retries the call,
-        it gets the task of its first attempt.
-        """
+        """Yield the task that makes the reply to a call. A client that disconnected and retries gets the task of its
+        first attempt."""
         task = self._unanswered.pop(sending.key, None) if sending.is_repeated else None
         if task is not None and not (task.done() and (task.cancelled() or task.exception() is not None)):
             self.counts["repeated"] += 1
@@ -262,7 +170,6 @@ class Session:
             raise
 
     def _keep(self, task: asyncio.Task[Reply], key: bytes) -> None:
-        """Keep an abandoned call for some time, because its client may retry it."""
         self._unanswered[key] = task
         while len(self._unanswered) > _MOST_LEFT:
             self._unanswered.popitem(last=False)[1].cancel()
@@ -274,13 +181,7 @@ class Session:
         asyncio.get_running_loop().call_later(REPEAT_WITHIN_S, drop)
 
     async def ask(self, ask: Ask, live: Live | None = None) -> Reply:
-        """Return the policy's reply to a call.
-
-        Args:
-            live: queue that gets the pieces of the reply while it is sampled; None if it is not streamed.
-        Raises:
-            RefusedError: the call is refused, or the engine failed.
-        """
+        """Return the policy's reply to a call. `live` gets the pieces of the reply while it is sampled."""
         if self._is_side(ask):
             return await self._asked_aside(ask, live)
         try:
@@ -378,14 +279,8 @@ class Session:
     def trajectory(
         self, *, failure: str = "", answer: str | None = None, ran_out: bool = False, output: str = ""
     ) -> Trajectory:
-        """Return the session's recorded tokens as a trajectory.
-
-        Args:
-            failure: reason why the agent's program failed; empty if it ended normally, or if a limit ended it.
-            answer: answer that the agent handed in; None for the text of the last turn.
-            ran_out: True if the agent's time was up.
-            output: output of the agent's program.
-        """
+        """Return the session's recorded tokens as a trajectory. `failure` is why the agent's program failed, empty if
+        it ended normally or by a limit; without an `answer` the last turn's text is the answer."""
         status = RolloutStatus.ERROR_TASK if failure else RolloutStatus.COMPLETED
         if self.limit == "tokens":
             status = RolloutStatus.TRUNCATED
@@ -422,9 +317,7 @@ class Session:
             raise RefusedError("invalid", f"{ask.form.field}: {problem}")
 
     def _take_turns(self, number: int) -> range:
-        """Return the numbers of the next turns, which count as used. Raises RefusedError: too many turns are used or
-        running.
-        """
+        """Return the numbers of the next turns, which count as used."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
             raise RefusedError(
                 "busy", f"more than {MOST_TURNS_AT_ONCE} turns of this session are in progress: wait until one ends"
@@ -442,16 +335,16 @@ class Session:
         if self.is_over:
             raise RefusedError("over", "this session is over: its trajectory has ended, and no call is served any more")
 
-    async def _wanted(self, ask: Ask, messages: Sequence[Said]) -> _Wanted:
+    async def _wanted(self, ask: Ask, messages: Sequence[Said]) -> Wanted:
         num_chars = self._check_size(messages)
         chat_format = await self._format(ask)
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
-        self._note_results(found, messages)
+        note_results(self.tree, found, messages)
         self._note_drift(chat_format.key, messages, found)
-        read_ids = await self._beside(num_chars, lambda: _read_ids(chat_format, found, messages, sampled_ids))
+        read_ids = await self._beside(num_chars, lambda: read_ids(chat_format, found, messages, sampled_ids))
         prompt_ids = self.tree.context(found.after) + read_ids
-        return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
+        return Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
         """Count a call that does not continue a recorded turn, and note why."""
@@ -474,9 +367,7 @@ class Session:
             return await asyncio.get_running_loop().run_in_executor(_READING, work)
 
     def _check_size(self, messages: Sequence[Said]) -> int:
-        """Return the number of characters of the messages. Raises RefusedError: they can't fit into the session's
-        tokens.
-        """
+        """Return the number of characters of the messages; refuse those that can't fit into the session's tokens."""
         num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
         if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
             raise self._too_long(f"the prompt has {len(messages)} messages and {num_chars} characters")
@@ -500,18 +391,8 @@ class Session:
             )
         return chat_format
 
-    def _note_results(self, found: Found, messages: Sequence[Said]) -> None:
-        """Add the results of the agent's tools to the record of the turn that called these tools."""
-        if found.turn is None:
-            return
-        turn = self.tree.turns[found.turn]
-        told = messages[found.num_messages :]
-        outputs = [readable(said.text[:MAX_RECORDED_CHARS]) for said in told if said.role == "tool"]
-        calls = [replace(call, output=output) for call, output in zip(turn.calls, outputs, strict=False)]
-        self.tree.turns[found.turn] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
-
     async def _sampled(
-        self, ask: Ask, messages: Sequence[Said], wanted: _Wanted, live: Live | None
+        self, ask: Ask, messages: Sequence[Said], wanted: Wanted, live: Live | None
     ) -> tuple[Choice, ...]:
         left = self._left(wanted)
         sampling = replace(
@@ -527,7 +408,9 @@ class Session:
             splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
         listeners = [] if live is None else [live.listener(i, each) for i, each in enumerate(splitters)]
         for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
-            choice = await self._choice(ask, wanted.format, turn, splitters[i].text_start if splitters else None)
+            choice = await choice_of(
+                ask, wanted.format, self.tree, turn, self.request_id, splitters[i].text_start if splitters else None
+            )
             self._conversations.record(
                 wanted.format.key,
                 messages,
@@ -539,10 +422,8 @@ class Session:
             choices.append(choice)
         return tuple(choices)
 
-    def _left(self, wanted: _Wanted) -> int:
-        """Return the number of tokens that may still be sampled after this prompt. Raises RefusedError: there are
-        none.
-        """
+    def _left(self, wanted: Wanted) -> int:
+        """Return the number of tokens that may still be sampled after this prompt."""
         num_new = self.tree.num_new(wanted.after, wanted.read_ids)
         left = self.limits.max_tokens - self.tree.size - num_new
         if left < 1:
@@ -555,8 +436,8 @@ class Session:
         return left
 
     async def _turns(
-        self, wanted: _Wanted, sampling: SamplingParams, number: int, listeners: Sequence[OnTokens]
-    ) -> list[_Turn]:
+        self, wanted: Wanted, sampling: SamplingParams, number: int, listeners: Sequence[OnTokens]
+    ) -> list[SampledTurn]:
         """Sample and record `number` turns after one prompt."""
         numbers = self._take_turns(number)
         on_tokens: Sequence[OnTokens | None] = listeners or [None] * number
@@ -581,7 +462,9 @@ class Session:
                 task.cancel()
             self._running.difference_update(tasks)
 
-    async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
+    async def _turn(
+        self, wanted: Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None
+    ) -> SampledTurn:
         # Give each turn its own seed, so that the same prompt gets a new answer when it is sent again.
         seed = None if sampling.seed is None else seed_of_call(sampling.seed, number)
         sampling = replace(sampling, seed=seed, num_routed=self.tree.num_routed(wanted.after))
@@ -596,97 +479,9 @@ class Session:
         prompt_end, end = self.tree.add_turn(
             wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
         )
-        return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
-
-    async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn, text_start: int | None) -> Choice:
-        """Return a turn as an API represents it.
-
-        Args:
-            text_start: index after the thoughts, as the stream's splitter found it. With None, the thoughts end at the
-                last `</think>`.
-        """
-        record = self.tree.turns[turn.number]
-        text, stopped_by = _before_stop(record.text, ask.stop)
-        if text_start is None or text_start > len(text):
-            said, thoughts = after_thoughts(text), thoughts_of(text)
-        else:
-            said, thoughts = text[text_start:], thoughts_of(text[:text_start])
-        calls, said = await self._calls(ask, chat_format, readable(said), turn.number)
-        return Choice(
-            text=said,
-            thoughts=readable(thoughts),
-            calls=calls,
-            finish_reason=record.finish_reason,
-            is_stopped_by=stopped_by,
-            num_tokens=record.end - record.start,
-        )
-
-    async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
-        """Return the tool calls of a turn, and the text outside them.
-
-        If one call can't be parsed, return the whole turn as text, because the agent could not answer this call.
-        """
-        if ask.form is not None and ask.form.is_calls:
-            return _formed_calls(said)
-        if not ask.tools or not ask.reads_calls or ask.form is not None:
-            return (), said
-        raw, words = await read_turn(chat_format.parser, said, str(self.request_id._replace(turn=number)))
-        shown = raw if ask.several_calls else raw[:1]
-        self._note_calls(number, raw, len(shown))
-        if any(call.problem for call in shown):
-            return (), said
-        return tuple(_shown_call(call.name, call.arguments) for call in shown), words
-
-    def _note_calls(self, number: int, raw: Sequence[RawCall], num_shown: int) -> None:
-        records = tuple(
-            CallRecord(
-                name=call.name,
-                arguments=call.arguments,
-                output="",
-                failure="malformed" if call.problem else "too_many_calls" if i >= num_shown else "",
-            )
-            for i, call in enumerate(raw)
-        )
-        self.tree.turns[number] = replace(self.tree.turns[number], calls=records)
+        return SampledTurn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
 
 
 def _retrieved(task: asyncio.Task[Reply]) -> None:
     if not task.cancelled():
         task.exception()  # mark the error as retrieved
-
-
-def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:
-    """Return the token ids of the part of the prompt that follows the recorded token `found.after`."""
-    if found.after < 0:
-        return rendered(chat_format.chat, messages)
-    if found.turn is None:
-        return []
-    reply, rest = messages[found.num_messages - 1], messages[found.num_messages :]
-    return continued(chat_format.chat, sampled_ids, reply, rest)
-
-
-def _shown_call(name: str, arguments: str) -> ToolCall:
-    return ToolCall(id=uuid.uuid4().hex[:24], name=name, arguments=arguments)
-
-
-def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls of an answer whose form is a list of calls, and an empty text. If the answer was cut off, return
-    no calls, and its text.
-    """
-    try:
-        # xgrammar lets a string with maxLength hold control characters as they are; json refuses them if strict.
-        made: list[dict[str, Any]] = json.loads(said, strict=False)
-        return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return (), said
-
-
-def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return the text before the first stop text in it, and this stop text. Without a stop text, return the text and an
-    empty string.
-    """
-    places = [(text.find(each), each) for each in stop if each in text]
-    if not places:
-        return text, ""
-    place, stopped_by = min(places)
-    return text[:place], stopped_by

@@ -2,10 +2,8 @@
 
     driver --log, trace--> queue (bounded) --> thread --> the tracker (made there, on its first record)
 
-Errors in the thread are raised at the next call, where RunTracker counts them. Records wait in memory while a service
-is slow; once `MAX_WAITING` of them wait, further ones are refused, which also counts as a failure.
-
-`remembered_id` keeps the service's run id in the run folder, so that a resumed run continues in the same one.
+Errors in the thread are raised at the next call, where RunTracker counts them. Records that no longer fit into the
+queue are refused, which also counts as a failure.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ MAX_WAITING = 1000
 MAX_WAITING_TRACES = 4
 """Maximum number of steps whose traces wait. Their groups stay in the object store until the traces are written."""
 CLOSE_TIMEOUT_S = 60.0
-"""Longest wait until the thread takes the next record. Importing a service's library takes seconds, more on a busy
-machine."""
+"""Longest wait until the thread takes the next record: importing a service's library takes seconds."""
 
 T = TypeVar("T", bound=Tracker)
 
@@ -41,7 +38,6 @@ class BackgroundTracker(Generic[T]):
     """Runs a tracker in a daemon thread.
 
     Args:
-        name: name of the tracker, for its thread and for messages.
         make: makes the tracker at the run's first record; may take long or fail, and is retried at the next record.
     """
 
@@ -57,11 +53,7 @@ class BackgroundTracker(Generic[T]):
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass a record to the thread.
-
-        Raises:
-            Exception: queue.Full, or the error of an earlier record; in the second case this record is still passed on.
-        """
+        """Pass a record to the thread. Raises queue.Full, or the error of an earlier record."""
         values = dict(metrics)
         self._put(step, lambda tracker: tracker.log(step, values))
 
@@ -76,11 +68,8 @@ class BackgroundTracker(Generic[T]):
         self._raise_first()
 
     def close(self) -> None:
-        """Write the waiting records; the deadline restarts with each record that is taken.
-
-        Raises:
-            TimeoutError: not all of them were written.
-            Exception: the error of a record.
+        """Write the waiting records; the deadline restarts with each record that is taken. Raises as `log`, or
+        TimeoutError.
         """
         try:
             self._records.put(None, timeout=self._close_timeout_s)
@@ -130,11 +119,7 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
         self._places = threading.Semaphore(MAX_WAITING_TRACES)
 
     def trace(self, step: int, groups: Sequence[Group]) -> None:
-        """Pass the groups of a step to the thread.
-
-        Raises:
-            Exception: the error of an earlier record; or queue.Full: this step's traces are left out.
-        """
+        """Pass the groups of a step to the thread. Raises as `log`."""
         if not self._places.acquire(blocking=False):
             raise queue.Full(
                 f"{self._name} gets no traces of step {step}: it is too slow, and the traces of {MAX_WAITING_TRACES} "
@@ -155,10 +140,8 @@ _STORING = threading.Lock()
 
 
 def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
-    """Return the id in `trackers.json` for a service; make and store one if there is none.
-
-    Args:
-        make: makes a new id, which is stored only if the call succeeds.
+    """Return the id in `trackers.json` for a service, so that a resumed run continues in the same one; make and store
+    one if there is none.
     """
     file = folder / FILE
     try:

@@ -118,7 +118,6 @@ def duration(seconds: float | None) -> str:
 
 
 def number(label: str, metrics: Mapping[str, float]) -> str:
-    """Format one number of `formats_of`; a dash if this step has no such metric."""
     key, form = formats_of(metrics)[label]
     return form.format(metrics[key]) if key in metrics else "-"
 
@@ -142,7 +141,6 @@ class LineConsole:
         self._silent_s, self._last_line = FIRST_SILENCE_S, time.monotonic()
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self._print(text)
         self._silent_s = FIRST_SILENCE_S
 
@@ -157,7 +155,6 @@ class LineConsole:
         self._phase, self._phase_started, self._progress = name, time.monotonic(), ""
 
     def progress(self, text: str) -> None:
-        """Keep the progress of the phase, for lines after a silence."""
         self._progress = text
 
     def _break_silence(self) -> None:
@@ -184,7 +181,6 @@ class LineConsole:
         return step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
 
     def close(self) -> None:
-        """Print no more lines after silences."""
         self._is_closed.set()
 
 
@@ -211,7 +207,6 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float], *, second
 
 
 def _width(label: str) -> int:
-    """Return the number of columns that this number usually needs."""
     return len({"reward": "+0.000", "no signal": "100%", "stale": "0", "tokens/s": "0000"}.get(label, "0.00"))
 
 

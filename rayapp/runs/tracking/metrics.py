@@ -23,10 +23,8 @@ _COUNTS = ("verdict/", "judged/", "agent/")
 
 
 def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[str, float]:
-    """Compute metrics of the groups that one step trains on. Reward metrics leave out invalid trajectories.
-
-    Args:
-        version: policy version that is about to be trained; staleness counts from it.
+    """Compute metrics of the groups that one step trains on; staleness counts from policy version `version`. Reward
+    metrics leave out invalid trajectories.
     """
     metrics = _rewards(summaries) | _groups(summaries) | _lengths(summaries) | _statuses(summaries)
     metrics |= _tools(summaries) | _verdicts(summaries)
@@ -83,9 +81,6 @@ def _is_of_tools(name: str) -> bool:
 
 
 def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Count trajectories whose verdicts are less trustworthy (e.g. forgeable), and add up judges' costs and external
-    agents' calls.
-    """
     names = {name for summary in summaries for name in summary.reward_terms if name.startswith(_COUNTS)}
     return {name: float(sum(np.nansum(_term(summary, name)) for summary in summaries)) for name in sorted(names)}
 
@@ -152,12 +147,7 @@ def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 class JsonlTracker:
-    """Appends steps to a file.
-
-    Args:
-        path: made if missing. It is opened for every step: a resumed run replaces the file to cut its end, and an
-            older handle would write to the deleted file.
-    """
+    """Appends steps to a file, which is opened for every step: a resumed run replaces it to cut its end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -170,8 +160,7 @@ class JsonlTracker:
             file.flush()
             os.fsync(file.fileno())
 
-    def close(self) -> None:
-        """Do nothing: no resource is held."""
+    def close(self) -> None: ...
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -198,9 +187,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     without replacement, hold a correct one (Chen et al. 2021, Evaluating Large Language Models Trained on Code, eq. 1).
 
     Example: 4 samples, 1 right: pass@1 is 1/4, pass@2 is 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 is 1.
-
-    Args:
-        k: at most num_samples.
     """
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
@@ -233,7 +219,6 @@ def ladder(largest: int) -> list[int]:
 
 
 def _counts(summary: GroupSummary) -> tuple[int, int]:
-    """Return the number of samples with a verdict, and the number of correct ones."""
     solved = summary.reward_terms.get(SOLVED)
     if solved is None:
         return 0, 0
@@ -248,7 +233,7 @@ _KEY = "learner/share_computed"
 _WHY = (
     "all completions of each prompt earned the same reward. Read some (rayapp view RUN) and score an answer that you "
     "know to "
-    "be right (rayapp try reward): docs/quick-start.md, 'The line of a step'."
+    "be right (rayapp score): docs/quick-start.md, 'The line of a step'."
 )
 
 
@@ -259,11 +244,7 @@ class SignalWatch:
         self.num_steps = self.num_silent = self.num_silent_last = 0
 
     def record(self, metrics: Mapping[str, Any]) -> bool:
-        """Count this step.
-
-        Returns:
-            True if this is the last of PATIENCE_STEPS steps in a row without signal, so that a warning is due.
-        """
+        """Count this step; return True if it is the last of PATIENCE_STEPS steps in a row without signal."""
         if _KEY in metrics:
             is_silent = _is_silent(metrics)
             self.num_steps += 1

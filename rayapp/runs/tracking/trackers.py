@@ -55,13 +55,11 @@ class RunTracker:
                 self._console.note(visible(text))
 
     def phase(self, name: str) -> None:
-        """Show the phase that the driver waits for."""
         if self._console is not None:
             with self._guarded("console"):
                 self._console.phase(name)
 
     def progress(self, text: str) -> None:
-        """Show the progress of the phase."""
         if self._console is not None:
             with self._guarded("console"):
                 self._console.progress(text)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.other_models import DistillationSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError, first_line
 from rayapp.core.http import read_key, server_named
 from rayapp.core.names import did_you_mean
@@ -265,7 +267,7 @@ def check_teacher(config: Config) -> None:
     section = config.distillation
     ours = [alone(config, each) for each in config.model_servers if each.name == server_named(section.base_url)]
     if section.base_url and not ours:
-        _check_server(config)
+        _check_server(section, config.model)
         return
     own = next(iter(ours), config if section.is_policy else frozen_models(config).get("teacher"))
     if own is None:
@@ -277,7 +279,7 @@ def check_teacher(config: Config) -> None:
         check_model(local)
     except (InputError, ConfigError) as error:
         raise InputError(f"distillation.teacher {own.model.path!r} can't be used: {error}") from error
-    policy, teacher = _tokens(config), _tokens(local)
+    policy, teacher = _tokens(config.model), _tokens(local.model)
     ordered = sorted(policy.items(), key=lambda entry: entry[1])
     if others := [token for token, number in ordered if teacher.get(token) != number]:
         there = f"id {teacher[others[0]]}" if others[0] in teacher else "no id"
@@ -289,11 +291,10 @@ def check_teacher(config: Config) -> None:
         )
 
 
-def _check_server(config: Config) -> None:
+def _check_server(section: DistillationSection, model: ModelSection) -> None:
     """Check that the teacher's server tokenizes a text in the same way as the policy's tokenizer."""
     import httpx
 
-    section = config.distillation
     key = read_key(section.api_key_env, "the teacher")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"model": section.teacher, "prompt": PROBE, "add_special_tokens": False}
@@ -307,19 +308,19 @@ def _check_server(config: Config) -> None:
             f"distillation.base_url {section.base_url!r}: the server can't tokenize text for {section.teacher!r}: "
             f"{type(error).__name__}: {error}. Start a vLLM server there (vllm serve MODEL), or correct the URL."
         ) from error
-    if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):
+    if found != load_tokenizer(model).encode(PROBE, add_special_tokens=False):
         raise InputError(
             f"distillation.teacher {section.teacher!r} at {section.base_url} has another tokenizer than model.path "
-            f"{config.model.path!r}: the two split a text into different tokens. A teacher scores the policy's own "
+            f"{model.path!r}: the two split a text into different tokens. A teacher scores the policy's own "
             "tokens: choose a teacher of the policy's model family."
         )
 
 
-def _tokens(config: Config) -> dict[str, int]:
+def _tokens(model: ModelSection) -> dict[str, int]:
     """Return the id of every token, including tokens added to the vocabulary."""
-    file = Path(config.model.path) / "tokenizer.json"
+    file = Path(model.path) / "tokenizer.json"
     if not file.is_file():
-        tokenizer: Any = load_tokenizer(config)
+        tokenizer: Any = load_tokenizer(model)
         return dict(tokenizer.get_vocab())
     from tokenizers import Tokenizer
 

@@ -2,7 +2,7 @@
 
 A new family needs one entry, with its tool parsers, reasons to refuse it that can't be computed, and config values of a
 small test model. The learner needs no entry: it derives its computation from a model's own config
-(`learner/family.py`). `rayapp models check` tests each entry.
+(`learner/family.py`). `tests/support/family_check.py` tests each entry.
 """
 
 from __future__ import annotations

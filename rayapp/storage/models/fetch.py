@@ -30,8 +30,8 @@ from rayapp.config.config import Config, with_values
 from rayapp.core.aio import together
 from rayapp.core.errors import InputError, StorageError
 from rayapp.core.files import Location, readable_as_its_folder
-from rayapp.storage.base import Storage
-from rayapp.storage.folders import CLAIM, MANIFEST, get_folder, read_manifest
+from rayapp.storage.base import Storage, hash_bytes
+from rayapp.storage.folders import MANIFEST, get_folder, read_manifest
 from rayapp.storage.opening import open_storage
 
 DOWNLOAD_TIMEOUT_S = 900.0
@@ -184,7 +184,7 @@ def with_local_model(config: Config) -> Config:
     location = Location.parse(config.model.path) if "://" in config.model.path else None
     if location is None or not location.is_remote:
         return config
-    folder = _copy_of(config, location)
+    folder = _copy_of(config.data.cache_dir, location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -192,23 +192,14 @@ def with_local_model(config: Config) -> Config:
     return with_values(config, model={"path": str(folder)})
 
 
-def check_remote_model(config: Config) -> None:
-    """Check that the remote folder holds a model, without fetching it.
-
-    Raises:
-        InputError: the remote folder holds no model.
-        StorageError: the remote folder can't be read.
-    """
-    _run_coroutine(_look(config.model.path))
+def check_remote_model(uri: str) -> None:
+    """Check that the remote folder holds a model, without fetching it. Raises InputError, StorageError."""
+    _run_coroutine(_look(uri))
 
 
-def is_remote_model(config: Config) -> bool:
-    return config.model.path.startswith("s3://")
-
-
-def _copy_of(config: Config, location: Location) -> Path:
+def _copy_of(cache_dir: Path, location: Location) -> Path:
     digest = hashlib.sha256(str(location).encode()).hexdigest()[:16]
-    return config.data.cache_dir.expanduser().resolve() / "models" / digest / (Path(location.key).name or "model")
+    return cache_dir.expanduser().resolve() / "models" / digest / (Path(location.key).name or "model")
 
 
 async def _look(uri: str) -> None:
@@ -217,11 +208,7 @@ async def _look(uri: str) -> None:
 
 
 async def _listing(storage: Storage) -> dict[str, int]:
-    """Return the size in bytes of every file of a remote folder, by key.
-
-    Raises:
-        InputError: the folder holds no model.
-    """
+    """Return the size in bytes of every file of a remote folder, by key. Raises InputError: it holds no model."""
     found = {info.key: info.num_bytes async for info in storage.list()}
     if "config.json" not in found or not any(key.endswith(".safetensors") for key in found):
         some = f"it holds {', '.join(sorted(found)[:5])}" if found else "nothing is there"
@@ -236,7 +223,7 @@ async def _fetch(uri: str, folder: Path) -> None:
     async with open_storage(uri) as storage:
         listing = json.dumps(await _listing(storage), sort_keys=True)
         manifest = await read_manifest(storage)
-        known = f"{listing} {manifest.digest if manifest is not None else ''}"
+        known = f"{listing} {hash_bytes(manifest.dump()) if manifest is not None else ''}"
         marker = folder / _LISTING
         if marker.is_file() and marker.read_text() == known:
             return
@@ -244,7 +231,7 @@ async def _fetch(uri: str, folder: Path) -> None:
         if manifest is not None:
             await get_folder(storage, folder)
         else:
-            keys = [key for key in json.loads(listing) if key not in {MANIFEST, CLAIM}]
+            keys = [key for key in json.loads(listing) if key != MANIFEST]
             await together(lambda key: storage.get_file(key, folder / key), keys, at_once=_AT_ONCE)
         marker.write_text(known)  # written last, because a folder without this marker is fetched again
 

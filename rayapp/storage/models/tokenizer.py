@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config.config import Config
+from rayapp.config.sections import ModelSection
 from rayapp.core.protocols import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 """Names of the special tokens that every chat template may use."""
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
-    """Return the model's own tokenizer. Its chat template gets `agent.chat_template_kwargs` in every rendering."""
-    folder, trust_remote_code = Path(config.model.path), config.model.trust_remote_code
-    variables = config.agent.chat_template_kwargs
+def load_tokenizer(model: ModelSection, variables: Mapping[str, Any] = MappingProxyType({})) -> Tokenizer:
+    """Return the model's own tokenizer. Its chat template gets `variables` in every rendering."""
+    folder, trust_remote_code = Path(model.path), model.trust_remote_code
     if (folder / "tokenizer.json").is_file() and "auto_map" not in _settings(folder):
         tokenizer = ModelTokenizer(folder, trust_remote_code=trust_remote_code, variables=variables)
         if not tokenizer.is_cleaned_up:

@@ -76,7 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
         if is_layer and self.stub.cuts and len(data) > 10_000:
             self.stub.cuts -= 1
             return self._say(206 if begun else 200, data[begun:], most=(len(data) - begun) // 2)
-        return self._say(206 if begun else 200, data[begun:])
+        kind = "application/octet-stream" if is_layer else "application/vnd.oci.image.manifest.v1+json"
+        return self._say(206 if begun else 200, data[begun:], {"Content-Type": kind})
 
     def _say(self, status: int, data: bytes, headers: dict[str, str] | None = None, *, most: int | None = None) -> None:
         self.send_response(status)

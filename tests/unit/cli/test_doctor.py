@@ -143,6 +143,15 @@ def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
     assert "cluster.object_store_mib is 1000000000" in found["/dev/shm"].detail
 
 
+def test_cispo_with_the_clip_of_ppo_is_noted() -> None:
+    def notes(**clip: float) -> list[str]:
+        config = Config.model_validate({"algorithm": {"policy_loss": "cispo", **clip}, "cluster": {"device": "cpu"}})
+        return [finding.detail for finding in fitness(config, has_weights=False) if finding.what == "loss"]
+
+    assert "are 0.2, as for PPO" in notes()[0]
+    assert notes(clip_ratio_low=1.0, clip_ratio_high=4.0) == []
+
+
 def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_need_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -492,7 +492,9 @@ def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) ->
         ("{}", ""),
         ("head: {memory: 64Gi}", "head.memory is 64Gi, but a pod of 8 GPUs needs 150 GiB"),
         ("head: {gpus: 4}", "8 servers x TP 1 on those of 8 learners = 8 GPUs, but cluster.num_gpus is 4"),
-        ("run: {overrides: [tasks=/rows/mine.parquet]}", "tasks: /rows/mine.parquet is on no volume of the pods"),
+        ("run: {config: 'tasks: [/rows/mine.parquet]'}", "tasks: /rows/mine.parquet is on no volume of the pods"),
+        ("run: {config: 'tasks: [data/mine.parquet]'}", "tasks: data/mine.parquet is relative, and the image has no"),
+        ("run: {config: 'agent: {name: tool_agent, tool_file: /var/configs/t.yaml}'}", "t.yaml is not among the files"),
     ],
 )
 def test_doctor_says_where_a_config_and_values_do_not_fit(
@@ -505,6 +507,17 @@ def test_doctor_says_where_a_config_and_values_do_not_fit(
 
     assert run(command) == (1 if misfit else 0)
     assert (misfit or "fits the values") in capsys.readouterr().out
+
+
+def test_the_values_of_a_whole_job_fit_its_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.cli.doctor.machine", lambda: iter(()))
+    model = ROOT / "tests" / "data" / "architectures" / "qwen2.5-3b.json"
+    config, values = FOLDER.parent / "gsm8k_tool_8gpu.yaml", FOLDER / "examples" / "gsm8k-ack.yaml"
+
+    assert run(["doctor", str(config), "--values", str(values), "--model-config", str(model)]) == 0
+    assert "fits the values" in capsys.readouterr().out
 
 
 def test_values_that_can_not_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

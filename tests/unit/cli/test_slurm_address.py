@@ -18,7 +18,7 @@ NODE = r"""
 set -eu
 ip link set lo up
 for each in docker0:172.17.0.1/16 eth0:10.77.0.11/24 ib0:10.99.0.11/24; do
-    ip link add "${each%%:*}" type dummy
+    ip link add "${each%%:*}" type bridge
     ip addr add "${each#*:}" dev "${each%%:*}"
     ip link set "${each%%:*}" up
 done
@@ -29,7 +29,7 @@ exec bash "$2" run.yaml
 PROGRAMS = {
     "scontrol": 'if [ "$2" = hostnames ]; then printf "%s\\n" $NODES; else echo "NodeAddr=10.77.0.12 Port=1"; fi',
     "srun": f"""echo "head $RAY_ADDRESS"
-[ "$SLURM_NODEID" = 0 ] || {sys.executable} -m http.server --bind "${{RAY_ADDRESS%:*}}" "${{RAY_ADDRESS##*:}}" &
+([ "$SLURM_NODEID" = 0 ] || exec {sys.executable} -m http.server -b "${{RAY_ADDRESS%:*}}" "${{RAY_ADDRESS##*:}}") &
 until [ "$1" = bash ]; do shift; done
 "$@" || true
 kill %1

@@ -44,7 +44,7 @@ def test_a_model_with_random_weights_stands_for_one_that_is_not_here(tmp_path: P
         config, model={"path": str(made)}, rollout={"max_prompt_tokens": 64, "max_completion_tokens": 64}
     )
     check_model(ready)
-    tokenizer = load_tokenizer(ready)
+    tokenizer = load_tokenizer(ready.model)
     assert (
         tokenizer.apply_chat_template([{"role": "user", "content": "sort numbers"}], tokenize=False) == "sort numbers "
     )

@@ -1,4 +1,4 @@
-"""`rayapp try reward` and `rayapp try tool` report the same as training would."""
+"""`rayapp score` and `rayapp try tool` report the same as training would."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_function_is_tried_on_rows_with_their_own_ground_truth(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["try", "reward", "rewards.py:compute_score", "--data", "rows.parquet"]) == 0
+    assert run(["score", "rewards.py:compute_score", "--data", "rows.parquet"]) == 0
     found = lines(capsys)
 
     assert [(one["row"], one["answer"], one["reward"]) for one in found] == [
@@ -83,7 +83,7 @@ def test_rows_whose_right_answer_earns_nothing_fail(
     assert run(["data", "rows", "mine.jsonl", "--out", "rows", "--data-source", "openai/gsm8k"]) == 0
     capsys.readouterr()
 
-    assert run(["try", "reward", "openai/gsm8k", "--data", "rows/train.parquet"]) == code
+    assert run(["score", "openai/gsm8k", "--data", "rows/train.parquet"]) == code
     said = capsys.readouterr()
 
     assert json.loads(said.out.splitlines()[0])["reward"] == reward
@@ -97,7 +97,7 @@ def test_a_function_that_gives_its_own_ground_truth_nothing_fails(
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
     )
 
-    assert run(["try", "reward", "strict.py:f", "--data", "rows.parquet"]) == 1
+    assert run(["score", "strict.py:f", "--data", "rows.parquet"]) == 1
     assert "row 0: the ground truth 'four' earns 0, not more than an empty answer" in capsys.readouterr().err
 
 
@@ -107,7 +107,7 @@ def test_answers_of_ones_own_are_scored_and_one_without_a_verdict_exits_with_1(
     (desk / "answers.jsonl").write_text('{"completion": "it is four"}\n{"completion": "crash"}\n')
     words = ["--data", "rows.parquet", "--row", "0", "--answer", "two", "answers.jsonl"]
 
-    assert run(["try", "reward", "rewards.py:compute_score", *words]) == 1
+    assert run(["score", "rewards.py:compute_score", *words]) == 1
     found = lines(capsys)
 
     assert [one["reward"] for one in found] == [0.0, 1.0, None]
@@ -116,7 +116,7 @@ def test_answers_of_ones_own_are_scored_and_one_without_a_verdict_exits_with_1(
 
 
 def test_a_rule_that_ships_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["try", "reward", "openai/gsm8k", "--ground-truth", "72", "--answer", "#### 72", "--answer", "72"]) == 0
+    assert run(["score", "openai/gsm8k", "--ground-truth", "72", "--answer", "#### 72", "--answer", "72"]) == 0
 
     assert [one["reward"] for one in lines(capsys)] == [1.0, 0.0]
 
@@ -133,7 +133,7 @@ def test_a_rule_that_ships_needs_no_data(capsys: pytest.CaptureFixture[str]) -> 
 def test_what_cannot_be_tried_is_one_message(
     desk: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["try", "reward", *words]) == 2
+    assert run(["score", *words]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_resolved_yaml_holds_every_key() -> None:
         ("rollout.group_sise=3", "rollout.group_size"),
         ("rolout.group_size=3", "rollout"),
         ("group_size=3", "rollout.group_size"),
-        ("rollout.lr=1", "learner.optimizer.lr or warmup.optimizer.lr"),
+        ("rollout.lr=1", "learner.optimizer.lr or warmup.lr"),
         ("trian.num_steps=3", "train"),
         ("learner.optimiser.lr=1", "learner.optimizer"),
         ("server.tensor_paralel_size=1", "server.tensor_parallel_size"),
@@ -298,3 +299,24 @@ def test_partial_rollouts_need_a_step_of_staleness_and_fit_shared_gpus() -> None
     # A group that is kept waits for the learners, twice.
     alone = load_config(None, ["train.max_staleness=2", "train.extra_groups=1"])
     assert config.group_deadline_s == alone.group_deadline_s + 2 * config.recovery.stall_stop_s
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["${HOME}", "${HOME:-/root}", "${name%.py}", "${#list[@]}", "${a/b/c}", "$HOME", "$(pwd)", "${1}", "\\${run}"],
+)
+def test_expansions_of_a_shell_are_passed_on(tmp_path: Path, word: str) -> None:
+    command = ["sh", "-c", f"echo {word}"]
+    (tmp_path / "a.yaml").write_text(json.dumps({"agent": {"external": {"command": command}}}))
+    wanted = ("sh", "-c", f"echo {word}".replace("\\$", "$"))
+    overrides = ["agent.name=external_agent"]
+
+    assert load_config(tmp_path / "a.yaml", overrides).agent.external.command == wanted
+    given = f"agent.external.command={json.dumps(command)}"
+    assert load_config(None, [*overrides, given]).agent.external.command == wanted
+
+
+def test_a_reference_to_no_key_shows_the_escape() -> None:
+    with pytest.raises(ConfigError, match=r"no_such.*literal \$\{ as \\\$\{"):
+        load_config(None, ["run.name=${no_such.key}"])
+    assert load_config(None, ["run.seed=3", "run.name=x${run.seed}"]).run.name == "x3"

@@ -18,10 +18,10 @@ def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a
 def test_a_tokenizer_is_read_without_generation_which_a_model_of_its_folders_own_code_gets(tiny_model: Path) -> None:
     program = f"""
 import sys
-from rayapp.config.config import Config
+from rayapp.config.sections import ModelSection
 from rayapp.storage.models.tokenizer import load_tokenizer
 
-print(load_tokenizer(Config.model_validate({{"model": {{"path": {str(tiny_model)!r}}}}})).decode([72]))
+print(load_tokenizer(ModelSection(path={str(tiny_model)!r})).decode([72]))
 print({{"torch._dynamo", "transformers.generation.utils"}} & {{*sys.modules}})
 
 import torch

@@ -21,7 +21,7 @@ from rayapp.cli import main
 from rayapp.config.loading import load_config
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = ("rayapp", "make", "python", "ray", "kubectl", "helm", "docker", "prometheus", "export")
+PROGRAMS = ("rayapp", "make", "vllm", "python", "ray", "kubectl", "helm", "docker", "prometheus", "export")
 PLACES = {
     "CONFIG": "configs/coding_cpu.yaml",
     "RUN": "outputs/coding_cpu",
@@ -118,12 +118,12 @@ ELSEWHERE = (
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="vllm serve", test="tests/unit/driver/test_serving.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
+    How(begins="rayapp config show configs/coding_8gpu.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp config show mine.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
-    How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
+    How(begins="rayapp score rewards.py", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
-    How(begins="rayapp sync", test="tests/unit/runs/test_mirror.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp score", test="tests/contracts/test_score_command.py"),
     How(begins="rayapp task audit", test="tests/unit/extras/audit/test_audit.py"),
@@ -139,7 +139,6 @@ ELSEWHERE = (
     How(begins="rayapp data prepare codecontests --language", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp config import-verl", test="tests/unit/extras/verl/test_verl.py"),
     How(begins="rayapp model fetch", test="tests/unit/storage/test_models_fetch_and_check.py"),
-    How(begins="rayapp models check", test="tests/unit/cli/test_model.py"),
     How(begins="rayapp plan", test="tests/unit/learner/test_memory_plan.py"),
     How(begins="rayapp doctor", test="tests/unit/cli/test_doctor.py"),
     How(begins="make", why_not="installs the environment that this test runs in, or runs all tests"),
@@ -158,6 +157,7 @@ ELSEWHERE = (
     How(begins="python -m scripts.agent_frameworks", test="tests/e2e/test_agent_frameworks.py"),
     How(begins="python -m scripts.check_wheel", test="tests/unit/test_wheel.py"),
     How(begins="python -m scripts.config_docs", test="tests/unit/docs/test_configure.py"),
+    How(begins="python -m support.family_check", test="tests/cluster/test_vllm_families.py"),
     How(begins="python -m scripts.house", test="tests/unit/test_house.py"),
     How(begins="python -m scripts.like_docker", why_not="needs root, and changes what this process may do"),
     How(begins="python -m scripts.model_table", test="tests/unit/docs/test_models.py"),

@@ -26,6 +26,7 @@ OTHERS = {
     "reward.custom_reward_function.path",
     "data.train_batch_size",
     "run.config",
+    "run.files",
     "algorithm.rollout_correction",
 }
 """Keys of verl, of the Helm chart, or whole sections."""
@@ -91,6 +92,20 @@ def test_every_path_of_the_code_that_a_guide_names_is_there(guide: str) -> None:
     folders = "rayapp|actors|tests|configs|benchmarks|scripts|runtime_env"
     named = re.findall(rf"`((?:{folders})/[a-z_0-9./*]*)`", (DOCS / guide).read_text())
     assert [path for path in named if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+def test_the_reading_path_names_functions_that_are_there_and_is_short() -> None:
+    rows = re.findall(r"^\| `(rayapp/\S+\.py)`: ([^|]+) \|", (DOCS / "develop.md").read_text(), re.MULTILINE)
+    num_lines = 0
+    for path, names in rows:
+        nodes = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")]
+        for name in re.findall(r"`(\w+)`", names):
+            (node,) = [node for node in nodes if node.name == name and isinstance(node, ast.stmt)]
+            assert node.end_lineno is not None
+            num_lines += node.end_lineno - node.lineno + 1
+
+    assert len(rows) == 5
+    assert num_lines < 330, num_lines
 
 
 def test_the_first_task_of_the_readme_bans_what_its_prompt_forbids() -> None:

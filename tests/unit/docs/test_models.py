@@ -1,4 +1,4 @@
-"""docs/models.md shows the results of `rayapp models check`."""
+"""docs/models.md shows the recorded results of `support.family_check`."""
 
 from __future__ import annotations
 

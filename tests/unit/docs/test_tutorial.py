@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -40,9 +41,27 @@ def test_own_data_and_own_reward_become_a_configuration_that_fits_the_gpu(
 
     assert main.run(command("data rows")) == 0
     assert {path.name for path in Path("data/mine").glob("*.parquet")} == {"train.parquet", "test.parquet"}
-    assert main.run(command("try reward")) == 0, capsys.readouterr().err
+    assert main.run(command("score")) == 0, capsys.readouterr().err
     assert main.run(command("config show")) == 0
     capsys.readouterr()
     assert main.run([*command("plan"), "--model-config", "config.json"]) == 0
 
     assert "largest micro-batch that fits" in capsys.readouterr().out
+
+
+def test_own_tests_and_an_own_reward_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = re.findall(
+        r"^```python\n(# brief.py.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("brief.py").write_text(text)
+    Path("right.py").write_text("def double(x):\n    return x + x\n")
+    Path("long.py").write_text(f"def double(x):\n    # {'talk ' * 50}\n    return 2 * x\n")
+
+    assert main.run(["score", "brief.py", "right.py", "long.py"]) == 0
+    verdicts = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [verdict["reward"] for verdict in verdicts] == [1.0, 0.8]
+    assert [verdict["terms"]["long"] for verdict in verdicts] == [0.0, 1.0]
+    assert all(verdict["terms"]["solved"] == 1.0 for verdict in verdicts)

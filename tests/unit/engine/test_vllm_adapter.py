@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rayapp.config.config import Config
+from rayapp.config.learner import LoraSection
 from rayapp.engine.vllm_arguments import adapter_args, check_places, is_adapter
 
 PACKED = {"model.layers.0.self_attn.qkv_proj": ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]}
 MODULES = {"model.layers.0.self_attn.qkv_proj": None, "model.layers.0.mlp.down_proj": None}
 
 
-def lora(rank: int, send: str = "adapter") -> Config:
-    return Config.model_validate({"learner": {"lora": {"rank": rank, "send": send}}})
+def lora(rank: int, send: str = "adapter") -> LoraSection:
+    return Config.model_validate({"learner": {"lora": {"rank": rank, "send": send}}}).learner.lora
 
 
 @pytest.mark.parametrize(("rank", "buffers"), [(1, 8), (8, 8), (9, 16), (300, 320), (512, 512)])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, EngineError
+from rayapp.core.errors import ConfigError
 from rayapp.engine import vllm_arguments
-from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.vllm_arguments import (
     WHOLE_GIB_OF_CACHE,
     _profiler_args,
@@ -22,7 +22,7 @@ from rayapp.engine.vllm_arguments import (
     set_process_environment,
     vllm_args,
 )
-from rayapp.runs.profiles import MOST_ITERATIONS, summarize
+from rayapp.runs.profiles import MOST_ITERATIONS, take_engine_trace
 
 
 def cache_bytes(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, **sections: Any) -> int | None:
@@ -112,9 +112,7 @@ def test_vllms_profiler_stops_by_itself_and_its_trace_is_taken_once() -> None:
     """vLLM's own profiler with our arguments, around plain torch; the engine's workers call it like this."""
     from vllm.profiler.wrapper import TorchProfilerWrapper
 
-    (config,) = _profiler_args(Config.model_validate({"train": {"profile_steps": [2]}})).values()
-    engine = object.__new__(VllmEngine)
-    engine._engine = SimpleNamespace(vllm_config=SimpleNamespace(profiler_config=config))
+    (config,) = _profiler_args(Config.model_validate({"train": {"profile_steps": [2]}}).train).values()
     folder = Path(config.torch_profiler_dir)
     try:
         for name in ("abc12-rank-0", "dp0_pp0_tp0_dcp0_ep0_rank0"):  # of vLLM's workers on a CPU, and on a GPU
@@ -126,11 +124,11 @@ def test_vllms_profiler_stops_by_itself_and_its_trace_is_taken_once() -> None:
                 torch.ones(8, 8) @ torch.ones(8, 8)
             assert not profiler.is_running
             profiler.stop()
-            found = summarize(engine._take_profile("vllm-server-0"))
-            assert {one.name: one.calls for one in found.operators}["aten::mm"] == MOST_ITERATIONS
+            events = json.loads(gzip.decompress(take_engine_trace(folder)))["traceEvents"]
+            assert sum(event["name"] == "aten::mm" for event in events) == MOST_ITERATIONS
             assert list(folder.iterdir()) == []
-            with pytest.raises(EngineError, match="left no trace of vllm-server-0"):
-                engine._take_profile("vllm-server-0")
+            with pytest.raises(ValueError, match="max"):
+                take_engine_trace(folder)
     finally:
         shutil.rmtree(folder)
 

@@ -39,9 +39,8 @@ def test_auto_takes_what_the_placement_allows(placement: str, on_gpu: bool, expe
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("transport", ["object_store", "gloo"])
-def test_what_works_everywhere_is_taken_as_asked(transport: str, on_gpu: bool) -> None:
-    assert choose_transport(config(transport), on_gpu=on_gpu) == transport
+def test_what_works_everywhere_is_taken_as_asked(on_gpu: bool) -> None:
+    assert choose_transport(config("object_store"), on_gpu=on_gpu) == "object_store"
 
 
 def test_an_adapter_goes_through_the_object_store() -> None:
@@ -74,14 +73,14 @@ def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
 @given(num_servers=st.integers(1, 8), tp=st.sampled_from([1, 2, 4, 8]))
 @settings(deadline=None)
 def test_every_worker_of_every_server_has_a_rank_of_its_own(num_servers: int, tp: int) -> None:
-    plan = transfer_plan(config(num_servers=num_servers, tensor_parallel_size=tp), "nccl")
+    plan = transfer_plan(config(num_servers=num_servers, tensor_parallel_size=tp).server, "nccl")
 
     ranks = [0, *(offset + rank for offset in plan.rank_offsets for rank in range(tp))]
     assert sorted(ranks) == list(range(plan.world_size))
 
 
 def test_the_client_gives_each_engine_its_ranks_where_vllm_offers_all_the_same() -> None:
-    plan = transfer_plan(config(num_servers=4, tensor_parallel_size=2), "nccl")
+    plan = transfer_plan(config(num_servers=4, tensor_parallel_size=2).server, "nccl")
     servers = [VllmServerHandle(None, f"vllm-server-{i}", 1.0, 1.0) for i in range(4)]
     client = ServersClient(servers, plan, timeout_s=1.0)
 
@@ -97,16 +96,3 @@ def test_the_client_gives_each_engine_its_ranks_where_vllm_offers_all_the_same()
     assert all(info["world_size"] == 9 for _, info in infos)
     # CUDA IPC has no ranks.
     assert [info for _, info in client.init_infos({"packed": True})] == [{"packed": True}] * 4
-
-
-def test_without_a_gpu_nccl_and_ipc_say_what_to_use() -> None:
-    import torch
-
-    from rayapp.learner.state.sender import WeightSender
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    for transport in ("nccl", "ipc"):
-        plan = transfer_plan(config(), transport)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"no CUDA device\. Use server\.weight_transport object_store or gloo"):
-            WeightSender(plan, None, rank=0, client=None, address=("", 0), timeout_s=1.0)  # type: ignore[arg-type]

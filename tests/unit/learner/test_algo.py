@@ -26,6 +26,7 @@ from rayapp.config.algorithm import (
 )
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, LearnerError
+from rayapp.core.types import Reward, Trajectory
 from rayapp.learner.algo.advantages import (
     AdvantageInputs,
     check_estimator,
@@ -37,12 +38,14 @@ from rayapp.learner.algo.advantages import (
 from rayapp.learner.algo.losses import (
     LossRows,
     LossScale,
+    aggregated,
     check_policy_loss,
     correction_weights,
+    coupled_gradients,
     make_actor_config,
     policy_loss,
 )
-from rayapp.learner.batch import stack_rows
+from rayapp.learner.batch import TrainItem, stack_rows
 from rayapp.learner.metrics import mismatch_metrics
 
 LENGTHS = np.array([3, 1, 2, 4])
@@ -255,8 +258,8 @@ def test_a_critic_and_an_unknown_name_are_refused_with_the_names_that_work() -> 
         check_policy_loss("ppo")
 
 
-def loss_config(name: str, mode: str) -> Config:
-    options = {"dro_beta": 0.1} if name == "dro" else {}
+def loss_config(name: str, mode: str, **given: Any) -> Config:
+    options = given or ({"dro_beta": 0.1} if name == "dro" else {})
     return Config.model_validate(
         {"algorithm": {"policy_loss": name, "policy_loss_options": options, "loss_agg_mode": mode}}
     )
@@ -309,17 +312,109 @@ def test_micro_batches_and_ranks_add_up_to_the_whole_batch(name: str, mode: str)
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
 
 
-def test_truncated_importance_weights_scale_the_gradient() -> None:
-    plain = Config()
+def gradient_of(config: Config, rows: LossRows, log_probs: torch.Tensor) -> torch.Tensor:
+    loss = policy_loss(rows, config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+    return torch.autograd.grad(loss, log_probs)[0]
+
+
+def test_importance_weights_scale_the_gradient_up_to_their_bound() -> None:
     corrected = Config.model_validate({"algorithm": {"rollout_correction": {"level": "token", "threshold": 2.0}}})
     log_probs = loss_rows(torch.zeros(4, 4)).old_log_probs.clone().requires_grad_()
-    losses = []
-    for config in (plain, corrected):
-        rows = loss_rows(log_probs)
-        loss = policy_loss(rows, config.algorithm, make_actor_config(config, SCALE), SCALE).loss
-        losses.append(torch.autograd.grad(loss, log_probs)[0])
-    # the engine was surer by 0.01 everywhere: weights exp(-0.01) = 0.99005
-    np.testing.assert_allclose(losses[1].numpy(), losses[0].numpy() * 0.990050, rtol=1e-4, atol=1e-7)
+    # The engine was less sure by 0.5 in the first column, and by 1 in the others: weights e^0.5, and 2 for e^1.
+    surer = torch.tensor([0.5, 1.0, 1.0, 1.0])
+    rows = replace(loss_rows(log_probs), rollout_log_probs=log_probs.detach() - surer)
+    plain, weighed = (gradient_of(config, rows, log_probs) for config in (Config(), corrected))
+    expected = plain * torch.tensor([1.648721, 2.0, 2.0, 2.0])
+    np.testing.assert_allclose(weighed.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_each_loss_says_whether_it_pulls_at_trajectories_without_an_advantage(name: str) -> None:
+    config = loss_config(name, "token-mean")
+    pulls = False
+    for seed in range(5):
+        log_probs = (-2 * torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+        rows = replace(loss_rows(log_probs), advantages=torch.zeros(4, 4))
+        pulls |= bool(gradient_of(config, rows, log_probs).any())
+    known = POLICY_LOSSES[name]
+    # Losses of the whole mini-batch select tokens by rows without an advantage, too.
+    assert known.pulls_at_zero_advantage == (pulls or known.is_batch_coupled)
+
+
+def test_ppo_clips_at_the_configured_bounds() -> None:
+    clips = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5}
+    config = Config.model_validate({"algorithm": clips})
+    ratios, mask = torch.tensor([[0.5, 0.95, 1.25, 1.4, 1.6]]), torch.ones(1, 5)
+    for advantage, slopes in ((1.0, [0.5, 0.95, 1.25, 0, 0]), (-1.0, [0, 0.95, 1.25, 1.4, 0])):
+        log_probs = ratios.log().requires_grad_()
+        zeros, worth = torch.zeros(1, 5), torch.full((1, 5), advantage)
+        rows = LossRows(log_probs=log_probs, old_log_probs=zeros, rollout_log_probs=zeros, advantages=worth, mask=mask)
+        # d loss / d log-prob = -A x ratio / tokens inside the clip, else 0; at A < 0 a ratio above c has no slope.
+        expected = -advantage * torch.tensor([slopes]) / SCALE.num_tokens
+        np.testing.assert_allclose(gradient_of(config, rows, log_probs).numpy(), expected.numpy(), rtol=1e-5)
+
+
+def test_dr_grpo_divides_by_the_longest_response_that_the_configuration_allows() -> None:
+    algorithm = Config.model_validate({"algorithm": {"loss_agg_mode": "seq-mean-token-sum-norm"}}).algorithm
+    values, mask = torch.arange(12.0).reshape(3, 4), torch.ones(3, 4)
+    # (0 + 1 + ... + 11) / 8 tokens / 4 trajectories of the step, whatever the micro-batch's width is.
+    for width in (4, 6):
+        wide = torch.nn.functional.pad(values, (0, width - 4)), torch.nn.functional.pad(mask, (0, width - 4))
+        np.testing.assert_allclose(float(aggregated(*wide, algorithm, SCALE)), 66 / 8 / 4)
+
+
+@pytest.mark.parametrize("size", [4, 6, 7, 12])
+@pytest.mark.parametrize("values", [(0.1, 0.7), (1 / 3, 2 / 3, 0.3), (0.9, 0.2, 0.6, 0.4)])
+def test_gdpo_gives_no_advantage_if_every_group_has_equal_terms(size: int, values: tuple[float, ...]) -> None:
+    terms = np.repeat(np.array(values, np.float32), size)
+    given = AdvantageInputs(
+        rewards=terms,
+        num_response_tokens=np.full(terms.size, 3),
+        group_index=np.repeat(np.arange(len(values)), size),
+        reward_terms={"pass_rate": terms, "other": terms[::-1].copy()},
+    )
+    for by_std in (True, False):
+        algorithm = AlgorithmSection(
+            adv_estimator="gdpo", gdpo_reward_terms=("pass_rate", "other"), norm_adv_by_std=by_std
+        )
+        assert not compute_advantages(given, algorithm).any()
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_micro_batches_of_a_coupled_loss_add_up_to_its_value_and_gradient(name: str) -> None:
+    config = loss_config(name, "token-mean")
+    log_probs = -torch.rand(4, 4, generator=torch.Generator().manual_seed(2))
+    rows, items = loss_rows(log_probs), []
+    for i, size in enumerate(LENGTHS):
+        tokens = np.arange(size + 1, dtype=np.int32)
+        trajectory = Trajectory.of_tokens(
+            tokens,
+            tokens > 0,
+            reward=Reward(value=0.0),
+            log_probs=np.append(0.0, rows.rollout_log_probs[i, :size]).astype(np.float32),
+        )
+        item = TrainItem(row=i, group=0, trajectory=trajectory, advantages=rows.advantages[i, :size].numpy())
+        items.append((item, log_probs[i, :size].numpy(), rows.old_log_probs[i, :size].numpy()))
+    actor = make_actor_config(config, SCALE)
+    coupled = coupled_gradients(items, config.algorithm, actor, SCALE, seed=3)
+
+    now = log_probs.clone().requires_grad_()
+    torch.manual_seed(3)
+    whole = policy_loss(loss_rows(now), config.algorithm, actor, SCALE).loss
+    parts = [coupled.surrogate(now[picked], range(4)[picked]) for picked in (slice(0, 1), slice(1, 4))]
+    np.testing.assert_allclose(sum(float(part.detach()) for part in parts), float(whole.detach()), rtol=1e-5)
+    found, expected = (torch.autograd.grad(loss, now)[0] for loss in (sum(parts), whole))
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-8)
+
+
+def test_a_range_of_k1_bounds_the_engines_probability_over_the_learners() -> None:
+    # learner/engine 0.25, 0.4, 1, 2.5, 4: under 0.5_5 the loss keeps 0.2 to 2, as verl does, unlike the weights.
+    options = {"loss_type": "reinforce", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_5"}
+    config = loss_config("bypass_mode", "token-mean", **options)
+    log_probs = torch.tensor([[0.25, 0.4, 1.0, 2.5, 4.0]]).log().requires_grad_()
+    zeros, ones = torch.zeros(1, 5), torch.ones(1, 5)
+    rows = LossRows(log_probs=log_probs, old_log_probs=zeros, rollout_log_probs=zeros, advantages=ones, mask=ones)
+    assert gradient_of(config, rows, log_probs)[0].ne(0).tolist() == [True, True, True, False, False]
 
 
 def test_weights_outside_of_two_bounds_are_zero() -> None:

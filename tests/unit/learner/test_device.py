@@ -26,14 +26,14 @@ def test_a_learner_that_was_given_a_gpu_does_not_compute_on_the_cpu_instead(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(LearnerError, match=r"this learner needs a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
-        learner_device(config(device))
+        learner_device(config(device).cluster)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("auto", "-1"), ("cpu", "0")])
 def test_without_one_it_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch, device: str, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert learner_device(config(device)).type == "cpu"
+    assert learner_device(config(device).cluster).type == "cpu"
 
 
 @pytest.mark.parametrize(("placement", "times"), [("colocated", 1), ("split", 0)])
@@ -42,8 +42,8 @@ def test_memory_goes_back_to_a_gpu_that_a_server_shares(
 ) -> None:
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
-    give_back_memory(config("gpu", placement), torch.device("cuda", 0))
-    give_back_memory(config("cpu", placement), torch.device("cpu"))
+    give_back_memory(config("gpu", placement).cluster, torch.device("cuda", 0))
+    give_back_memory(config("cpu", placement).cluster, torch.device("cpu"))
     assert len(emptied) == times
 
 

@@ -16,14 +16,14 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.types import ExpertArray, Group, Int32Array
-from rayapp.learner.families import trial
-from rayapp.learner.families.check import VOCABULARY, plain_model, subject_of
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay, check_replay
 from rayapp.learner.family import _small_model, check_family
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.supervised import log_probs_of
 from rayapp.storage.models.families import FAMILIES, TINY
+from support import family_trial as trial
+from support.family_check import VOCABULARY, plain_model, subject_of
 
 pytestmark = pytest.mark.slow
 

@@ -18,12 +18,12 @@ from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.engine.vllm_arguments import vllm_args
 from rayapp.learner.attention import packed_attention, plan_attention
-from rayapp.learner.families import trial
-from rayapp.learner.families.check import VOCABULARY, checks_of, subject_of
 from rayapp.learner.family import check_family, head_rule, largest_difference, read_architecture
 from rayapp.learner.packing import pack
 from rayapp.learner.state.export import export_hf
 from rayapp.storage.models.families import FAMILIES, TINY
+from support import family_trial as trial
+from support.family_check import VOCABULARY, checks_of, subject_of
 
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
@@ -54,7 +54,7 @@ def test_a_family_that_would_be_computed_wrongly_is_refused_with_the_reason(fami
     changes, reason = REFUSED[family]
     config = saved(tmp_path, family, **changes)
     with pytest.raises(InputError, match=reason):
-        check_family(read_architecture(config), config)
+        check_family(read_architecture(config.model), config)
 
 
 def test_a_layer_that_reads_its_neighbours_tokens_is_found_by_computing(
@@ -64,7 +64,7 @@ def test_a_layer_that_reads_its_neighbours_tokens_is_found_by_computing(
     config = saved(tmp_path, "lfm2", **changes)
     monkeypatch.setattr("rayapp.learner.family.give_borders", lambda causal_lm: False)
     with pytest.raises(InputError, match=r"log-probs of packed sequences differ by [\d.]+ from those of plain"):
-        check_family(read_architecture(config), config)
+        check_family(read_architecture(config.model), config)
 
 
 def test_a_model_that_transformers_can_not_load_without_its_image_tower_is_refused(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_dropout_in_a_nested_config_is_off_too(tmp_path: Path) -> None:
     config = saved(tmp_path, "gemma3")
     nested = CONFIG_MAPPING["gemma3"](text_config=SMALL | {"model_type": "gemma3_text", "attention_dropout": 0.5})
     nested.save_pretrained(tmp_path)
-    assert read_architecture(config).text_config.attention_dropout == 0.0
+    assert read_architecture(config.model).text_config.attention_dropout == 0.0
 
 
 def test_the_longest_sequence_of_the_config_is_that_of_learner_and_server(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_longest_sequence_of_the_config_is_that_of_learner_and_server(tmp_pa
 
     served = vllm_args(config)["hf_overrides"](AutoConfig.from_pretrained(tmp_path))
 
-    assert read_architecture(config).text_config.max_position_embeddings == 4321
+    assert read_architecture(config.model).text_config.max_position_embeddings == 4321
     assert served.text_config.max_position_embeddings == 4321
 
 
@@ -160,7 +160,7 @@ def test_adapters_that_the_models_code_reads_past_are_refused(tmp_path: Path, mo
     with pytest.raises(
         InputError, match=r"with learner\.lora can't be trained: .* log-probs of packed sequences with adapters"
     ):
-        check_family(read_architecture(config), config)
+        check_family(read_architecture(config.model), config)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_the_learner_lacks_for_a_model_is_said_in_words(family: str, reason
     CONFIG_MAPPING[family](**(changes if family == "mamba2" else SMALL)).save_pretrained(tmp_path)
     config = Config.model_validate({"model": {"path": str(tmp_path)}})
     with pytest.raises(InputError, match=reason):
-        check_family(read_architecture(config), config)
+        check_family(read_architecture(config.model), config)
 
 
 CODE = """

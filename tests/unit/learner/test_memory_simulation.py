@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.core.errors import InputError
 from rayapp.learner.memory.plan import plan_learner
 from rayapp.learner.memory.shape import model_shape
-from rayapp.learner.memory.simulation import simulate_learner
 from support.learners import save_llama
+from support.simulation import simulate_learner
 
 MAX_PLAN_ERROR = 0.10
 ROOT = Path(__file__).parents[3]
@@ -100,11 +99,6 @@ def test_the_plan_is_what_the_learner_allocates_at_full_size(
     check_plan(make_config(name, num_learners, **changes))
 
 
-def test_split_experts_are_refused(make_config: MakeConfig) -> None:
-    with pytest.raises(InputError, match=r"expert_parallel_size is 2, .*Plan without --fake-tensors"):
-        simulate_learner(make_config("qwen3-30b-a3b", 8, layers=2, expert_parallel_size=2))
-
-
 RANKS = '''
 """A rank of two over gloo: takes a step and prints the bytes of its shards."""
 import json, sys
@@ -112,7 +106,7 @@ import torch.multiprocessing as mp
 from rayapp.config.config import Config
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
-from rayapp.learner.memory.simulation import full_step
+from support.simulation import full_step
 from support.ports import free_port
 
 def local(tensors):

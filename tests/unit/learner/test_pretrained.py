@@ -68,7 +68,9 @@ def test_it_is_what_transformers_reads_and_an_export_is_what_was_read(family: st
         assert own.keys() == theirs.keys()
         assert all(torch.equal(own[name], tensor) for name, tensor in theirs.items())
     tensors = tensors_of(found)
-    groups = [group for file in hf_layout(config_of(tmp_path), found, torch.bfloat16).files for group in file.groups]
+    groups = [
+        group for file in hf_layout(config_of(tmp_path).model, found, torch.bfloat16).files for group in file.groups
+    ]
     exported = {k: t for group in groups for k, t in hub_tensors(found, {n: tensors[n] for n in group}).items()}
     in_file = load_file(tmp_path / "model.safetensors")
     assert exported.keys() == in_file.keys()

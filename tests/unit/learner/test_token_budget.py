@@ -133,7 +133,7 @@ def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: d
     head, backward, _ = plan.moments
     softmax = 8 * (chunk_rows - softmax_rows) * shape.vocabulary
     working = max(head.activations + head.head - softmax, backward.activations + backward.head)
-    expected = plan.gradients + gathered_bytes(shape, config, shape.num_layers) + working
+    expected = plan.gradients + gathered_bytes(shape, config.learner, shape.num_layers) + working
 
     taken = peak_of_step(config, num_tokens)
 

@@ -216,3 +216,44 @@ def test_a_token_id_that_the_model_does_not_have_is_named(read: Read, wrong: Any
         read({"token_ids": [5, wrong], "response_mask": [False, True]})
     with pytest.raises(InputError, match=r"response_mask\[0\] is 'no'"):
         read({"token_ids": [5, 6], "response_mask": ["no", True]})
+
+
+CALLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"  # noqa: E501
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize("arguments", [{"t": "a"}, '{"t": "a"}', ' {"t":"a"} '])
+def test_arguments_of_a_call_are_learned_as_data(read: Read, chat_tokenizer: Any, arguments: Any) -> None:
+    (row,) = read(calling(arguments), template=CALLS).rows
+
+    assert text(chat_tokenizer, row, learned=True) == '{"t": "a"}<|im_end|>'
+
+
+@pytest.mark.parametrize("arguments", ["t=a", '["a"]', '{"t": '])
+def test_arguments_that_are_no_json_are_refused_by_row(read: Read, arguments: str) -> None:
+    with pytest.raises(InputError, match=r"row 0: messages\[1\]\.tool_calls\[0\].* is not the JSON of an object"):
+        read(calling(arguments), template=CALLS)
+
+
+def test_a_template_without_a_token_that_ends_a_turn_is_refused(read: Read) -> None:
+    endless = CHATML.replace("<|im_end|>", "")
+
+    with pytest.raises(InputError, match="has no token that ends a turn"):
+        read({"messages": [ASK, ANSWER]}, template=endless)
+
+
+@pytest.mark.parametrize(
+    "content", ["Close the block with `</think>`.", "Write </think> at the end.", "<think>a `</think>` b</think>4"]
+)
+def test_a_quoted_tag_in_a_content_is_never_torn_into_a_thought(read: Read, chat_tokenizer: Any, content: str) -> None:
+    row = {"messages": [ASK, {"role": "assistant", "content": content}]}
+
+    (learned,) = read(row).rows
+    assert text(chat_tokenizer, learned, learned=True) == f"{content}<|im_end|>"
+    tearing = CALLS.replace("{{ m.content or '' }}", "{{ (m.content or '').split('</think>')[-1] }}")
+    with pytest.raises(InputError, match="takes a </think> in its content for the end of a thought"):
+        read(row, template=tearing)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from itertools import repeat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.errors import (
@@ -32,6 +31,7 @@ from rayapp.runs.folder import FORMAT, RunFolder, check_format
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.storage.opening import open_storage
+from rayapp.storage.settings import Transfer, settings_from_environment
 from support.ports import free_port
 from support.runs import hostile_group
 from support.storage.faulty_proxy import Fault
@@ -74,9 +74,10 @@ def start(config: Config) -> None:
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("rayapp.storage.s3.requests.pauses_s", lambda *_: repeat(0.01))
+    quick = replace(settings_from_environment(), transfer=Transfer(max_attempts=2))
+    monkeypatch.setattr("rayapp.storage.opening.settings_from_environment", lambda: quick)
 
-    with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 6 tries.*Check the endpoint"):
+    with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 2 tries.*Check the endpoint"):
         start(config(tmp_path))
 
 
@@ -207,13 +208,6 @@ def test_a_format_file_that_is_cut_short(tmp_path: Path) -> None:
 
     with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or is not a run's folder"):
         check_format(tmp_path)
-
-
-def test_sync_of_what_is_no_staging_folder_ends_with_the_users_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["sync", str(tmp_path)]) == 2
-    assert "is not a staging folder of a run on s3://" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_the_learners_wrote_elsewhere_does_not_count(tmp_path: Path) -> None:

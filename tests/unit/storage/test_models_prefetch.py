@@ -108,7 +108,7 @@ def test_a_prefix_without_a_model_says_what_is_there(model: Path, tmp_path: Path
     (model / "model.safetensors").unlink()
     upload(model, f"s3://{BUCKET}/half")
     with pytest.raises(InputError, match=r"it holds config\.json, but"):
-        check_remote_model(config(f"s3://{BUCKET}/half", tmp_path))
+        check_remote_model(f"s3://{BUCKET}/half")
 
 
 def test_other_models_are_left_alone(tmp_path: Path) -> None:

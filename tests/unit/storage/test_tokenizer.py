@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from rayapp.config.config import Config
+from rayapp.config.sections import ModelSection
 from rayapp.storage.models.tokenizer import ModelTokenizer, load_tokenizer
 
 DATA = Path(__file__).parents[2] / "data"
@@ -54,7 +54,7 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = 
 
 
 def both(folder: Path) -> tuple[ModelTokenizer, Any]:
-    ours = load_tokenizer(Config.model_validate({"model": {"path": str(folder)}}))
+    ours = load_tokenizer(ModelSection(path=str(folder)))
     assert isinstance(ours, ModelTokenizer)
     return ours, AutoTokenizer.from_pretrained(folder)
 
@@ -186,8 +186,7 @@ def test_variables_of_the_config_are_in_every_rendering(tmp_path: Path, chat_fam
     (pieces / "tokenizer_config.json").write_text(json.dumps(plain))
     for folder in (fast, pieces):  # the second one is read by transformers
         (folder / "chat_template.jinja").write_text("{{ messages[0].content }}:{{ enable_thinking }}")
-        settings = {"model": {"path": str(folder)}, "agent": {"chat_template_kwargs": {"enable_thinking": False}}}
-        tokenizer: Any = load_tokenizer(Config.model_validate(settings))
+        tokenizer: Any = load_tokenizer(ModelSection(path=str(folder)), {"enable_thinking": False})
         options = {"tokenize": False, "add_generation_prompt": True}
         assert isinstance(tokenizer, ModelTokenizer) is (folder == fast)
         assert tokenizer.apply_chat_template([USER], **options) == f"{USER['content']}:False"
@@ -200,15 +199,15 @@ def test_what_only_transformers_can_read_is_read_by_it(pieces: Path, tiny_model:
     (pieces / "tokenizer.json").write_text(json.dumps(tokenizer))  # of words: blanks would be removed
     (pieces / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
 
-    assert not isinstance(load_tokenizer(Config.model_validate({"model": {"path": str(pieces)}})), ModelTokenizer)
+    assert not isinstance(load_tokenizer(ModelSection(path=str(pieces))), ModelTokenizer)
 
 
 def test_reading_a_tokenizer_imports_neither_transformers_nor_torch(tiny_model: Path) -> None:
     program = (
         "import sys\n"
-        "from rayapp.config.config import Config\n"
+        "from rayapp.config.sections import ModelSection\n"
         "from rayapp.storage.models.tokenizer import load_tokenizer\n"
-        f"load_tokenizer(Config.model_validate({{'model': {{'path': {str(tiny_model)!r}}}}})).decode([72])\n"
+        f"load_tokenizer(ModelSection(path={str(tiny_model)!r})).decode([72])\n"
         "print({'transformers', 'torch', 'huggingface_hub'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)

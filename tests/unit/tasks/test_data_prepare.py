@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 
 from rayapp.cli.main import run
 from rayapp.core.errors import InputError, StorageBucketError, StorageExistsError
+from rayapp.extras.s3.storage import s3_client
 from rayapp.storage.folders import get_folder
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.storage import s3_client
 from rayapp.storage.settings import settings_from_environment
+from rayapp.tasks.data.downloads import OwnColumns
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.rows import extract_solution, geometry3k_row, gsm8k_row
 from scripts.problems import FOLDER
@@ -108,8 +110,8 @@ async def test_rows_that_cannot_be_mapped_are_named_and_counted(
     (report,) = await prepare(job)
 
     assert report.num_written == 2
-    assert report.bad[0].startswith("row 1: the answer has no number")
-    assert "row 1 can't be mapped" in caplog.text
+    assert report.bad[0].startswith("line 2: the answer has no number")
+    assert "line 2 can't be mapped" in caplog.text
     # The index is the source's, not that of the kept rows.
     assert [row["extra_info"]["index"] for row in read(tmp_path / "out" / "train.parquet")] == [0, 2]
 
@@ -117,7 +119,7 @@ async def test_rows_that_cannot_be_mapped_are_named_and_counted(
 async def test_too_many_bad_rows_fail_and_write_nothing(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [problem(1), {"question": "?", "answer": "no mark"}])
 
-    with pytest.raises(InputError, match=r"1 of 2 rows .* row 1: the answer"):
+    with pytest.raises(InputError, match=r"1 of 2 rows .* line 2: the answer"):
         await prepare(Preparation(name="gsm8k", source=str(tmp_path / "train.jsonl"), out=str(tmp_path / "out")))
 
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -126,7 +128,7 @@ async def test_too_many_bad_rows_fail_and_write_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [('{"prompt": "x"}\n', "no column 'question'"), ("{broken", "can't be read"), ("", "can't be read|no rows")],
+    [('{"prompt": "x"}\n', "no column 'question'"), ("{broken", "line 1: it is not JSON"), ("", "no usable rows")],
 )
 async def test_a_source_of_another_kind_is_named(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "train.jsonl").write_text(content)
@@ -270,7 +272,7 @@ def test_code_problems_with_asserts_are_rows_that_can_be_scored(
 
     truth = json.loads(row["reward_model"]["ground_truth"])
     assert truth == {"test_list": ["assert inc(1) == 2", "assert inc(3) == 4"], "test_setup_code": "import math"}
-    assert f"rayapp try reward {mbpp} --data" in capsys.readouterr().out
+    assert f"rayapp score {mbpp} --data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -302,3 +304,53 @@ def test_a_folder_with_other_rows_needs_the_option_that_the_message_names(
     assert "already holds different files" in (said := capsys.readouterr().err)
     assert "--overwrite" in said
     assert run([*arguments, "--overwrite"]) == 0
+
+
+DIRTY = {
+    b'{"prompt": "caf\xe9?", "answer": 1}': "can't decode byte 0xe9",
+    b'{"prompt": "x", "answer": ': "not JSON",
+    b'{"prompt": "", "answer": 1}': "column prompt is empty",
+    b"[1, 2]": "not an object",
+    b'{"prompt": "' + b"x" * 600_000 + b'", "answer": 1}': "600,000 characters, more than the maximum",
+}
+
+
+async def test_real_data_is_converted_without_its_bad_lines_which_have_numbers(tmp_path: Path) -> None:
+    good = [json.dumps({"prompt": f"{n} + {n}?", "answer": 2 * n if n % 5 else str(n)}).encode() for n in range(50)]
+    lines = [*good[:9], *DIRTY, *good[9:]]
+    (tmp_path / "mine.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines) + b"\r\n")
+    job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    (report,) = await prepare(replace(job, max_bad_ratio=0.2))
+
+    assert report.num_written == 50
+    found = sorted(report.bad, key=lambda each: int(each.split()[1].strip(":")))
+    assert [each.partition(":")[0] for each in found] == [f"line {number}" for number in range(10, 15)]
+    assert all(why in told for why, told in zip(DIRTY.values(), found, strict=True)), found
+
+
+async def test_a_table_of_text_loses_only_its_bad_lines(tmp_path: Path) -> None:
+    rows = b"".join(b"What is %d?,%d\r\n" % (n, n) for n in range(20))
+    bad = b"caf\xe9,1\r\na,b,c\r\n"
+    (tmp_path / "mine.csv").write_bytes(b"prompt,answer\r\n" + rows + bad + b'"Two\nlines?",3\r\n')
+    job = Preparation(name="own", source=str(tmp_path / "mine.csv"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    (report,) = await prepare(replace(job, max_bad_ratio=0.2))
+
+    assert [each.partition(":")[0] for each in report.bad] == ["line 22", "line 23"]
+    assert read(tmp_path / "out" / "train.parquet")[-1]["prompt"][0]["content"] == "Two\nlines?"
+
+
+async def test_rows_with_the_same_prompt_are_in_one_split_and_reported(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n % 20}?", "answer": n} for n in range(60)]
+    write_jsonl(tmp_path / "mine.jsonl", rows)
+    job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    reports = await prepare(replace(job, test_ratio=0.2))
+
+    prompts = [{row["prompt"][0]["content"] for row in read(tmp_path / "out" / f"{split}.parquet")}
+               for split in ("train", "test")]  # fmt: skip
+    assert prompts[0] & prompts[1] == set()
+    assert [report.num_written for report in reports] == [48, 12]
+    assert sum(len(report.repeats) for report in reports) == 40
+    assert reports[0].repeats[0].startswith("train line ")

@@ -163,7 +163,7 @@ def test_a_login_comes_from_config_json(
         auth = base64.b64encode(b"ada:secret").decode()
         (tmp_path / ".docker/config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}))
 
-        assert taken(store, f"{host}/name:1").layers
+        assert taken(store, f"{host}/name:1").tree
 
 
 def test_a_mirror_is_asked_first_and_the_registry_after_it(store: Store, folder: Path) -> None:
@@ -229,8 +229,8 @@ def test_an_image_that_is_larger_than_the_cache_is_refused(store: Store, folder:
 
 def test_the_least_recently_used_image_goes_but_none_that_is_held(store: Store, tmp_path: Path) -> None:
     for number in range(4):
-        write_oci(tmp_path / str(number), [layer(entry("file", os.urandom(100_000)))])
-    small = Store(store.folder, max_bytes=250_000)
+        write_oci(tmp_path / str(number), [layer(entry("file", os.urandom(1_000_000)))])
+    small = Store(store.folder, max_bytes=4_600_000)
 
     with pull(small, parse(f"oci:{tmp_path}/0")) as held:
         second = taken(small, f"oci:{tmp_path}/1")

@@ -21,7 +21,7 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.extras.audit.checks import audit
 from rayapp.extras.audit.subjects import task_subject
-from rayapp.extras.repositories.named_tests import PreparedTests, touched_by
+from rayapp.extras.repositories.named_tests import PreparedTests, TestRun, touched_by
 from rayapp.extras.repositories.task import RepositoryTask, as_answer, read_answer
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_source
@@ -252,6 +252,28 @@ def test_a_row_that_cannot_be_used_is_named_and_counted(
     assert f"{bad['instance_id']}: " in str(told.value)
     assert task.name == "me__stats-1"
     assert "1 of 2 rows left out" in caplog.text
+
+
+def test_names_of_tests_are_read_as_public_data_sets_write_them(tmp_path: Path, mirrors: Path) -> None:
+    first, second = "tests/test_stats.py::test_even[values0-2.5]", "tests/test_stats.py::test_empty"
+    told = {"FAIL_TO_PASS": str([f"{first} ", second]), "PASS_TO_PASS": ["", " tests/test_stats.py::test_odd", "  "]}
+    task = load(write(tmp_path, row(mirrors) | told), mirrors)
+
+    assert task.folder.named is not None
+    assert task.folder.named.names == (first, second, "tests/test_stats.py::test_odd")
+
+
+def test_a_name_that_is_cut_means_all_tests_that_begin_so() -> None:
+    outcomes = {"t.py::test_x[(AttributeError, 'a')]": True, "t.py::test_x[(AttributeError, 'b')]": True,
+                "t.py::test_x[(KeyError, 'b')]": False, "t.py::test_y[a b]": True}  # fmt: skip
+    run = TestRun(outcomes=outcomes, problem="", told="", seconds=0.0)
+
+    assert run.passes("t.py::test_x[(AttributeError,")
+    assert run.passes("t.py::test_y[a")
+    assert not run.passes("t.py::test_x[(KeyError,")
+    assert not run.passes("t.py::test_x[(")
+    assert not run.passes("t.py::test_x[(IndexError,")
+    assert not run.passes("t.py::test_y")
 
 
 def test_git_starts_once_for_all_rows_of_a_clone(

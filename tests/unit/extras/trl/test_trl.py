@@ -14,12 +14,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rayapp.api.arguments import GivenRun
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import giving
-from rayapp.extras.trl.translation import DEFAULTS, FIELDS, trl_config
+from rayapp.extras.trl.fields import DEFAULTS, FIELDS
+from rayapp.extras.trl.translation import trl_config
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.loading import load_tasks
 
@@ -151,14 +153,77 @@ def test_what_cannot_be_taken_is_refused_with_its_reason(tmp_path: Path, args: d
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    def reads_ids(completion_ids: Any, **_: Any) -> list[float]:
+    def reads_more(trainer_state: Any, log_extra: Any, log_metric: Any = None, **_: Any) -> list[float]:
         return [0.0]
 
     adapters = {"r": 8, "lora_dropout": 0.1, "target_modules": None}
+    others = {"callbacks": [1], "rollout_func": print, "processing_class": None, "rewrd_funcs": 1, "tools": [print]}
+    wrong = {"reward_funcs": ["a/model", reads_more], "peft_config": adapters, "environment_factory": Game} | others
     with pytest.raises(ConfigError) as caught:
-        translated(tmp_path, {"top_p": 0.9, "fp16": True}, reward_funcs=["a/model", reads_ids], peft_config=adapters)
-    for said in ("top_p", "fp16", "docs/judges.md", "reads completion_ids", "lora_dropout", "target_modules"):
+        translated(tmp_path, {"top_p": 0.9, "fp16": True}, **wrong)
+    for said in (
+        "top_p", "fp16", "docs/judges.md", "reads_more needs trainer_state, log_extra,", "lora_dropout",
+        "target_modules",
+        "callbacks", "rollout_func", "rewrd_funcs", "tools",
+    ):  # fmt: skip
         assert said in str(caught.value)
+    assert "processing_class" not in str(caught.value)
+
+
+def times(completions: list[str], k: float, trainer_state: Any = None, **_: Any) -> list[float]:
+    return [k for _ in completions]
+
+
+async def score_of(run: GivenRun, text: str, index: int = 0) -> dict[str, float]:
+    row = pq.read_table(run.config.tasks[0]).to_pylist()[index]
+    with giving(run.objects):
+        custom = CustomReward(path=run.config.reward.custom, timeout_s=30.0)
+        return await custom(data_source="trl", solution_str=text, ground_truth="", extra_info=row["extra_info"])
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        [functools.partial(times, k=1), functools.partial(times, k=2)],
+        [lambda completions, **_: [1.0], lambda completions, **_: [2.0]],
+        [functools.partial(times, k=1), lambda completions, **_: [2.0]],
+    ],
+)
+async def test_two_functions_are_two_terms_whatever_their_names(tmp_path: Path, functions: list[Any]) -> None:
+    found = await score_of(translated(tmp_path, {}, reward_funcs=functions), "x")
+    assert found["score"] == 3.0
+    assert sorted(found.values()) == [1.0, 2.0, 3.0]
+
+
+async def test_functions_that_name_completion_ids_get_them(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "m").mkdir()
+    words.save(str(tmp_path / "m" / "tokenizer.json"))
+    (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
+
+    def last(completion_ids: list[list[int]], log_metric: Any = None, **_: Any) -> list[float]:
+        return [float(ids[-1]) for ids in completion_ids]
+
+    run = translated(tmp_path, {}, model=str(tmp_path / "m"), reward_funcs=[last], train_dataset=[{"prompt": "p"}] * 8)
+    assert (await score_of(run, "a a b"))["score"] == 1.0
+
+
+def test_tools_are_the_methods_of_an_environment(tmp_path: Path) -> None:
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+            b: another.
+        """
+        return a + b
+
+    run = translated(tmp_path, {"max_steps": 1}, tools=[add])
+    tasks: Any = load_tasks(run.config.tasks)
+    made: Any = run.objects[tasks[0].environment.factory]
+    assert (made().add(1, 2), made().reset(prompt="p")) == (3, None)
+    assert tasks[0].environment.reward in run.objects
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from rayapp.core.types import Completion, RequestId, RolloutStatus, SamplingPara
 from rayapp.learner.batch import TrainItem, make_micro_batch, trained_branches
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.session import Session
 from support import make
 from support.hermes import HermesParser
 

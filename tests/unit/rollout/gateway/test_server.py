@@ -30,8 +30,9 @@ from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.forwarding import Forwarder
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.session import Session
 from rayapp.testing.engine import ScriptedEngine
 from support import make
 from support.hermes import HermesParser

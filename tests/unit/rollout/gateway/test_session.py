@@ -16,7 +16,8 @@ from rayapp.core.types import Completion, Fork, RequestId, RolloutStatus, Sampli
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply, Said, ToolCall
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.limits import SessionLimits
+from rayapp.rollout.gateway.session import Session
 from rayapp.tools.base import ToolSchema
 from support import make
 from support.hermes import HermesParser

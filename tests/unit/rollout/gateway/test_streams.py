@@ -18,8 +18,9 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import listening
 from rayapp.rollout.gateway.conversation import Ask, Said
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.session import Session
 from rayapp.rollout.gateway.streams import Live
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolSchema

@@ -77,6 +77,8 @@ def test_a_cut_sample_is_one_of_fewer_tokens() -> None:
 
     assert (kept.token_ids.tolist(), kept.finish_reason) == ([1], "length")
     assert kept.version_spans == (VersionSpan(policy_version=1, num_tokens=1),)
+    # No span without tokens: its version sampled nothing that stays.
+    assert cut_completion(whole, 2).version_spans == spans[:1]
     assert cut_completion(whole, 4) is whole
 
 

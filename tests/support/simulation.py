@@ -1,13 +1,11 @@
 """Simulates one step of a learner of any size, without a GPU or its memory, to measure the bytes that it would
 allocate.
 
-`rayapp plan CONFIG --fake-tensors` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
-learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes but no values, as one
-of `learner.num_learners` ranks whose collectives do nothing. Computations that need values are left out: the loss is
-the sum of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are
-gathered one by one, attention is the varlen kernel, and the softmax of a chunk is taken at once.
-
-Not measured: memory inside kernels, fragmentation of the allocator, and CUDA's own memory.
+The plan's formulas are tested against it. It runs the learner's own model, FSDP, packing, head and optimizer on torch's
+fake tensors, which have shapes but no values, as one of `learner.num_learners` ranks whose collectives do nothing. The
+loss is the sum of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are
+gathered one by one, attention is the varlen kernel, and the softmax of a chunk is taken at once. Memory inside kernels,
+fragmentation and CUDA's own memory are not measured.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.learner import LearnerSection
-from rayapp.core.errors import InputError
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
 from rayapp.learner.attention import AttentionLayout, varlen_plan
@@ -84,15 +81,7 @@ def simulate_learner(config: Config) -> SimulatedLearner:
     """Simulate a step of `config` on full micro-batches of the longest trajectories, whose groups share prompts.
 
     The process must not have a torch process group; the simulation makes one and removes it.
-
-    Raises:
-        InputError: the model's config can't be read, or experts are split, whose exchange needs values.
     """
-    if (size := config.learner.expert_parallel_size) > 1:
-        raise InputError(
-            f"learner.expert_parallel_size is {size}, and fake tensors have no routing by which tokens could be sent. "
-            "Plan without --fake-tensors, or set learner.expert_parallel_size=1."
-        )
     # The token budget is per rank: with sequence parallelism a rank holds as much as without.
     config = with_values(config, learner={"sequence_parallel": 1})
     batch = _as_on_gpu(_full_micro_batch(config))
@@ -180,7 +169,7 @@ class FakeMeter(CpuMeter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if active_fake_mode() is not self._mode:  # DTensor calls this only to infer a result's shape
             return func(*args, **(kwargs or {}))
-        if func is torch.ops._c10d_functional.wait_tensor.default:  # noqa: SLF001
+        if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # on fake tensors this operator would copy
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -212,20 +201,20 @@ def _fake_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> Policy
 def _meta_policy(config: Config, *, trainable: bool) -> PolicyModel:
     with unset_fake_temporarily(), torch.device("meta"):
         causal_lm = build_causal_lm(config, is_checked=False)
-        return policy_of(causal_lm, config, trainable=trainable)
+        return policy_of(causal_lm, config.learner, trainable=trainable)
 
 
 def _make_fake(model: torch.nn.Module) -> None:
     """Replace each meta tensor by a fake tensor on the CPU; tied tensors stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():  # noqa: SLF001 - named_parameters() can't replace
+        for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in made:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype)
                 made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)] if parameter is not None else None  # noqa: SLF001
-        for name, buffer in module._buffers.items():  # noqa: SLF001
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype) if buffer is not None else None  # noqa: SLF001
+            module._parameters[name] = made[id(parameter)] if parameter is not None else None
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype) if buffer is not None else None
 
 
 def full_step(config: Config) -> tuple[tuple[GroupSummary, ...], tuple[Share, ...], list[Group]]:

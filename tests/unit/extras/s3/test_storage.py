@@ -7,7 +7,6 @@ import hashlib
 import pickle
 import random
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,10 @@ from rayapp.core.errors import (
     StorageUnreachableError,
     UserError,
 )
+from rayapp.extras.s3.storage import part_bytes_for, s3_client
 from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import get_folder, put_folder, read_manifest
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.storage import journal_key, part_bytes_for
 from rayapp.storage.settings import MIB, S3Settings, Transfer
 from support.ports import free_port
 from support.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen
@@ -36,9 +35,7 @@ from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 # 5 MiB is the smallest part that S3 takes: 17 MiB make three whole parts and a short one.
-TRANSFER = Transfer(
-    part_bytes=5 * MIB, num_parallel=3, max_attempts=4, first_pause_s=0.001, connect_timeout_s=5, read_timeout_s=30
-)
+TRANSFER = Transfer(part_bytes=5 * MIB, num_parallel=3, max_attempts=3, connect_timeout_s=5, read_timeout_s=30)
 BIG_BYTES = 17 * MIB
 
 
@@ -82,8 +79,6 @@ def settings(url: str, **changes: object) -> S3Settings:
 
 
 async def make_bucket(url: str, name: str) -> None:
-    from rayapp.storage.s3.storage import s3_client
-
     async with s3_client(settings(url)) as client:
         await client.create_bucket(Bucket=name)
 
@@ -101,10 +96,6 @@ def first(fault: Fault, times: int = 1, *, of: str = "") -> Plan:
     return plan
 
 
-def parts(proxy: FaultyProxy) -> list[str]:
-    return [seen.query for seen in proxy.seen if seen.is_part]
-
-
 async def test_a_small_object_comes_back_as_it_was_written(storage: Storage) -> None:
     written = await storage.put_bytes(b"hello", "a/b.txt")
 
@@ -120,7 +111,7 @@ async def test_a_file_of_several_parts_comes_back_whole(
     await storage.put_file(big, "big.bin")
     info = await storage.get_file("big.bin", tmp_path / "copy.bin")
 
-    assert len(parts(proxy)) == 4  # 5 + 5 + 5 + 2 MiB
+    assert sum(seen.is_part for seen in proxy.seen) == 4  # 5 + 5 + 5 + 2 MiB
     assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
     assert info.sha256 == hashlib.sha256(big.read_bytes()).hexdigest()
 
@@ -134,8 +125,8 @@ async def test_an_empty_file_comes_back_empty(storage: Storage, tmp_path: Path) 
     assert (tmp_path / "copy").read_bytes() == b""
 
 
-async def test_listing_gives_relative_keys_in_order_without_journals(storage: Storage) -> None:
-    for key in ("b", "a/2", "a/1", journal_key("a/3")):
+async def test_listing_gives_relative_keys_in_order(storage: Storage) -> None:
+    for key in ("b", "a/2", "a/1"):
         await storage.put_bytes(b"x", key)
 
     assert [info async for info in storage.list()] == [
@@ -144,15 +135,6 @@ async def test_listing_gives_relative_keys_in_order_without_journals(storage: St
         ObjectInfo(key="b", num_bytes=1),
     ]
     assert [info.key async for info in storage.list("a/")] == ["a/1", "a/2"]
-
-
-async def test_listing_goes_on_past_the_first_page(server: MotoServer, bucket: str) -> None:
-    two_a_page = settings(server.url, transfer=replace(TRANSFER, keys_per_page=2))
-
-    async with open_storage(f"s3://{bucket}/run", settings=two_a_page) as storage:
-        await asyncio.gather(*(storage.put_bytes(b"", f"{i}") for i in range(5)))
-
-        assert [info.key async for info in storage.list()] == ["0", "1", "2", "3", "4"]
 
 
 async def test_deleting_twice_is_no_error(storage: Storage) -> None:
@@ -186,85 +168,15 @@ async def test_a_conditional_create_whose_answer_was_lost_still_knows_that_it_wo
 
 
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.DROP, Fault.LOSE_ANSWER])
-async def test_what_passes_is_retried_without_sending_other_parts_again(
+async def test_what_passes_is_retried(
     storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path, fault: Fault
 ) -> None:
-    proxy.plan = first(fault, times=2, of="PUT uploadId")
+    proxy.plan = first(fault, of="PUT uploadId")
 
     await storage.put_file(big, "big.bin")
     await storage.get_file("big.bin", tmp_path / "copy.bin")
 
-    assert len(parts(proxy)) == 6  # four parts, two of them once more
     assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
-
-
-async def test_an_upload_goes_on_where_it_stopped(storage: Storage, proxy: FaultyProxy, big: Path) -> None:
-    # Given an upload that gave up with some parts sent
-    proxy.plan = lambda seen: Fault.DROP if "partNumber=4" in seen.query else None
-    with pytest.raises(StorageUnreachableError, match="4 tries"):
-        await storage.put_file(big, "big.bin")
-    assert not await storage.exists("big.bin")
-    proxy.plan, proxy.seen = lambda _: None, []
-
-    # When it is tried again
-    written = await storage.put_file(big, "big.bin")
-
-    # Then only what was missing is sent, and no trace of the upload is left
-    assert [query for query in parts(proxy) if "partNumber=4" not in query] == []
-    assert await storage.info("big.bin") == written
-    assert not await storage.exists(journal_key("big.bin"))
-
-
-async def test_an_upload_of_other_content_takes_nothing_from_the_one_that_stopped(
-    storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path
-) -> None:
-    proxy.plan = lambda seen: Fault.DROP if "partNumber=4" in seen.query else None
-    with pytest.raises(StorageUnreachableError):
-        await storage.put_file(big, "big.bin")
-    proxy.plan = lambda _: None
-    other = tmp_path / "other.bin"
-    other.write_bytes(big.read_bytes()[:-1] + b"!")
-
-    await storage.put_file(other, "big.bin")
-    await storage.get_file("big.bin", tmp_path / "copy.bin")
-
-    assert (tmp_path / "copy.bin").read_bytes() == other.read_bytes()
-
-
-async def test_a_part_that_was_stored_short_is_sent_again(
-    storage: Storage, proxy: FaultyProxy, big: Path, server: MotoServer, bucket: str, tmp_path: Path
-) -> None:
-    # Given an upload under way whose second part is shorter than it should be
-    proxy.plan = lambda seen: Fault.DROP if "partNumber=4" in seen.query else None
-    with pytest.raises(StorageUnreachableError):
-        await storage.put_file(big, "big.bin")
-    proxy.plan = lambda _: None
-    import json
-
-    from rayapp.storage.s3.storage import s3_client
-
-    journal = json.loads(await storage.get_bytes(journal_key("big.bin")))
-    async with s3_client(settings(server.url)) as client:
-        arguments = {"Bucket": bucket, "Key": "run/big.bin", "UploadId": journal["upload_id"]}
-        sizes = {}
-        while sizes.get(2) != len(b"short"):  # the part that was given up may still arrive, on a busy machine
-            await client.upload_part(**arguments, PartNumber=2, Body=b"short")
-            sizes = {part["PartNumber"]: part["Size"] for part in (await client.list_parts(**arguments))["Parts"]}
-    proxy.seen = []
-
-    await storage.put_file(big, "big.bin")
-    await storage.get_file("big.bin", tmp_path / "copy.bin")
-
-    assert any("partNumber=2" in query for query in parts(proxy))
-    assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
-
-
-async def test_the_answer_that_completes_an_upload_may_be_lost(storage: Storage, proxy: FaultyProxy, big: Path) -> None:
-    proxy.plan = first(Fault.LOSE_ANSWER, of="POST uploadId")
-
-    written = await storage.put_file(big, "big.bin")
-
-    assert await storage.info("big.bin") == written
 
 
 async def test_a_body_that_was_cut_is_read_again(
@@ -298,8 +210,6 @@ async def test_damage_on_the_way_or_at_rest_is_refused_and_leaves_no_file(
 async def test_an_object_replaced_by_another_program_is_refused(
     storage: Storage, server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
-    from rayapp.storage.s3.storage import s3_client
-
     written = await storage.put_bytes(b"right", "a")
     async with s3_client(settings(server.url)) as client:
         await client.put_object(Bucket=bucket, Key="run/a", Body=b"wrong")
@@ -313,7 +223,7 @@ async def test_an_object_replaced_by_another_program_is_refused(
     [
         (Fault.EXPIRED, StorageCredentialsError, "expired"),
         (Fault.DENIED, StoragePermissionError, "credentials don't permit this"),
-        (Fault.SLOW_DOWN, StorageUnreachableError, "4 tries"),
+        (Fault.SLOW_DOWN, StorageUnreachableError, "3 tries"),
     ],
 )
 async def test_refusals_say_what_to_do(
@@ -343,20 +253,6 @@ async def test_a_missing_bucket_is_named_whatever_is_asked(server: MotoServer, t
         for request in (storage.check(), storage.get_file("a", tmp_path / "a"), storage.put_bytes(b"x", "a")):
             with pytest.raises(StorageBucketError, match="no bucket 'not-there'"):
                 await request
-
-
-async def test_what_botocore_knows_of_services_is_read_once_for_all_clients(
-    server: MotoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from botocore.loaders import JSONFileLoader
-
-    from rayapp.storage.s3.storage import s3_client
-
-    async with s3_client(settings(server.url)):
-        pass
-    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: pytest.fail(f"read again: {path}"))
-    async with s3_client(settings(server.url)) as second:
-        await second.list_buckets()
 
 
 async def test_a_missing_object_is_named(storage: Storage, tmp_path: Path) -> None:
@@ -421,28 +317,6 @@ async def test_a_file_that_changes_while_it_is_sent_is_not_stored(
     assert not await storage.exists("big.bin")
 
 
-async def test_a_cancelled_upload_can_be_taken_up(storage: Storage, proxy: FaultyProxy, big: Path) -> None:
-    reached = asyncio.Event()
-
-    def hold(seen: Seen) -> Fault | None:
-        if "partNumber=4" in seen.query:
-            reached.set()
-            return Fault.SLOW_DOWN
-        return None
-
-    proxy.plan = hold
-    uploading = asyncio.create_task(storage.put_file(big, "big.bin"))
-    await asyncio.wait_for(reached.wait(), 60)
-    uploading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await uploading
-    proxy.plan, proxy.seen = lambda _: None, []
-
-    await storage.put_file(big, "big.bin")
-
-    assert 1 <= len(parts(proxy)) < 4
-
-
 async def test_a_folder_goes_on_with_the_files_that_are_missing_and_its_manifest_comes_last(
     storage: Storage, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
@@ -461,7 +335,7 @@ async def test_a_folder_goes_on_with_the_files_that_are_missing_and_its_manifest
     await get_folder(storage, tmp_path / "back")
 
     written = [seen.path.rpartition("/")[2] for seen in proxy.seen if seen.method == "PUT"]
-    assert written == ["claim.json", "train.parquet", "manifest.json"]
+    assert written == ["train.parquet", "manifest.json"]
     assert (tmp_path / "back" / "train.parquet").read_bytes() == b"train.parquet"
 
 

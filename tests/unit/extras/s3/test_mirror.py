@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.main import sync_command
 from rayapp.config.config import Config
-from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import (
     RunFolderError,
     StorageBucketError,
@@ -23,10 +21,9 @@ from rayapp.core.errors import (
     StorageNotFoundError,
     StorageUnreachableError,
 )
+from rayapp.extras.s3.lock import RunLock, acquire
+from rayapp.extras.s3.mirror import Patience, RunMirror, mirroring
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.mirror import lock as locks
-from rayapp.runs.mirror.mirror import Patience, RunMirror, mirroring
-from rayapp.runs.mirror.restore import prune
 from rayapp.storage.folders import MANIFEST
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import S3Settings, Transfer
@@ -37,12 +34,10 @@ from support.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
-TRANSFER = Transfer(max_attempts=2, first_pause_s=0.01, connect_timeout_s=2, read_timeout_s=20)
+TRANSFER = Transfer(max_attempts=2, connect_timeout_s=2, read_timeout_s=20)
 QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)
 IMPATIENT = replace(QUICK, lease_s=1.0)
 """Settings that wait little for a sign of life; a write that takes longer is retried."""
-SILENT = replace(IMPATIENT, beat_every_s=1e6)
-"""Settings without regular beats: only a write beats."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,9 @@ def opened(config: Config, settings: S3Settings) -> Callable[..., RunMirror]:
 
     def enter(patience: Patience = QUICK, **arguments: object) -> object:
         config.run_folder.mkdir(parents=True, exist_ok=True)
-        return mirroring(config, config.run_folder, settings=settings, patience=patience, **arguments)  # type: ignore[arg-type]
+        return mirroring(
+            config.run_uri, config.run_folder, config.checkpoint, settings=settings, patience=patience, **arguments
+        )  # type: ignore[arg-type]
 
     return enter  # type: ignore[return-value]
 
@@ -142,7 +139,6 @@ def test_a_run_arrives_whole_and_its_staging_folder_is_emptied(config: Config, s
         "checkpoints/step=000002/learner/weights",
         "checkpoints/step=000002/manifest.json",
         "config.yaml",
-        "final/claim.json",
         "final/manifest.json",
         "final/model.safetensors",
         "metrics.jsonl",
@@ -225,51 +221,69 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
     assert "step=000002 is damaged and skipped" in caplog.text
 
 
-def test_a_checkpoint_that_the_disk_damaged_after_it_was_fetched_is_fetched_again_or_the_one_before_it(
-    config: Config, settings: S3Settings, opened, caplog: pytest.LogCaptureFixture
+def test_a_finished_run_is_seen_as_finished_on_an_empty_machine_and_its_model_stays(
+    config: Config, settings: S3Settings, opened
 ) -> None:
-    def flip_a_bit_of_the_newest(mirror: RunMirror) -> RunFolder:
-        folder = RunFolder(config.run_folder, config, mirror)
-        newest = folder.checkpoints.latest()
-        assert newest is not None
-        (newest.path / "learner" / "weights").write_bytes(bytes([newest.version ^ 1]) * 1000)
-        return folder
+    done = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 2})})
+    with opened():
+        step(config.run_folder, 2)
+        save(config, 2)
+        with RunFolder(config.run_folder, done).pending_final() as pending:
+            (pending / "model.safetensors").write_bytes(b"weights")
 
+    with opened() as mirror:
+        assert RunFolder(config.run_folder, done).is_finished
+        assert not (config.run_folder / "final" / "model.safetensors").exists()  # nothing continues from it
+        wait_until(lambda: mirror.metrics()["storage/pending_files"] == 0.0)
+    assert there(config, settings)["final/model.safetensors"] == b"weights"
+
+
+@pytest.mark.parametrize("damage", ["short file", "missing file", "torn manifest"])
+def test_a_torn_checkpoint_is_passed_over(config: Config, settings: S3Settings, opened, damage: str) -> None:
     with opened():
         step(config.run_folder, 1)
         save(config, 1, score=0.9)  # the best one, kept beside the newest
         step(config.run_folder, 2)
         wait_until(lambda: f"checkpoints/step=000001/{MANIFEST}" in there(config, settings))
         save(config, 2, score=0.1)
-    with opened() as mirror:
-        again = flip_a_bit_of_the_newest(mirror).checkpoints.verified()
-        assert again is not None
-        assert again.version == 2
-        older = flip_a_bit_of_the_newest(mirror)
-        older.checkpoints.refuse(again.path, "its weights are no numbers")
-        found = older.checkpoints.verified()
-        assert found is not None
-        assert (found.version, (found.path / "learner" / "weights").read_bytes()) == (1, bytes([1]) * 1000)
-        older.truncate_after(1)
 
-
-def test_what_the_bucket_no_longer_holds_as_it_was_sent_never_takes_the_place_of_a_good_checkpoint(
-    config: Config, settings: S3Settings, opened
-) -> None:
-    both = config.model_copy(update={"checkpoint": CheckpointSection(keep_last=2)})
-    config.run_folder.mkdir(parents=True)
-    with mirroring(both, config.run_folder, settings=settings, patience=QUICK):
-        for number in (1, 2):
-            step(config.run_folder, number)
-            save(both, number)
-
-    async def damage_and_prune() -> None:
+    async def tear() -> None:
         async with open_storage(config.run_uri, settings=settings) as storage:
-            await storage.put_bytes(b"x" * 1000, "checkpoints/step=000002/learner/weights")
-            assert await prune(storage, 1, 0) == []
+            match damage:
+                case "short file":
+                    await storage.put_bytes(b"w", "checkpoints/step=000002/learner/weights")
+                case "missing file":
+                    await storage.delete("checkpoints/step=000002/learner/weights")
+                case _:
+                    await storage.put_bytes(b'{"ver', f"checkpoints/step=000002/{MANIFEST}")
 
-    asyncio.run(damage_and_prune())
-    assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
+    asyncio.run(tear())
+    with opened():
+        latest = RunFolder(config.run_folder, config).checkpoints.latest()
+        assert latest is not None
+        assert latest.version == 1
+
+
+def test_a_restore_that_was_killed_begins_again(config: Config, settings: S3Settings, opened) -> None:
+    with opened():
+        step(config.run_folder, 1)
+        save(config, 1)
+    half = config.run_folder / "checkpoints" / ".pending-step=000001"
+    half.mkdir(parents=True)
+    (config.run_folder / "metrics.jsonl").write_text("half")
+
+    with opened():
+        assert steps_of((config.run_folder / "metrics.jsonl").read_bytes()) == [1]
+        assert RunFolder(config.run_folder, config).checkpoints.latest() is not None
+    assert not config.run_folder.with_name(f"{config.run_folder.name}.stale-1").exists()
+
+
+def test_a_bucket_that_was_emptied_behind_a_run_is_told(config: Config, opened) -> None:
+    config.run_folder.mkdir(parents=True)
+    (config.run_folder / ".mirror.json").write_text('{"generation": 3}')
+
+    with pytest.raises(RunFolderError, match=r"holds no run, but .* holds a run that was uploaded to it"), opened():
+        pytest.fail("the run started")
 
 
 def test_checkpoints_that_are_neither_recent_nor_best_are_deleted_there(
@@ -321,8 +335,7 @@ def test_an_outage_in_the_middle_stops_nothing_and_is_made_up_for(
     ("fault", "why"), [(Fault.DROP, "did not answer"), (Fault.EXPIRED, "expired"), (Fault.FULL, "full")]
 )
 def test_what_is_not_uploaded_at_the_end_stays_here_and_the_message_says_how_to_finish(
-    config: Config, settings: S3Settings, proxy: ProxyThread, opened, monkeypatch: pytest.MonkeyPatch, fault: Fault,
-    why: str,
+    config: Config, settings: S3Settings, proxy: ProxyThread, opened, fault: Fault, why: str,
 ) -> None:  # fmt: skip
     folder = config.run_folder
     with pytest.raises(StorageIncompleteError) as raised, opened():
@@ -331,32 +344,17 @@ def test_what_is_not_uploaded_at_the_end_stays_here_and_the_message_says_how_to_
         proxy.plan = lambda _: fault
         step(folder, 2)
     message = str(raised.value)
-    assert f"rayapp sync {folder}" in message
+    assert "start the same command again" in message
     assert "metrics.jsonl" in message
     assert why in message
     assert (folder / "trajectories" / "step=000002.parquet").exists()
 
     proxy.plan = lambda _: None
-    for name, value in environment(settings).items():
-        monkeypatch.setenv(name, value)
-    sync_command(folder)
+    with opened():
+        pass
     assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
     assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
     assert not folder.exists()
-
-
-def environment(settings: S3Settings) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": str(settings.endpoint_url),
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": REGION,
-    }
-
-
-def test_sync_of_another_folder_says_what_it_wants(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="is not a staging folder of a run on s3://"):
-        sync_command(tmp_path)
 
 
 def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, settings: S3Settings, opened) -> None:
@@ -365,7 +363,7 @@ def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, setti
     with (
         opened(),
         pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on .*, which still renews"),
-        mirroring(config, elsewhere, settings=settings, patience=QUICK),
+        mirroring(config.run_uri, elsewhere, config.checkpoint, settings=settings, patience=QUICK),
     ):
         pass
 
@@ -380,36 +378,12 @@ def test_a_run_that_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_
     with pytest.raises(RunFolderError, match="was taken over by process"), opened(silent) as first:
         step(config.run_folder, 1)
         wait_until(lambda: first.metrics()["storage/pending_files"] == 0.0)  # a write may ask for a beat
-        with mirroring(config, elsewhere, settings=settings, patience=IMPATIENT):
+        with mirroring(config.run_uri, elsewhere, config.checkpoint, settings=settings, patience=IMPATIENT):
             step(elsewhere, 7)
-            wait_until(lambda: first.trouble != "", timeout_s=30)
+            wait_until(lambda: first._lock.lost != "", timeout_s=30)
         first.metrics()
     assert steps_of(there(config, settings)["metrics.jsonl"])[-1] == 7
     assert (config.run_folder / "metrics.jsonl").exists()  # the first one's files stay
-
-
-def test_a_run_that_was_paused_through_its_take_over_overwrites_nothing_when_it_resumes(
-    config: Config, settings: S3Settings, opened
-) -> None:
-    """A process that was stopped (SIGSTOP, a sleeping machine) checks its folder before it beats again."""
-    elsewhere = config.run_folder.with_name("elsewhere")
-    elsewhere.mkdir(parents=True)
-    with pytest.raises(RunFolderError, match="was taken over by process"), opened(SILENT) as first:
-        step(config.run_folder, 1)
-        wait_until(lambda: first.metrics()["storage/pending_files"] == 0.0)
-        (config.run_folder / "trajectories/step=000001.parquet").unlink()
-        with mirroring(config, elsewhere, settings=settings, patience=IMPATIENT) as second:
-            step(elsewhere, 2)
-            wait_until(lambda: second.metrics()["storage/pending_files"] == 0.0)
-            before = there(config, settings)
-            step(config.run_folder, 9)
-            (config.run_folder / "trajectories/step=000002.parquet").write_bytes(b"stale")
-            first.truncate_after(0)  # nor does it delete
-            wait_until(lambda: first.trouble != "", timeout_s=30)
-            assert there(config, settings) == before
-        first.metrics()
-    assert there(config, settings)["trajectories/step=000002.parquet"] == b"tt"
-    assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
 
 
 def test_what_this_machine_had_is_set_aside_when_another_went_on(config: Config, settings: S3Settings, opened) -> None:
@@ -418,7 +392,7 @@ def test_what_this_machine_had_is_set_aside_when_another_went_on(config: Config,
         raise KeyError("stopped")
     elsewhere = config.run_folder.with_name("elsewhere")
     elsewhere.mkdir(parents=True)
-    with mirroring(config, elsewhere, settings=settings, patience=QUICK):
+    with mirroring(config.run_uri, elsewhere, config.checkpoint, settings=settings, patience=QUICK):
         step(elsewhere, 2)
 
     with opened():
@@ -431,10 +405,10 @@ def test_of_many_that_start_at_once_one_gets_the_folder(config: Config, settings
     async def race() -> list[int]:
         async with open_storage(config.run_uri, settings=settings) as storage:
             taken = await asyncio.gather(
-                *(locks.acquire(storage, lease_s=5.0, poll_s=0.05, settle_s=0.05) for _ in range(3)),
+                *(acquire(storage, lease_s=5.0, settle_s=0.05) for _ in range(3)),
                 return_exceptions=True,
             )
-            return sorted(lock.generation for lock in taken if isinstance(lock, locks.RunLock))
+            return sorted(lock.number for lock in taken if isinstance(lock, RunLock))
 
     # None beats, so each is taken over after the lease of the one before: every number is won once.
     assert asyncio.run(race()) == [1, 2, 3]
@@ -446,7 +420,9 @@ def test_nothing_starts_when_the_storage_can_not_be_used(
     def start(**changes: object) -> None:
         folder = tmp_path / "staging-of-nothing"
         folder.mkdir(exist_ok=True)
-        with mirroring(config, folder, settings=replace(settings, **changes), patience=QUICK):
+        with mirroring(
+            config.run_uri, folder, config.checkpoint, settings=replace(settings, **changes), patience=QUICK
+        ):
             pytest.fail("the run started")
 
     with pytest.raises(StorageUnreachableError, match="did not answer properly in 2 tries"):
@@ -461,7 +437,7 @@ def test_a_bucket_that_is_missing_is_named_before_anything_starts(settings: S3Se
     config.run_folder.mkdir(parents=True)
     with (
         pytest.raises(StorageBucketError, match="there is no bucket 'no-such-bucket'"),
-        mirroring(config, config.run_folder, settings=settings, patience=QUICK),
+        mirroring(config.run_uri, config.run_folder, config.checkpoint, settings=settings, patience=QUICK),
     ):
         pytest.fail("the run started")
 
@@ -472,11 +448,12 @@ def test_resume_never_refuses_a_run_that_is_there_without_touching_it(
     with opened():
         step(config.run_folder, 1)
     before = there(config, settings)
-    again = config.model_copy(update={"run": config.run.model_copy(update={"resume": "never"})})
     config.run_folder.mkdir(parents=True)
     with (
         pytest.raises(RunFolderError, match=r"holds a run already, but run\.resume is never"),
-        mirroring(again, config.run_folder, settings=settings, patience=QUICK),
+        mirroring(
+            config.run_uri, config.run_folder, config.checkpoint, must_be_new=True, settings=settings, patience=QUICK
+        ),
     ):
         pytest.fail("the run started")
     assert there(config, settings) == before

