@@ -1,4 +1,4 @@
-"""Arguments and exit codes that several commands share."""
+"""Arguments, exit codes, files of completions and fields of verdicts that several commands share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayapp.core.errors import InputError
+from rayapp.core.files import json_lines
 
 if TYPE_CHECKING:
     from rayapp.config.config import Config
+    from rayapp.core.types import Reward
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_BUDGET_SPENT = 1, 2, 3
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
@@ -61,3 +64,53 @@ def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
     with tempfile.TemporaryDirectory(prefix="rayapp-model-") as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
         yield with_values(config, model={"path": folder})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenText:
+    """A completion to score."""
+
+    file: str
+    line: int
+    """Line in a .jsonl file, from 1; 0 if the whole file is the completion."""
+    text: str
+
+
+def verdict_fields(reward: Reward) -> dict[str, object]:
+    """Return a verdict's fields for a line of JSON."""
+    return {
+        "reward": reward.value if reward.valid else None,
+        "terms": reward.terms,
+        "status": reward.status,
+        "valid": reward.valid,
+        "failure_kind": reward.failure_kind,
+        "detail": reward.detail,
+        "seconds": round(reward.time_score_s, 4),
+    }
+
+
+def read_answers(file: str) -> list[GivenText]:
+    """Return the completions of a file: `completion` of each line in .jsonl, else the whole file; `-` reads stdin.
+
+    Raises:
+        InputError: the file can't be read, or a line has no completion.
+    """
+    text = _read(file)
+    if Path(file).suffix != ".jsonl":
+        return [GivenText(file=file, line=0, text=text)]
+    return list(_read_lines(file, text))
+
+
+def _read_lines(file: str, text: str) -> Iterator[GivenText]:
+    for number, record in json_lines(text.split("\n"), file):
+        completion = record.get("completion") if isinstance(record, dict) else None
+        if not isinstance(completion, str):
+            raise InputError(f'{file}, line {number} must be an object like {{"completion": "…"}}')
+        yield GivenText(file=file, line=number, text=completion)
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"completions {file} can't be read: {error}") from error

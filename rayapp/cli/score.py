@@ -6,17 +6,13 @@ It prints one JSON line per completion, in order. It needs no model and no Ray: 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED
+from rayapp.cli.arguments import EXIT_FAILED, GivenText, read_answers, verdict_fields
 from rayapp.core.errors import InputError
-from rayapp.core.files import json_lines
 
 if TYPE_CHECKING:
     from rayapp.core.protocols import Task
@@ -24,29 +20,6 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenText:
-    """A completion to score."""
-
-    file: str
-    line: int
-    """Line in a .jsonl file, from 1; 0 if the whole file is the completion."""
-    text: str
-
-
-def verdict_fields(reward: Reward) -> dict[str, object]:
-    """Return a verdict's fields for a line of JSON."""
-    return {
-        "reward": reward.value if reward.valid else None,
-        "terms": reward.terms,
-        "status": reward.status,
-        "valid": reward.valid,
-        "failure_kind": reward.failure_kind,
-        "detail": reward.detail,
-        "seconds": round(reward.time_score_s, 4),
-    }
 
 
 def _how_it_was_read(task: Task, answer: GivenText, reward: Reward) -> str:
@@ -57,33 +30,6 @@ def _how_it_was_read(task: Task, answer: GivenText, reward: Reward) -> str:
         return ""
     assert isinstance(task, CodingTask)
     return f" (the text has no `def {task.func_name}`, so it was appended to the prompt's {task.answer_prefix!r})"
-
-
-def read_answers(file: str) -> list[GivenText]:
-    """Return the completions of a file: `completion` of each line in .jsonl, else the whole file; `-` reads stdin.
-
-    Raises:
-        InputError: the file can't be read, or a line has no completion.
-    """
-    text = _read(file)
-    if Path(file).suffix != ".jsonl":
-        return [GivenText(file=file, line=0, text=text)]
-    return list(_read_lines(file, text))
-
-
-def _read_lines(file: str, text: str) -> Iterator[GivenText]:
-    for number, record in json_lines(text.split("\n"), file):
-        completion = record.get("completion") if isinstance(record, dict) else None
-        if not isinstance(completion, str):
-            raise InputError(f'{file}, line {number} must be an object like {{"completion": "…"}}')
-        yield GivenText(file=file, line=number, text=completion)
-
-
-def _read(file: str) -> str:
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"completions {file} can't be read: {error}") from error
 
 
 @app.command(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli.score import read_answers, verdict_fields
+from rayapp.cli.arguments import read_answers, verdict_fields
 from rayapp.config.config import Config, with_values
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError, one_line

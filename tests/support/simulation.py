@@ -23,7 +23,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
 from rayapp.config.learner import LearnerSection
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
@@ -83,7 +83,7 @@ def simulate_learner(config: Config) -> SimulatedLearner:
     The process must not have a torch process group; the simulation makes one and removes it.
     """
     # The token budget is per rank: with sequence parallelism a rank holds as much as without.
-    config = with_values(config, learner={"sequence_parallel": 1})
+    config = with_values(with_number_formats(config, on_gpu=True), learner={"sequence_parallel": 1})
     batch = _as_on_gpu(_full_micro_batch(config))
     with _fake_ranks(config.learner) as mesh, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = _fake_policy(config, mesh, trainable=True)

@@ -30,6 +30,7 @@ TRIED = {
 """File -> the test that calls its server without the key."""
 WITHOUT_A_KEY = {
     "actors/learner.py": "finds a free port, for learner/distributed.py",
+    "actors/own_ray.py": "finds a free port for Ray's dashboard; listens to nothing",
     "actors/learner_group.py": "finds a free port, for engine/weights/",
     "actors/spawn.py": "finds a free port; listens to nothing",
     "rayapp/core/http.py": "listens for its callers: `view` and the sandbox service",

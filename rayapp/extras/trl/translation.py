@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.api.arguments import GivenRun
-from rayapp.config.config import Config
 from rayapp.config.foreign_keys import KeyRow, Values, landing_of, load_settings, settings_of
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
 from rayapp.core.protocols import Tokenizer
@@ -276,7 +276,7 @@ def _environment(
 
 @cache
 def _tokenizer(model: str) -> Tokenizer:
-    return load_tokenizer(Config.model_validate({"model": {"path": model}}))
+    return load_tokenizer(ModelSection(path=model))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

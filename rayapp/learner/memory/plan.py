@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
-from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.config import Config, alone, frozen_models, with_number_formats, with_values
 from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
@@ -556,6 +556,7 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
     they are reduced over ranks, and malloc keeps freed memory.
     """
+    config = with_number_formats(config, on_gpu=False)
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": 0})
     config = with_learner_numbers(shape, config, have // 2)

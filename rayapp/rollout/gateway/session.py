@@ -42,7 +42,7 @@ from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.limits import MODEL, MOST_CHOICES, Sending, SessionLimits
 from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
-from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, note_results
+from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, new_prompt_ids, note_results
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
 
@@ -342,7 +342,7 @@ class Session:
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         note_results(self.tree, found, messages)
         self._note_drift(chat_format.key, messages, found)
-        read_ids = await self._beside(num_chars, lambda: read_ids(chat_format, found, messages, sampled_ids))
+        read_ids = await self._beside(num_chars, lambda: new_prompt_ids(chat_format, found, messages, sampled_ids))
         prompt_ids = self.tree.context(found.after) + read_ids
         return Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 

@@ -144,7 +144,9 @@ def note_results(tree: Recorder, found: Found, messages: Sequence[Said]) -> None
     tree.turns[found.turn] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
 
 
-def read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:
+def new_prompt_ids(
+    chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]
+) -> list[int]:
     """Return the token ids of the part of the prompt that follows the recorded token `found.after`."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rayapp.cli.doctor import doctor_command
-from rayapp.cli.jobs import _write
 from rayapp.cli.machine import Finding
 from rayapp.cli.main import app, run
 from rayapp.core.errors import InputError, LearnerError
@@ -45,12 +44,6 @@ def test_control_characters_are_shown_and_text_is_left_as_it_is() -> None:
     assert visible(HOSTILE) == SHOWN
     assert visible(SHOWN) == SHOWN
     assert visible(text) == text
-
-
-def test_colours_of_a_jobs_log_stay_and_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
-    _write(f"\x1b[36m(worker pid=7)\x1b[0m {HOSTILE}\n")
-
-    assert capsys.readouterr().out == f"\x1b[36m(worker pid=7)\x1b[0m {SHOWN}\n"
 
 
 def test_a_log_line_shows_what_a_model_wrote_in_its_message_and_its_traceback(log: io.StringIO) -> None:

@@ -15,7 +15,7 @@ from rayapp.driver.serving import serve_command
 @pytest.mark.parametrize(
     ("sections", "flags"),
     [
-        ({}, ["--max-model-len 1536", "--dtype bfloat16", "--generation-config vllm"]),
+        ({}, ["--max-model-len 1536", "--dtype auto", "--generation-config vllm"]),
         ({"server": {"tensor_parallel_size": 2}}, ["--tensor-parallel-size 2"]),
         ({"agent": {"name": "tool_agent", "tool_parser": "qwen3_coder"}}, ["--tool-call-parser qwen3_coder"]),
         (

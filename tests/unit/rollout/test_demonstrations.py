@@ -38,7 +38,7 @@ Read = Callable[..., demonstrations.Demonstrations]
 @pytest.fixture
 def read(chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     """Reads rows as a run of that tokenizer does, from a JSONL file."""
-    monkeypatch.setattr(demonstrations, "load_tokenizer", lambda config: chat_tokenizer)
+    monkeypatch.setattr(demonstrations, "load_tokenizer", lambda *_: chat_tokenizer)
 
     def read_rows(*rows: Any, template: str = CHATML, **warmup: Any) -> demonstrations.Demonstrations:
         file = tmp_path / "rows.jsonl"
@@ -185,7 +185,7 @@ def test_a_turn_ends_at_a_special_token_that_has_no_role(
 ) -> None:
     """As in SmolLM2's tokenizers, where <|im_end|> is neither eos nor named elsewhere."""
     own = PreTrainedTokenizerFast(tokenizer_object=chat_tokenizer.backend_tokenizer, eos_token="<|im_start|>")
-    monkeypatch.setattr(demonstrations, "load_tokenizer", lambda config: own)
+    monkeypatch.setattr(demonstrations, "load_tokenizer", lambda *_: own)
     assert "<|im_end|>" not in own.all_special_tokens
     [row] = read({"messages": [ASK, ANSWER]}).rows
     assert text(own, row, learned=True) == "4<|im_end|>"

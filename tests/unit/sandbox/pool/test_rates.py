@@ -1,15 +1,11 @@
-"""The rate of requests to a provider, the pauses after failures, and jumping clocks."""
+"""The rate of requests to a provider, and jumping clocks."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
 from rayapp.core.http import TokenBucket
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.pool.supply import CircuitBreaker
-from rayapp.sandbox.pool.waiting import Demand
 
 
 class Clock:
@@ -50,31 +46,6 @@ def test_a_shorter_wait_does_not_lift_a_longer_one() -> None:
     assert bucket.take()
 
 
-def test_pauses_between_failures_grow_and_are_never_the_same_for_two_pools() -> None:
-    def pauses(seed: int) -> list[float]:
-        breaker = CircuitBreaker(failures=100, cooldown_s=60.0, clock=Clock(), rng=random.Random(seed))
-        return [breaker.failed() for _ in range(6)]
-
-    # 0.2 s doubled each time, of which half to all is waited.
-    for seed in range(20):
-        for exponent, pause_s in enumerate(pauses(seed)):
-            assert 0.1 * 2**exponent <= pause_s <= 0.2 * 2**exponent
-    assert pauses(1) != pauses(2)
-
-
-def test_each_failed_trial_doubles_the_cool_down_up_to_ten_minutes_and_a_success_resets_it() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker(failures=1, cooldown_s=30.0, clock=clock, rng=random.Random(0))
-    for cooldown_s in (30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0):
-        breaker.failed()
-        assert cooldown_s <= breaker.reopens_in_s <= cooldown_s * 1.2
-        clock.now += cooldown_s * 1.2
-        assert breaker.is_on_trial
-    breaker.succeeded()
-    breaker.failed()
-    assert breaker.reopens_in_s <= 30.0 * 1.2
-
-
 @pytest.mark.parametrize("jump_s", [-3600.0, -1.0])
 async def test_a_clock_that_jumps_back_takes_no_lease_from_anybody(jump_s: float) -> None:
     clock = Clock()
@@ -85,19 +56,3 @@ async def test_a_clock_that_jumps_back_takes_no_lease_from_anybody(jump_s: float
     assert pool.stats()["sandbox/leased"] == 1
     pool.release(lease.lease_id)
     assert (await pool.acquire("other", timeout_s=30)).holder == "other"
-
-
-def test_demand_is_the_most_in_use_at_once_and_is_forgotten_after_two_windows() -> None:
-    clock = Clock()
-    demand = Demand(window_s=100.0, clock=clock)
-    for _ in range(3):
-        demand.taken()
-    assert demand.num_ahead == 0
-    demand.returned()
-    demand.returned()
-    assert demand.num_ahead == 2  # three at once, one still in use
-    demand.returned()
-    clock.now += 101.0
-    assert demand.num_ahead == 3
-    clock.now += 101.0
-    assert demand.num_ahead == 0
