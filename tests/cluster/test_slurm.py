@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.cli.jobs import ENDED_BATCH
 from support.slurm import DEADLINE_S, Slurm, SlurmMissingError, running_slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
+ENDED_BATCH = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"
+}  # fmt: skip
+"""States of jobs that Slurm does not run again. A job that goes back into the queue is PENDING."""
 APPTAINER = """#!/bin/bash
 # In place of Apptainer, which Debian does not have: it checks the arguments and runs the program outside.
 set -eu

@@ -14,7 +14,10 @@ from rayapp.config.loading import to_yaml
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import CheckpointError, InputError
 from rayapp.runs.checkpoints import CheckpointFolder
-from support import make
+
+
+def config_of(model: Path | str) -> Config:
+    return Config.model_validate({"model": {"path": str(model)}, "cluster": {"device": "cpu"}})
 
 
 def loaded(folder: Path) -> Mapping[str, Any]:
@@ -36,14 +39,14 @@ def checkpoint(run: Path, base: Path, contents: tuple[str, ...] = ("model", "opt
     if "model" in contents:
         state |= {f"model.{name}": weight.detach() + 1 for name, weight in loaded(base).items() if name != drop}
     save(state, checkpoint_id=pending / "learner", no_dist=True)
-    (run / "config.yaml").write_text(to_yaml(make.config(base)))
+    (run / "config.yaml").write_text(to_yaml(config_of(base)))
     return folder.commit(3, next_group_id=6).path
 
 
 def test_the_weights_of_a_checkpoint_without_a_model_folder_are_made_one(tmp_path: Path, tiny_model: Path) -> None:
     path = checkpoint(tmp_path, tiny_model)
 
-    with with_checkpoint_as_model(make.config(path)) as config:
+    with with_checkpoint_as_model(config_of(path)) as config:
         made = Path(config.model.path)
         weights, base = loaded(made), loaded(tiny_model)
         assert (made / "tokenizer.json").is_file()
@@ -89,7 +92,7 @@ def test_it_is_the_folder_that_the_learners_would_have_written(
 
     base = tiny_model if model == "plain" else with_experts(tmp_path / "base", tiny_model)
     learner = {"cpu_threads": 1, "lora": {"rank": lora_rank, "target_modules": ["q_proj", "o_proj"]}}
-    config = Config.model_validate(make.config(base).model_dump() | {"learner": learner})
+    config = Config.model_validate(config_of(base).model_dump() | {"learner": learner})
     with learner_alone(config) as (policy, ranks):
         for parameter in policy.model.parameters():
             parameter.data.add_(0.25) if parameter.requires_grad else None
@@ -109,13 +112,13 @@ def test_a_checkpoint_with_a_model_folder_is_evaluated_as_it_is(tmp_path: Path, 
     path = checkpoint(tmp_path, tiny_model)
     (path / "hf_model").mkdir()
 
-    with with_checkpoint_as_model(make.config(path)) as config:
+    with with_checkpoint_as_model(config_of(path)) as config:
         assert config.model.path == str(path / "hf_model")
 
 
 def test_a_model_is_left_as_it_is(tiny_model: Path) -> None:
-    with with_checkpoint_as_model(make.config(tiny_model)) as config:
-        assert config == make.config(tiny_model)
+    with with_checkpoint_as_model(config_of(tiny_model)) as config:
+        assert config == config_of(tiny_model)
 
 
 def test_a_checkpoint_that_is_not_whole_is_told_with_those_that_are(tmp_path: Path, tiny_model: Path) -> None:
@@ -124,7 +127,7 @@ def test_a_checkpoint_that_is_not_whole_is_told_with_those_that_are(tmp_path: Pa
     torn.mkdir()
 
     with pytest.raises(InputError, match=r"step=000009 is incomplete.*Complete checkpoints of this run: step=000003"):
-        with_checkpoint_as_model(make.config(torn)).__enter__()
+        with_checkpoint_as_model(config_of(torn)).__enter__()
 
 
 def test_a_damaged_checkpoint_is_not_evaluated(tmp_path: Path, tiny_model: Path) -> None:
@@ -133,21 +136,21 @@ def test_a_damaged_checkpoint_is_not_evaluated(tmp_path: Path, tiny_model: Path)
     data.write_bytes(data.read_bytes()[:-1] + b"?")
 
     with pytest.raises(InputError, match=r"step=000003 can't be evaluated: the checksum of learner/.* is wrong"):
-        with_checkpoint_as_model(make.config(path)).__enter__()
+        with_checkpoint_as_model(config_of(path)).__enter__()
 
 
 def test_a_checkpoint_without_weights_is_told(tmp_path: Path, tiny_model: Path) -> None:
     path = checkpoint(tmp_path, tiny_model, ("optimizer",))
 
     with pytest.raises(InputError, match="has no weights to evaluate, only optimizer"):
-        with_checkpoint_as_model(make.config(path)).__enter__()
+        with_checkpoint_as_model(config_of(path)).__enter__()
 
 
 def test_a_checkpoint_of_another_model_is_told(tmp_path: Path, tiny_model: Path) -> None:
     path = checkpoint(tmp_path, tiny_model, drop="model.norm.weight")
 
     with pytest.raises(CheckpointError, match=r"model\.model\.norm\.weight is missing in the"):
-        with_checkpoint_as_model(make.config(path)).__enter__()
+        with_checkpoint_as_model(config_of(path)).__enter__()
 
 
 def test_a_checkpoint_outside_its_run_folder_is_told(tmp_path: Path, tiny_model: Path) -> None:
@@ -155,4 +158,4 @@ def test_a_checkpoint_outside_its_run_folder_is_told(tmp_path: Path, tiny_model:
     (tmp_path / "config.yaml").unlink()
 
     with pytest.raises(InputError, match="Use the checkpoint in its run's folder"):
-        with_checkpoint_as_model(make.config(path)).__enter__()
+        with_checkpoint_as_model(config_of(path)).__enter__()
