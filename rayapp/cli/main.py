@@ -41,11 +41,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time and cost."),
     "submit": ("jobs:app", "Train as a job of a Ray cluster, or of Slurm"),
     "config": ("config:app", "Look at configurations."),
-    "config import-verl": ("extras.verl.command:app", "Print a verl configuration as a rayapp config."),
+    "config import-verl": (
+        "extras.verl.command:app",
+        "Print a verl configuration as a rayapp config; a table on stderr shows what became of each key.",
+    ),
     "data": ("data:app", "Prepare training data."),
     "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a tool without training."),
-    "model": ("model:app", "Fetch models, and check whether a model can be trained."),
+    "model": ("model:app", "Fetch models."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
 }

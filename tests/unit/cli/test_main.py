@@ -153,11 +153,6 @@ def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_a_plug_in_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plugins", "nope"]) == 2
-    assert "plug-ins that are not installed: nope" in capsys.readouterr().err
-
-
 def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseException]) -> None:
     failing_command.append(ZeroDivisionError("a bug"))
 
@@ -228,7 +223,7 @@ TASK = Task()
     "arguments",
     [
         ["task", "audit", "waits.py"],
-        ["try", "reward", "waits.py:wait", "--answer", "x"],
+        ["score", "waits.py:wait", "--answer", "x"],
         ["try", "tool", "waits.py:Tool", "wait", "{}"],
     ],
     ids=" ".join,

@@ -125,7 +125,7 @@ def test_a_rule_that_ships_needs_no_data(capsys: pytest.CaptureFixture[str]) -> 
     ("words", "message"),
     [
         (["nowhere.py:f"], "there is no file nowhere.py"),
-        (["nobody"], "data_source 'nobody' has no scoring rule in rayapp"),
+        (["nobody", "--ground-truth", "1"], "data_source 'nobody' has no scoring rule in rayapp"),
         (["rewards.py:compute_score", "--data", "rows.parquet", "--row", "7"], "has 2 rows, and no row 7"),
         (["rewards.py:compute_score", "--data", "counter.py"], "counter.py can't be read"),
     ],

@@ -139,6 +139,7 @@ ELSEWHERE = (
     How(begins="rayapp model fetch", test="tests/unit/storage/test_models_fetch_and_check.py"),
     How(begins="rayapp plan", test="tests/unit/learner/test_memory_plan.py"),
     How(begins="rayapp doctor", test="tests/unit/cli/test_doctor.py"),
+    How(begins="vllm serve", why_not="starts an engine; tests/unit/driver/test_serving.py parses the flags with vLLM"),
     How(begins="make", why_not="installs the environment that this test runs in, or runs all tests"),
     How(begins="ray start", test="tests/cluster/test_jobs.py"),
     How(begins="ray job", test="tests/cluster/test_jobs.py"),
