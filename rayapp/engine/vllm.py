@@ -242,8 +242,7 @@ class VllmEngine:
             raise self._engine_error(error, request.request_id) from error
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """Join the process group for weight transfers. Returns when all members have. WeightSyncError: a worker could
-        not."""
+        """Join the process group for weight transfers, with all members. WeightSyncError: a worker could not."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._transfer("leave", self._engine.collective_rpc("leave_weight_group"))

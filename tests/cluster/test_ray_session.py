@@ -139,6 +139,7 @@ with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100}}), 
 """
 
 
+@pytest.mark.long
 def test_a_ray_that_needs_longer_than_its_own_limit_is_waited_for_and_leaves_ray_starts_ports_free(
     environment: dict[str, str],
 ) -> None:

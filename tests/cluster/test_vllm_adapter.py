@@ -11,7 +11,7 @@ import pytest
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_number_formats
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, RequestId, SamplingParams
@@ -62,6 +62,7 @@ async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(
     tiny_model: Path, references: References
 ) -> None:
     config = make_config(tiny_model)
+    size = {"float32": 4, "bfloat16": 2}[with_number_formats(config, on_gpu=False).server.dtype]
     steps = after_each_step(config, 2)
     first, *_, last = (log_probs for _, log_probs in steps)
     assert np.abs(last - first).max() > 4 * MAX_LOG_PROB_DIFFERENCE  # training moved what is looked at
@@ -70,8 +71,8 @@ async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(
         await server.start()
         for version, (buckets, expected) in enumerate(steps):
             facts = await server.load_weights(version, references(buckets))
-            # 2 layers of rank 4: 2 x 4 x (2 x 256 + 2 x 192 + 3 x 384) numbers of 2 bytes, each tensor on a cache line.
-            assert facts["bytes"] == 2 * 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384)
+            # 2 layers of rank 4: 2 x 4 x (2 x 256 + 2 x 192 + 3 x 384) numbers, each tensor on a cache line.
+            assert facts["bytes"] == size * 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384)
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"version {version}"
             completion = await server.generate(

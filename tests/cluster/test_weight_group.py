@@ -119,7 +119,7 @@ def learner(moved_model: Path) -> Any:
 async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tuple[WeightSender, Client]:
     settings = config(moved_model)
     client = Client(server, asyncio.get_running_loop())
-    client.source = LearnerSource(learner._learner.model, settings.learner.lora, CPU, torch.float32)
+    client.source = LearnerSource(learner._learner.model, settings.learner.lora, CPU, torch.bfloat16)
     sender = await asyncio.to_thread(
         WeightSender,
         transfer_plan(settings.server, "nccl"),
@@ -197,7 +197,7 @@ class Deserter:
 
 
 def sender_to(client: Deserter, learner: Learner, *, timeout_s: float) -> WeightSender:
-    source = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.float32)
+    source = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.bfloat16)
     plan = replace(transfer_plan(learner._config.server, "nccl"), bucket_bytes=BUCKET_BYTES)
     address = ("127.0.0.1", free_port())
     return WeightSender(plan, source, rank=0, client=client, address=address, timeout_s=timeout_s)
@@ -212,7 +212,7 @@ async def test_a_server_that_never_joins_the_group_is_named_after_the_deadline(l
 async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_its_deadline(learner: Learner) -> None:
     from support.gloo import chunks  # imports vLLM: not in each process that collects the tests
 
-    meta = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.float32).metadata()
+    meta = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.bfloat16).metadata()
     sizes = [math.prod(m.shape) * m.dtype.itemsize for m in meta]
     first = sum(sizes[position] for position in next(chunks(sizes, BUCKET_BYTES)))
     assert first < sum(sizes)

@@ -31,9 +31,10 @@ def config_file(short_run: Callable[..., dict[str, Any]], tmp_path_factory: pyte
         "rows_per_step": 3,
         "files": [str(folder / "learned.jsonl")],
         "eval_files": [str(folder / "held_out.jsonl")],
-        "optimizer": {"lr": 3e-3},
+        "lr": 3e-3,
     }
-    config = short_run(folder / "outputs", warmup=warmup, train={"num_steps": 1}, learner={"optimizer": {"lr": 1e-30}})
+    exact = {"checkpoint": {"final_dtype": "float32"}, "learner": {"optimizer": {"lr": 1e-30}}}
+    config = short_run(folder / "outputs", warmup=warmup, train={"num_steps": 1}, **exact)
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file

@@ -249,8 +249,7 @@ PLAN_TOLERANCE = 1.1
 
 @contextmanager
 def beside_plan(config: Config, device: torch.device, metrics: dict[str, float]) -> Iterator[None]:
-    """At the end of the first step, add its peak of GPU memory and the planned peak to `metrics`, and log both. Not on
-    CPU."""
+    """After the first step, add its peak of GPU memory and the planned peak to `metrics`, and log both, on GPUs."""
     if device.type != "cuda":
         yield
         return

@@ -1,11 +1,14 @@
 """Found in place of vLLM: an engine that does not start, which takes the real one 30 seconds."""
 
 import sys
-from typing import Any
+from dataclasses import dataclass
 
 
+@dataclass
 class AsyncEngineArgs:
-    def __init__(self, **arguments: Any) -> None:
+    model: str = ""
+
+    def __init__(self, **arguments: object) -> None:
         raise RuntimeError("no room for the KV cache")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -106,7 +105,7 @@ async def test_a_server_that_answers_but_samples_nothing_says_so_when_it_is_ping
 async def test_every_server_of_a_run_samples_with_a_seed_of_its_own() -> None:
     seeds: list[int] = []
 
-    async def start(config: Config, *, adapters: Mapping[str, str], seed: int) -> Any:
+    async def start(config: Config, *, seed: int) -> Any:
         seeds.append(seed)
         raise EngineDeadError("this one need not start")
 

@@ -162,7 +162,7 @@ def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_n
         return [f"{each.level}: {each.detail}" for each in fitness(config) if each.what == "/dev/shm"]
 
     assert found() == [
-        "note: 0.1 GiB are free, but cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
+        "note: 0.1 GiB are free, but cluster.object_store_mib is 1536: Ray keeps objects in /tmp, on the disk"
     ]
     assert "problem: 64 MiB are free, and vLLM's ranks (server.tensor_parallel_size) need 160 MiB" in found(
         server={"tensor_parallel_size": 2}
@@ -356,7 +356,7 @@ def test_host_memory_of_a_gpu_machine_is_added_up(model: Path, monkeypatch: pyte
     found = problems(sections | {"server": {"num_servers": 2}, "learner": {"num_learners": 2}})
 
     assert "host memory: 12 GiB = 0 sleeping servers' weights" in found["memory"].detail
-    assert "11 processes + 1 object store; 8 are available" in found["memory"].detail
+    assert "11 processes + 2 object store; 8 are available" in found["memory"].detail
 
 
 def test_a_gpu_without_kernels_for_8_bits_is_a_problem(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

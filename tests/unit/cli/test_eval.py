@@ -92,7 +92,8 @@ def test_it_is_the_folder_that_the_learners_would_have_written(
 
     base = tiny_model if model == "plain" else with_experts(tmp_path / "base", tiny_model)
     learner = {"cpu_threads": 1, "lora": {"rank": lora_rank, "target_modules": ["q_proj", "o_proj"]}}
-    config = Config.model_validate(config_of(base).model_dump() | {"learner": learner})
+    sections = {"learner": learner, "checkpoint": {"final_dtype": "float32"}}
+    config = Config.model_validate(config_of(base).model_dump() | sections)
     with learner_alone(config) as (policy, ranks):
         for parameter in policy.model.parameters():
             parameter.data.add_(0.25) if parameter.requires_grad else None
