@@ -72,7 +72,7 @@ LONGEST_FIRST = (
 SLOW_UNITS = frozenset(
     f"unit/test_{name}.py"
     for name in (
-        "families", "provider", "mirror", "s3", "token_budget", "step", "audit", "bad_input", "traces", "packing",
+        "families", "provider", "mirror", "token_budget", "step", "audit", "bad_input", "traces", "packing",
         "supervised", "checkpoints", "trackers", "exactness", "kuberay", "memory_simulation",
         "view_server", "task_agents", "models_fetch_and_check", "doctor", "data_prepare", "models_prefetch", "algo",
         "imports", "external_agent", "server", "sandbox", "tutorial",

@@ -119,7 +119,7 @@ def test_what_is_found_fits_and_twice_as_much_does_not(
         {"activation_checkpointing": True},
         {"activation_checkpointing": 1},
         {"lora": {"rank": 16}},
-        {"compute_dtype": "bfloat16"},
+        pytest.param({"compute_dtype": "bfloat16"}, marks=pytest.mark.long),  # slow where it is emulated
     ],
     ids=["plain", "recomputed", "first layer recomputed", "adapters", "bfloat16"],
 )
