@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rayapp.core.errors import InputError
-from rayapp.core.files import json_lines
 
 if TYPE_CHECKING:
     from rayapp.config.config import Config
@@ -102,6 +101,8 @@ def read_answers(file: str) -> list[GivenText]:
 
 
 def _read_lines(file: str, text: str) -> Iterator[GivenText]:
+    from rayapp.core.files import json_lines  # loads asyncio, which `rayapp --help` does without
+
     for number, record in json_lines(text.split("\n"), file):
         completion = record.get("completion") if isinstance(record, dict) else None
         if not isinstance(completion, str):

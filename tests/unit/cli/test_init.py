@@ -19,7 +19,7 @@ def test_the_project_has_rows_a_reward_and_a_task_that_score(
     assert run(["data", "rows", "data/rows.jsonl", "--out", "data"]) == 0
     assert run(["config", "show", "config.yaml"]) == 0
     assert "name: mine" in capfd.readouterr().out
-    assert run(["try", "reward", "rewards.py:compute_score", "--data", "data/train.parquet"]) == 0
+    assert run(["score", "rewards.py:compute_score", "--data", "data/train.parquet"]) == 0
     (tmp_path / "answer.py").write_text("def double(x):\n    return x + x\n")
     capfd.readouterr()
     assert run(["score", "tasks/double.yaml", str(tmp_path / "answer.py")]) == 0

@@ -46,7 +46,7 @@ def test_own_data_and_own_reward_become_a_configuration_that_fits_the_gpu(
     capsys.readouterr()
     assert main.run([*command("plan"), "--model-config", "config.json"]) == 0
 
-    assert "largest micro-batch that fits" in capsys.readouterr().out
+    assert "rayapp train CONFIG --smoke" in capsys.readouterr().out
 
 
 def test_own_tests_and_an_own_reward_add_up(

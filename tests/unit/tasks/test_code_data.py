@@ -83,7 +83,7 @@ async def test_a_row_whose_own_solution_fails_its_tests_is_named(tmp_path: Path)
     wrong = MBPP | {"code": "def double(x):\n  return x"}
     job = Preparation(name="mbpp", source=write(tmp_path / "raw.jsonl", MBPP, wrong), out=str(tmp_path / "out"))
 
-    with pytest.raises(InputError, match=r"1 of 2 rows .* First: row 1: its reference fails its tests: wrong value"):
+    with pytest.raises(InputError, match=r"1 of 2 rows .* First: line 2: its reference fails its tests: wrong value"):
         await prepare(job)
 
 
@@ -96,7 +96,7 @@ async def test_one_odd_row_among_many_is_named_and_the_others_are_written(tmp_pa
     (report,) = await prepare(job)
 
     assert report.num_written == 40
-    assert [line.partition(":")[0] for line in report.bad] == ["row 20", "row 21"]
+    assert [line.partition(":")[0] for line in report.bad] == ["line 21", "line 22"]
 
 
 async def test_a_row_whose_own_solution_is_a_lambda_is_kept(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ async def test_a_solution_in_another_language_that_fails_its_tests_is_named(tmp_
     wrong = EXAMPLES["taco"] | {"solutions": json.dumps([CPP_SUM.replace("+ b;", "- b;")]), "language": "cpp"}
     job = Preparation(name="taco", source=write(tmp_path / "raw.jsonl", wrong), out=str(tmp_path / "out"))
 
-    with pytest.raises(InputError, match="row 0: its reference fails its tests: wrong output: input '1 2"):
+    with pytest.raises(InputError, match="line 1: its reference fails its tests: wrong output: input '1 2"):
         await prepare(job)
 
 
