@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.core.syntax import parse
+from rayapp.core.syntax import answer_of, parse
 from rayapp.tasks.extraction import cut_after_function, extract_code, extract_module, extract_program, marked_block
 from support.timing import takes_at_most_s
 
@@ -140,6 +140,14 @@ def test_hostile_length_costs_little() -> None:
 def test_a_long_text_without_code_is_read_in_linear_time(text: str) -> None:
     with takes_at_most_s(2):  # quadratic: minutes
         assert extract_code(text, "f") is None
+
+
+@pytest.mark.parametrize(
+    "piece", ["<think>", '"<think>', '"</a', "</think>", "<", '"0": 0, ', "```json\n", "<thinking></think>"]
+)
+def test_thoughts_are_found_in_linear_time(piece: str) -> None:
+    with takes_at_most_s(0.5):
+        answer_of(piece * (2_000_000 // len(piece)))
 
 
 def test_many_definitions_on_one_line_are_kept_once() -> None:
