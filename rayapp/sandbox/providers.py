@@ -1,4 +1,5 @@
-"""Makes provider objects from the configuration. A remote provider and its SDK are imported only if it is configured."""
+"""Makes provider objects from the configuration. A remote provider and its SDK are imported only if it is
+configured."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _what_this_node_needs() -> str:
 
 @functools.cache
 def why_no_images_here() -> str:
-    """Return why this machine can't run sandboxes on images; empty if it can. The first call takes a third of a second."""
+    """Return why this machine can't run sandboxes on images; empty if it can. The first call takes 0.3 s."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(_try_empty_image(LEVELS))).result()
 

@@ -119,7 +119,7 @@ class LocalSandbox:
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run a program of the image, or of /usr; see `Sandbox.run_command`. At level ll it can't start other programs."""
+        """Run a program of the image, or of /usr; see `Sandbox.run_command`. At level ll it starts no others."""
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"argv must be a list of one or more strings, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)

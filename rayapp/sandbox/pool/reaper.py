@@ -71,7 +71,7 @@ class Reaper:
         self._heard_at = self.clock()
 
     def beat(self, labels: Mapping[str, str]) -> None:
-        """Record a heartbeat of the run. It sends one, with its sandboxes' labels, before it makes its first sandbox."""
+        """Record a heartbeat of the run. It sends one, with its sandboxes' labels, before the first sandbox."""
         self._labels = dict(labels)
         self._heard_at = self.clock()
 

@@ -62,7 +62,7 @@ Step = tuple[Callable[..., int], tuple[object, ...], str]  # function, arguments
 
 
 def take(steps: Iterable[Step]) -> None:
-    """Make these calls in order. The code uses few functions and objects, because in a child each use may copy a page."""
+    """Make these calls in order. Few functions and objects are used, because in a child each use may copy a page."""
     for call, arguments, name in steps:
         if call(*arguments) < 0:
             _check(-1, name)
@@ -84,7 +84,7 @@ def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
 
 
 class InodeCounter:
-    """Counter with which a tmpfs numbers its files, gone ones included: code could leave a number for the next sandbox."""
+    """Counter with which a tmpfs numbers its files, also gone ones: code could leave a number for the next sandbox."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

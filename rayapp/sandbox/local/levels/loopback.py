@@ -28,7 +28,7 @@ def bring_up(sock: socket.socket) -> None:
 
 
 def listen() -> socket.socket:
-    """Return a socket that listens on the loopback of a new network namespace, over which the caller must have rights."""
+    """Return a socket that listens on the loopback of a new network namespace, which the caller must own."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         bring_up(listening)

@@ -148,7 +148,7 @@ def not_masked(index: int, mask: int, value: int) -> Block:
 
 
 def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
-    """Allow a call with one of `bits` and none of `forbidden`; without any of `bits` it fails with the error `number`."""
+    """Allow a call with one of `bits` and none of `forbidden`; without any of `bits` it fails with error `number`."""
     return (
         _argument(index),
         (_JUMP_ANY_BIT, 0, 1, forbidden),
