@@ -1,5 +1,4 @@
-"""Makes provider objects from the configuration. A remote provider and its SDK are imported only if it is
-configured."""
+"""Makes provider objects from the configuration. A remote provider's SDK is imported only if needed."""
 
 from __future__ import annotations
 

@@ -116,8 +116,7 @@ def define(code: str, name: str) -> dict[str, object]:
 
 
 def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> None:
-    """Run the code, and call its function on each input (arguments as JSON). Each result is sent before the next
-    call."""
+    """Run the code, and call its function on each input (arguments as JSON). Each result is sent at once."""
     try:
         target = define(code, "candidate").get(function)
         if not callable(target):

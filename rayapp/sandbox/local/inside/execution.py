@@ -37,7 +37,7 @@ class Stream:
     size: int = 0
 
     def drain(self, target: int) -> bool:
-        """Move the available bytes to `target`; True if the code wrote too much. EOFError: all write ends are closed."""
+        """Move the available bytes to `target`; True if the code wrote too much. EOFError: write ends are closed."""
         while True:
             room = self.limit - self.size
             if room == 0:
