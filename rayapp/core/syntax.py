@@ -42,13 +42,19 @@ def answer_of(completion: str) -> str:
 
 
 def spoken(completion: str, prompt: str) -> str:
-    """Return a completion with the `<think>` with which its prompt ends, unless a `</think>` in it shows the thought.
+    """Return a completion with the `<think>` with which its prompt ends, unless the completion closes the thought.
 
     Args:
         prompt: the prompt's text, or its end.
     """
-    begins_thought = prompt.rstrip().endswith(("<think>", "<thinking>")) and "</think" not in completion
-    return f"<think>{completion}" if begins_thought else completion
+    begins = ("<think>", "<thinking>")
+    is_open = prompt.rstrip().endswith(begins) and not thoughts_end(completion)
+    return f"<think>{completion}" if is_open and not completion.lstrip().startswith(begins) else completion
+
+
+def thoughts_end(completion: str) -> int:
+    """Return the index after the last `</think>` that is not in quotes; 0 if there is none."""
+    return max((tag.end() for tag in _THOUGHT_TAG.finditer(completion) if tag[2]), default=0)
 
 
 def module(source: str) -> ast.Module:

@@ -138,11 +138,12 @@ async def _look(storage: Storage, number: int) -> Holder | Unreadable | None:
     """Return the content of a lock object; None if it is missing."""
     try:
         content = await storage.get_bytes(_key(number))
-        holder = Holder(**json.loads(content))
     except StorageNotFoundError:
         return None
     except StorageCorruptError as error:
         return Unreadable(str(error).encode())  # with the checksum that was found
+    try:
+        holder = Holder(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
         return Unreadable(content)
     values = (getattr(holder, field.name) for field in fields(Holder))

@@ -42,12 +42,9 @@ class Format:
     chat: ChatFormat
     parser: ToolCallParser
 
-    def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if the prompt ends with `<think>`, which some templates write at the beginning of the policy's
-        turn.
-        """
-        end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
-        return end.rstrip().endswith("<think>")
+    def end_of(self, prompt_ids: Sequence[int]) -> str:
+        """Return the end of a prompt's text. Some templates write `<think>` at the beginning of the policy's turn."""
+        return str(self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False))
 
 
 class Formats:

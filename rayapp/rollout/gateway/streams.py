@@ -42,8 +42,7 @@ class Splitter:
     Args:
         chat_format: chat format of the call.
         ask: the call.
-        is_thinking: True if the prompt ends with `<think>`. No piece is then sent before `</think>`, because without
-            `</think>` the whole turn is text.
+        is_thinking: True if the prompt ends with `<think>`. No piece is then sent before `</think>`.
     """
 
     def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
