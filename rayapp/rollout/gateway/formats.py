@@ -42,10 +42,6 @@ class Format:
     chat: ChatFormat
     parser: ToolCallParser
 
-    def end_of(self, prompt_ids: Sequence[int]) -> str:
-        """Return the end of a prompt's text. Some templates write `<think>` at the beginning of the policy's turn."""
-        return str(self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False))
-
 
 class Formats:
     """Makes a `Format` for each set of tools, for one model, and caches it.

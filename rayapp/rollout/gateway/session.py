@@ -404,7 +404,7 @@ class Session:
             wants_allowed=True,
         )
         choices, splitters = list[Choice](), list[Splitter]()
-        prompt_end = wanted.format.end_of(wanted.prompt_ids)
+        prompt_end = wanted.format.chat.end_of(wanted.prompt_ids)
         if live is not None:
             is_thinking = prompt_end.rstrip().endswith(("<think>", "<thinking>"))
             splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
@@ -477,7 +477,7 @@ class Session:
         # a lower max_tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
-        said = spoken(text, wanted.format.end_of(wanted.prompt_ids))
+        said = spoken(text, wanted.format.chat.end_of(wanted.prompt_ids))
         prompt_end, end = self.tree.add_turn(
             wanted.after, wanted.read_ids, completion, text=said, started_at_s=started_at_s
         )
