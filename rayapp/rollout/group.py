@@ -146,10 +146,6 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
     played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
-    if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
-        raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
-    if not isinstance(played.completion_text, str):
-        raise TypeError(f"its completion_text is a {type(played.completion_text).__name__}, not a str")
     gained = tool_rewards(played)
     for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
@@ -222,12 +218,6 @@ class _CohortPlace:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample a turn, as `RolloutEngine.generate` does."""
-        # Check the id: a plug-in's agent may pass anything, and one bad id would end the engine's whole batch.
-        if not isinstance(request_id, RequestId):
-            raise TypeError(
-                f"generate got the request_id {request_id!r:.60}, not a RequestId: pass the agent's own request_id, "
-                "as request_id._replace(turn=N)"
-            )
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 
