@@ -15,7 +15,7 @@ from dataclasses import replace
 from rayapp.core.aio import guarded
 from rayapp.core.errors import RayappError
 from rayapp.core.trajectories import storable
-from rayapp.core.types import CallRecord, ExecRecord
+from rayapp.core.types import CallRecord
 from rayapp.rollout.agent.text import cut, readable
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.tools.base import MAX_CALLS, RawCall, Tool, ToolCallParser, ToolFailedError, ToolOutput
@@ -76,10 +76,6 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 def _usable(output: ToolOutput) -> ToolOutput:
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
-    if not isinstance(output.answer, str | None):
-        raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
-    if not all(isinstance(ran, ExecRecord) for ran in output.execs):
-        raise TypeError("ToolOutput.execs must be a sequence of ExecRecord")
     reward = None if output.reward is None else storable(output.reward)
     return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
 
