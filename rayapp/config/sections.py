@@ -83,7 +83,7 @@ class RolloutSection(FrozenModel):
     """Sampling of groups of trajectories."""
 
     group_size: int = Field(16, ge=1)
-    """Trajectories sampled for each prompt (G), which advantages compare; with remax the last one is the greedy
+    """Trajectories sampled for each prompt (G). Advantages compare them; with remax the last one is the greedy
     baseline. 1 only if nothing is compared: with reinforce_plus_plus, or distillation without rewards."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longest prompt in tokens. Longer prompts are refused before training starts; rows of data files can be cut
