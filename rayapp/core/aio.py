@@ -74,7 +74,7 @@ def _stopped_by(
 
 
 def when_stopped(tell: OnStop) -> None:
-    """Call `tell` in the event loop when Ctrl-C or SIGTERM comes, before the cleanup. Works only inside `run_until_done`."""
+    """Call `tell` in the event loop when Ctrl-C or SIGTERM comes, before cleanup. Only inside `run_until_done`."""
     if (told := _on_stop.get(None)) is not None:
         told.append(tell)
 

@@ -54,7 +54,7 @@ class Sandbox(Protocol):
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None: ...
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
-        """Return at most `max_bytes` bytes of a file; the rest never leaves the sandbox. FileNotFoundError: it is missing."""
+        """Return at most `max_bytes` bytes of a file; the rest stays inside. FileNotFoundError: it is missing."""
         ...
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:

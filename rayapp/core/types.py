@@ -276,7 +276,7 @@ class Trajectory:
         log_probs: FloatArray | None = None,
         completion_text: str = "",
     ) -> Trajectory:
-        """Make a completed trajectory from tokens, e.g. of a demonstration. Unknown `log_probs` (T,) are stored as 0."""
+        """Make a completed trajectory from tokens, e.g. a demonstration's. Unknown `log_probs` (T,) are stored as 0."""
         return cls(
             token_ids=token_ids,
             response_mask=response_mask,

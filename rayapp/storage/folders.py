@@ -77,7 +77,7 @@ async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False)
 
 
 async def get_folder(storage: Storage, folder: Path) -> Manifest:
-    """Read a complete folder and verify every file. Right local files are kept. StorageNotFoundError: there is no manifest."""
+    """Read a complete folder and verify every file; right local ones are kept. StorageNotFoundError: no manifest."""
     manifest = await read_manifest(storage)
     if manifest is None:
         raise StorageNotFoundError(
