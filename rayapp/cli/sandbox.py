@@ -217,7 +217,7 @@ EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
-    """End sandboxes: one line each on stdout, failures on stderr. Return 0: none is left; 1: some may be; 2: wrong key."""
+    """End sandboxes: one line each on stdout, failures on stderr. 0: none is left; 1: some may be; 2: wrong key."""
     providers = {str(section.type): remote_provider(section) for section in _sections(kinds, config)}
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
