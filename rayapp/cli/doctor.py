@@ -44,7 +44,7 @@ _SHM_OF_RANKS = 160 << 20  # of /dev/shm, for vLLM's messages between the ranks 
 
 
 def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
-    """Print all findings; True if something would stop the run. Without `has_weights` there is only config.json."""
+    """Print all findings; True if something would stop the run. Without `has_weights` only config.json is here."""
     from rich.console import Console
     from rich.markup import escape
 
