@@ -1,9 +1,8 @@
-"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and further routes.
+"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP.
 
 POST/GET/DELETE /mcp   streamable HTTP of MCP
 GET /metrics           metrics of clients and pool, for Prometheus
 GET /health            the pool's metrics; the only route without a key
-further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.extras.service.fusion`)
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
 request's body, and counts the answer.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -38,7 +37,6 @@ PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
 MAX_BODY_BYTES = 24 << 20
 _MAX_CONNECTIONS = 4096
 _STOP_GRACE_S = 5.0
-MoreRoutes = Callable[[Clients], Sequence[Route]]
 
 
 @asynccontextmanager
@@ -51,7 +49,6 @@ async def serving(
     limits: ServerLimits | None = None,
     lease_timeout_s: float = 120.0,
     max_leases_per_client: int = 0,
-    more_routes: MoreRoutes = lambda clients: (),
 ) -> AsyncIterator[str]:
     """Serve for the length of the block, and then end every sandbox. Yield the address, e.g. `http://127.0.0.1:8082`.
 
@@ -60,7 +57,6 @@ async def serving(
         port: port to listen on; 0 for any free port.
         lease_timeout_s: maximum seconds to wait for a sandbox.
         max_leases_per_client: maximum number of sandboxes of one client at the same time; 0: no limit.
-        more_routes: function that returns further routes, which `_Guard` also protects.
     Raises:
         ConfigError: the address is not available.
         SandboxConfigError: a provider's package or key is missing.
@@ -71,7 +67,7 @@ async def serving(
         async with open_pool(config, f"sandbox-service-{address}") as (sandboxes, pool):
             clients = Clients(keys, sandboxes, pool, max_leases=max_leases_per_client)
             sessions = Sessions(clients, lease_timeout_s=lease_timeout_s)
-            app = _Guard(_application(sessions, limits, pool, clients, host, more_routes(clients)), clients, sessions)
+            app = _Guard(_application(sessions, limits, pool, clients, host), clients, sessions)
             server = _Server(_uvicorn_config(app))
             running = asyncio.create_task(server.serve(sockets=[listener]), name="sandbox service")
             try:
@@ -113,7 +109,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _application(
-    sessions: Sessions, limits: ServerLimits, pool: LeasePool, clients: Clients, host: str, more: Sequence[Route]
+    sessions: Sessions, limits: ServerLimits, pool: LeasePool, clients: Clients, host: str
 ) -> Starlette:
     server = MCPServer("rayapp-sandboxes", instructions="Runs code in isolated sandboxes.", log_level="WARNING")
     tools = SandboxTools(sessions, limits)
@@ -129,9 +125,7 @@ def _application(
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
     server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
     # Answers are JSON, not an event stream, because each call has one answer and clients limit the size of events.
-    app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
-    app.router.routes.extend(more)
-    return app
+    return server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
 
 
 class _Guard:
