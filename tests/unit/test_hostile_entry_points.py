@@ -280,7 +280,7 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 @asynccontextmanager
 async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
-    async with serving(config, keys={"test": "k"}) as address:
+    async with serving(config, key="k") as address:
         headers = {
             "e2b-api-key": "k",
             "content-type": "application/json",
