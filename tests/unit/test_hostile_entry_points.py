@@ -474,7 +474,6 @@ OURS = "ours"
 """Decodes only what rayapp, the user's files or the user's services wrote, or runs inside a sandbox."""
 DECODES = {
     "rayapp/rollout/agent/chat.py": OURS,
-    "rayapp/extras/curriculum/curriculum.py": OURS,
     "rayapp/extras/environments/openenv.py": "replies of an environment",
     "rayapp/rollout/gateway/conversation.py": "gateway",
     "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
