@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from rayapp.config.config import Config
-from rayapp.core.types import GroupSummary, SamplingParams
+from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192  # with more, one pass of a worker's event loop takes so long that it seems to hang
@@ -51,9 +51,8 @@ class GroupRequest:
     group_id: int
     policy_version: int  # that must sample the group
     cohort: Cohort | None = None  # None if the group starts alone
-    # index in its source's order of the first epoch, if a curriculum chose it; None: the next prompt in order
+    # Position in its source's order, counted through all epochs; None until `Sources.of` has found the source.
     prompt: int | None = None
-    source: int | None = None  # chosen by a curriculum; None: by the ratios
     server: int | None = None  # samples all turns; None until the driver's `Router` has chosen it
     # ReMax: the last trajectory is sampled at temperature 0, as the baseline of the others
     has_greedy_baseline: bool = False
@@ -61,28 +60,8 @@ class GroupRequest:
 
     @property
     def place(self) -> int:
-        """Position of the group's prompt in the order of its source, counted through all epochs."""
+        """Return `prompt`, or in a run with one source the group's id."""
         return self.group_id if self.prompt is None else self.prompt
-
-
-class Curriculum(Protocol):
-    """Chooses the prompts of groups by the results of earlier groups (`rayapp.extras.curriculum`)."""
-
-    def drawn(self, request: GroupRequest) -> GroupRequest:
-        """Return the request with a prompt or source that was drawn for it."""
-        ...
-
-    def record(self, place: int, summary: GroupSummary) -> None:
-        """Record the result of a group. Draws depend on it from the next `end_step` on."""
-        ...
-
-    def end_step(self) -> None: ...
-
-    def state(self, is_kept: Callable[[int], bool]) -> dict[str, str]:
-        """Return the file that a checkpoint keeps: file name -> text."""
-        ...
-
-    def metrics(self) -> dict[str, float]: ...
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
@@ -191,12 +170,6 @@ class Mixing:
         source = owned[slot]
         count = self._before[number][source] + owned[:slot].count(source)
         return source, count - self._round(0)[: self._first].count(source)
-
-    def placed(self, request: GroupRequest) -> tuple[int, int]:
-        """Return a training group's source, and its index among the groups of this source."""
-        if request.source is None and request.prompt is None:
-            return self.place(request.group_id)
-        return request.source or 0, request.place
 
     def _round(self, number: int) -> tuple[int, ...]:
         while len(self._owners) <= number:

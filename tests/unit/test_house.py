@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 2928, "api": 827, "cli": 2760, "config": 3179, "core": 3104, "driver": 2720, "engine": 2119,
-    "extras": 15775, "learner": 7266, "rollout": 6834, "runs": 2480, "sandbox": 7190, "storage": 1453, "tasks": 5296,
+    "actors": 2922, "api": 827, "cli": 2728, "config": 3164, "core": 3104, "driver": 2685, "engine": 2119,
+    "extras": 14686, "learner": 7266, "rollout": 6788, "runs": 2470, "sandbox": 7190, "storage": 1453, "tasks": 5296,
     "testing": 618, "tools": 1932,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
