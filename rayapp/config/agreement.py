@@ -33,8 +33,17 @@ def check_agreement(config: Keys) -> None:
     _best_metric_exists(config)
     _teacher_fits(config)
     _teacher_price_fits(config)
+    _adapters_fit(config)
     _rounding_is_corrected(config)
     _repeats(config)
+
+
+def _adapters_fit(config: Keys) -> None:
+    if config.learner.lora.rank > 0 and not config.model.freeze_vision:
+        raise ValueError(
+            f"model.freeze_vision is false, but with learner.lora.rank {config.learner.lora.rank} only adapters of the "
+            "language model are trained. Set model.freeze_vision: true, or learner.lora.rank: 0."
+        )
 
 
 def _model_servers_fit(config: Keys) -> None:

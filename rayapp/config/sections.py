@@ -78,6 +78,9 @@ class ModelSection(FrozenModel):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
     model's own training lower its quality."""
+    freeze_vision: bool = True
+    """Don't train the part of a model that reads pictures (vision tower and projection). Its weights are not sent to
+    the servers then."""
 
 
 class RolloutSection(FrozenModel):

@@ -16,6 +16,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rayapp.core.sandbox_types import CallReport, CallResult, ExecOutcome, ExecResult, SandboxSpec, StopCause
+
+__all__ = ["CallReport", "CallResult", "ExecOutcome", "ExecResult", "SandboxSpec", "StopCause"]
+
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -54,6 +58,22 @@ class RequestId(NamedTuple):
     def _places(self) -> list[str]:
         named = {"trajectory": self.trajectory, "side": self.side, "turn": self.turn}
         return [f"{name}={value}" for name, value in named.items() if value >= 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture in a sequence of tokens. The encoded bytes are kept apart, by hash (`Group.pictures`)."""
+
+    sha256: str
+    """SHA-256 of the encoded bytes (PNG, JPEG, …), in hexadecimal."""
+    start: int
+    """Index of the first token that stands for the picture in its sequence of token ids."""
+    end: int
+    """Index after the last token that stands for the picture: the model's own processor makes these tokens."""
+
+
+Media = tuple[Picture, ...]
+"""Pictures of a sequence of tokens, in the order of their places; empty for text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +228,8 @@ class Prompt:
     keep."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """`extra_info` of a data row, for judges. Empty for tasks, and for data that are too long to keep."""
+    media: Media = ()
+    """Pictures among `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +357,8 @@ class Trajectory:
     allowed: AllowedTokens | None = None
     """Tokens that the policy could sample at each position, if calls asked for a form (`agent.external.structured:
     guide`). `rollout_log_probs` are then log-probs of the distribution over these tokens."""
+    media: Media = ()
+    """Pictures among `token_ids`: those of the prompt, then those of tool results."""
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of each tool or environment for the whole trajectory. The verdict includes these rewards; only the verdict
     is recorded."""
@@ -397,6 +421,8 @@ class Group:
     again."""
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """SHA-256 -> encoded bytes of each picture that the prompt or a trajectory reads, once for the whole group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,77 +461,6 @@ class GroupSummary:
     """(G,) for each trajectory: policy version -> number of tokens that the version sampled."""
 
 
-class ExecOutcome(StrEnum):
-    """The way in which code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
-
-    OK = "ok"
-    CODE_FAILED = "code_failed"
-    """The code raised, exited with a non-zero status, or crashed."""
-    CODE_STOPPED = "code_stopped"
-    """The sandbox stopped the code; `ExecResult.stopped_for` has the cause."""
-
-
-class StopCause(StrEnum):
-    """Cause for which the sandbox stopped running code."""
-
-    TIMEOUT = "timeout"
-    OUTPUT = "output"
-    """The code wrote more than max_output_bytes."""
-    MEMORY = "memory"
-    CPU = "cpu"
-    PROCESSES = "processes"
-    KILLED = "killed"
-    """The lease was released, or the sandbox was killed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecResult:
-    """Result of running code or a command in a sandbox."""
-
-    outcome: ExecOutcome
-    exit_code: int
-    """Exit status of the process; -N if signal N ended the process."""
-    stdout: str
-    """Standard output, at most max_output_bytes: longer output is cut at the end, and `truncated` is set. Undecodable
-    bytes are replaced."""
-    stderr: str
-    duration_s: float
-    truncated: bool = False
-    stopped_for: StopCause | None = None
-    """Set if and only if outcome is CODE_STOPPED."""
-    error: str = ""
-    """Last line of the traceback if Python code raised an exception, e.g. `ValueError: …`."""
-    isolation: str = ""
-    """Isolation level of the sandbox: ns+proc, ns, ll or unisolated; for a remote sandbox, the provider's name."""
-
-    @property
-    def ok(self) -> bool:
-        return self.outcome is ExecOutcome.OK
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallResult:
-    """Result of one call of the candidate's function. `value` is plain data rebuilt from the result, never the
-    candidate's object.
-    """
-
-    ok: bool
-    value: object = None
-    """Plain data: None, bool, int, float, str, list, tuple, dict, set or bytes, never of a subclass."""
-    error: str = ""
-    """Reason why there is no value: an exception, an unsupported return type, or a value that is too large."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallReport:
-    """Result of defining code and calling one function of it on several inputs (`Sandbox.call_function`)."""
-
-    exec: ExecResult
-    """The execution as a whole. It is not `ok` if the code raised an exception outside the calls, or was stopped."""
-    calls: tuple[CallResult, ...]
-    """One result per input, in order; a call without a result has `ok=False`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicVerdict:
     """Result of the public tests, which an agent may run on its work at any time. It is not part of the reward."""
@@ -513,28 +468,6 @@ class PublicVerdict:
     pass_rate: float
     text: str
     """Report for the agent to read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSpec:
-    """Kind of sandbox that a task needs. Tasks with equal specs share sandboxes."""
-
-    template: str = ""
-    """Provider's template, snapshot or image; empty: the provider's default."""
-    packages: tuple[str, ...] = ()
-    """Extra packages preloaded by the local provider, e.g. ("numpy",)."""
-    env: tuple[tuple[str, str], ...] = ()
-    """The whole environment of the sandboxed code. Never put a secret here."""
-    memory_mib: int = 512
-    disk_mib: int = 16
-    max_processes: int = 16
-    loopback: bool = False
-    """True if programs in the sandbox may connect to one port of its loopback interface, on which rayapp listens."""
-    workdir: str = ""
-    """Working folder in an image; empty: the image's own."""
-    own_files: bool = False
-    """True if code may write files and start programs, in a root folder of its own in which /app and /tests can be
-    made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from typing import Any
 import regex
 
 from rayapp.core.errors import ConfigError
-from rayapp.storage.models.families import FAMILIES, text_type
+from rayapp.storage.models.families import family_of
 from rayapp.tools.base import MAX_CALLS, RawCall, SampleCall, ToolCallParser, ToolSchema, with_whole_strings
 
 _MESSAGE = re.compile(
@@ -182,7 +182,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
 def _of_family(tokenizer: Any) -> tuple[str, ...]:
     try:
         architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
-        family = FAMILIES.get(text_type(architecture))
+        family = family_of(architecture)
     except (OSError, ValueError, AttributeError):
         return ()
     return family.parsers if family is not None else ()

@@ -17,7 +17,7 @@ from typing import Any
 
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
-from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
+from rayapp.engine.weights.reload_workarounds import is_tied, mend_after_reload, mend_reload
 
 
 class WeightUpdateExtension:
@@ -58,7 +58,7 @@ class WeightUpdateExtension:
         Returns the number of loaded tensors. ValueError: a tensor differs, or did not arrive.
         """
         model = self.model_runner.get_model()
-        mend_after_reload(model, self.model_runner.model_config.hf_text_config)
+        mend_after_reload(model, is_tied=is_tied(self.model_runner.model_config))
         arrivals: Arrivals = model.arrivals
         model.arrivals = Arrivals()
         return arrivals.check(checksums)

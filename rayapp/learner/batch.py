@@ -6,7 +6,7 @@ trajectory with forks is one row of the loss, whose branches share prefixes as a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,29 @@ class TrainItem:
         return sum(branch.size * (branch.size + 1) // 2 for branch in inputs_of(self))
 
 
+Inputs = Mapping[str, "Tensor"]
+"""The processor's tensors for one picture, by the names of `get_image_features`: pixel_values, image_grid_thw, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPictures:
+    """Pictures of a micro-batch with N packed tokens."""
+
+    inputs: Mapping[str, Inputs]
+    """Inputs of each picture by its SHA-256, in the order of their features."""
+    rows: Int64Array
+    """(N,) row of each token among the features of all pictures, one after another; -1 for text."""
+    positions: Int64Array | None
+    """(3, N) rotary positions in time, height and width; None if the model counts a picture's tokens as text."""
+
+    def part(self, tokens: slice, num_tokens: int) -> PackedPictures:
+        """Return the tokens of one rank, after padding with text to `num_tokens`."""
+        missing = (0, num_tokens - self.rows.size)
+        positions = None if self.positions is None else np.pad(self.positions, ((0, 0), missing))[:, tokens]
+        rows = np.pad(self.rows, missing, constant_values=-1)[tokens]
+        return replace(self, rows=rows, positions=positions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Packed tokens of one forward over B trajectories, and the positions of their log-probs in the pack."""
@@ -65,6 +88,7 @@ class MicroBatch:
     allowed: AllowedTokens | None = None  # by forms, at each of the M positions; None: all
     # the engine's, of each packed token, (N, layers, k); -1 without a record
     routed_experts: NDArray[np.int16] | None = None
+    pictures: PackedPictures | None = None
 
     @property
     def num_trained_tokens(self) -> int:

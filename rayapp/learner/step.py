@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,10 +41,10 @@ from rayapp.learner.batch import (
     empty_micro_batch,
     rollout_log_probs_of,
     scores_by_row,
-    split,
     stack_rows,
 )
 from rayapp.learner.distributed import Ranks
+from rayapp.learner.families.pictures import PictureReader, reading, split_items
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import (
     MfuMeter,
@@ -96,6 +96,7 @@ class PolicyLearner:
     # models that don't learn, by their names in `frozen_models`
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
     verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
+    pictures: PictureReader | None = None  # None if the policy is a model for text
     mfu: MfuMeter | None = None  # computes `perf/mfu`; None on a CPU and on an unknown GPU
     kl_coef: float = 0.0  # of the KL in the reward at the next step
     optimizer_steps: int = 0
@@ -113,7 +114,7 @@ class PolicyLearner:
         groups: Sequence[Group],
     ) -> dict[str, float]:
         """Train one step. `summaries` are of all groups; `groups` are those of this rank's `shares`, in order."""
-        with self._profiled(step):
+        with self._profiled(step), self.reading(*(group.pictures for group in groups)):
             return _Step(self, step, summaries, shares, groups).run()
 
     @contextmanager
@@ -129,6 +130,11 @@ class PolicyLearner:
         finally:
             self._profiler = None
         self.profile = profiler.profile("learner-0")
+
+    def reading(self, *encoded: Mapping[str, bytes]) -> AbstractContextManager[None]:
+        """Provide pictures, by their SHA-256, in the block."""
+        models = (self.model, *self.frozen.values())
+        return reading(self.pictures, [model.tower for model in models], *encoded)
 
     def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
         """Return the micro-batches of one pass; a profiled step records only the first."""
@@ -149,7 +155,7 @@ class PolicyLearner:
         max_tokens = learner.token_budget * learner.sequence_parallel
         if not learner.router_replay:
             items = [replace(item, trajectory=replace(item.trajectory, routed_experts=None)) for item in items]
-        batches = split(items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
+        batches = split_items(self.pictures, items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
         if self.model.replay is not None:
             self.model.replay.check([batch.routed_experts for batch in batches])
         missing = max(self.ranks.gather(len(batches))) - len(batches)

@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3070, "api": 1670, "cli": 3100, "config": 3310, "core": 3620, "driver": 2895, "engine": 2300,
-    "extras": 15775, "learner": 7266, "rollout": 7671, "runs": 2700, "sandbox": 7190, "storage": 1580, "tasks": 6026,
+    "actors": 3070, "api": 1670, "cli": 3100, "config": 3320, "core": 3640, "driver": 2895, "engine": 2310,
+    "extras": 15775, "learner": 7700, "rollout": 7671, "runs": 2700, "sandbox": 7190, "storage": 1600, "tasks": 6026,
     "testing": 627, "tools": 2175,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
@@ -167,9 +167,10 @@ def test_the_core_never_imports_an_extra_and_extras_do_not_import_each_other() -
 
 def test_types_and_errors_import_nothing_of_ours_and_protocols_only_them() -> None:
     own = {name: [each for each in modules()[f"rayapp.core.{name}"] if begins(each, "rayapp", "actors")]
-           for name in ("types", "errors", "protocols")}  # fmt: skip
+           for name in ("sandbox_types", "types", "errors", "protocols")}  # fmt: skip
 
-    assert own["types"] == own["errors"] == []
+    assert own["sandbox_types"] == own["errors"] == []
+    assert outside(own["types"], "rayapp.core.sandbox_types") == []
     assert outside(own["protocols"], "rayapp.core.types", "rayapp.core.errors") == []
 
 

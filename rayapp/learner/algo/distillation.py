@@ -93,6 +93,7 @@ class VerdictReader:
                 routed_experts=None,  # the server has chosen no experts for this longer prompt
                 # A fork with after=-1 begins a new conversation, which must also begin with the message.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
+                media=tuple(replace(p, start=p.start + size, end=p.end + size) for p in trajectory.media),
             ),
         )
 
@@ -112,7 +113,13 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: no answer."""
+    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: no answer, or a
+    trajectory has pictures."""
+    if any(item.trajectory.media for item in items):
+        raise LearnerError(
+            "distillation.base_url: a teacher on a server can't score pictures. Set distillation.teacher to a model "
+            "folder, without base_url."
+        )
     try:
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:

@@ -36,6 +36,7 @@ from rayapp.learner.memory.plan import (
     head_bytes_per_token,
     longest_part,
     plan_learner,
+    tower_bytes,
 )
 from rayapp.learner.memory.shape import GIB, model_shape
 from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
@@ -151,6 +152,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     LearnerError: the longest trajectory does not fit."""
     longest, need = longest_part(config), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
+    room -= tower_bytes(model_shape(config), config).get("features of pictures", 0)
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
         raise LearnerError(

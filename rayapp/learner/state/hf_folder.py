@@ -26,6 +26,7 @@ from rayapp.config.learner import LearnerSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
+from rayapp.learner.families.pictures import freeze_tower, frozen_tower
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
@@ -164,7 +165,10 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     if config.learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)
-    trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
+    if config.model.freeze_vision:
+        freeze_tower(causal_lm)
+    kept = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
+    trained = kept - frozen_tower(causal_lm)
     files = WeightFiles(config.model.path)
     sources = sources_of(causal_lm, files, tensors_of(causal_lm))
     layout = hf_layout(config.model, causal_lm, torch.float32)

@@ -18,7 +18,7 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError, first_line
 from rayapp.core.http import read_key, server_named
 from rayapp.core.names import did_you_mean
-from rayapp.storage.models.families import FAMILIES, text_type, unserved
+from rayapp.storage.models.families import family_of, text_type, unserved
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
 
@@ -79,7 +79,7 @@ def check_architecture(config: Config) -> None:
 
 def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
-    if (family := FAMILIES.get(kind)) is not None and family.refused:
+    if (family := family_of(architecture)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
     if why := unserved(kind, device=config.cluster.device, adapter=config.learner.lora.sends_adapter):
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which vLLM can't serve: {why}")
