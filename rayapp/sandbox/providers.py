@@ -137,7 +137,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
     except ImageError as error:
         return str(error)
     if reference.kind == "build" and image_source(section).find(wanted) is None:
-        return "the local provider has not built this image: run `rayapp images build FOLDER`"
+        return "the local provider has no such image: build it, then run `rayapp images pull archive:FILE --name NAME`"
     return why_no_images_here()
 
 
