@@ -100,8 +100,9 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
     if experts is not None:
         experts = np.pad(experts, ((0, packing.num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
     pictures = None if batch.pictures is None else batch.pictures.part(tokens, packing.num_tokens)
-    has_grids = pictures is not None and pictures.positions is not None
-    position_ids = pictures.positions[:, None] if has_grids else packing.position_ids[None, tokens]
+    position_ids = packing.position_ids[None, tokens]
+    if pictures is not None and pictures.positions is not None:
+        position_ids = pictures.positions[:, None]
     return DeviceBatch(
         token_ids=moved(packing.token_ids[tokens])[None],
         position_ids=moved(position_ids),

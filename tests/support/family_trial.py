@@ -186,7 +186,8 @@ def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
 def take_step(learner: PolicyLearner, groups: list[Group]) -> None:
     """Train one step on this rank's share of the groups. Collective."""
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    mine = deal(summaries, learner.config, learner.ranks.world_size)[learner.ranks.rank]
+    ranks = learner.ranks
+    mine = deal(summaries, learner.config, ranks.world_size // ranks.num_parts)[ranks.data_rank]
     learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
 
 

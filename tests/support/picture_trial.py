@@ -15,13 +15,13 @@ from rayapp.learner.batch import Inputs, TrainItem
 
 VOCABULARY, PLACEHOLDER, VIDEO, BEGIN, END = 64, 60, 61, 62, 63
 _TEXT = {
-    "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3,
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3,
     "intermediate_size": 32, "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 _TOWER = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
 }  # fmt: skip
 _TOKENS = {
     "image_token_id": PLACEHOLDER,
@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_TOKENS,
     },
     "qwen3_vl": {
-        "text_config": _TEXT | _ROPE | {"head_dim": 16},
+        "text_config": _TEXT | _ROPE | {"head_dim": 32},
         "vision_config": _TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         **_TOKENS,
     },
@@ -116,6 +116,37 @@ def group_of(number: int, family: str, write: Callable[[Writer, int], object], s
         made.append(writer.trajectory(float(reward)))
     prompt = Prompt(task="t", text="", token_ids=made[0].token_ids[: made[0].num_prompt_tokens])
     return Group(group_id=number, prompt=prompt, trajectories=tuple(made), pictures=pictures)
+
+
+def words(seed: int, size: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(2, PLACEHOLDER, size)]
+
+
+def text_alone(writer: Writer, index: int) -> None:
+    writer.text(words(1, 7)).text(words(10 + index, 4 + index), is_response=True)
+
+
+def picture_in_the_middle(writer: Writer, index: int) -> None:
+    writer.text(words(2, 3)).picture(2, 3, seed=1).text(words(3, 2))
+    writer.text(words(20 + index // 2, 3), is_response=True).text(words(30 + index, 3), is_response=True)
+
+
+def several_pictures(writer: Writer, index: int) -> None:
+    """The first picture twice; between the turns another one, as from a tool."""
+    writer.text(words(4, 2)).picture(2, 3, seed=1).picture(1, 2, seed=2).text(words(5, 1)).picture(2, 3, seed=1)
+    writer.text(words(40, 4), is_response=True).picture(3, 1, seed=3 + index % 2).text(words(6, 2))
+    writer.text(words(50 + index, 3), is_response=True)
+
+
+def pictures_of_one_size(writer: Writer, index: int) -> None:
+    """All trajectories have the same ids before their answers, but two of them show another picture."""
+    writer.text(words(7, 6)).picture(3, 2, seed=10 + index % 2).text(words(8, 4))
+    writer.text(words(60 + index, 5), is_response=True)
+
+
+def groups_of(family: str) -> list[Group]:
+    written = (text_alone, picture_in_the_middle, several_pictures, pictures_of_one_size)
+    return [group_of(number, family, write) for number, write in enumerate(written)]
 
 
 def items_of(group: Group) -> list[TrainItem]:

@@ -9,18 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForImageTextToText
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from rayapp.config.config import Config, with_values
-from rayapp.core.errors import LearnerError
-from rayapp.core.types import Group
+from rayapp.config.learner import LoraSection
+from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.families.pictures import PictureReader, split_items
+from rayapp.learner.family import check_family
+from rayapp.learner.memory.plan import plan_learner
+from rayapp.learner.memory.shape import model_shape
+from rayapp.learner.state.checkpoint import begin_save, load_learner
+from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
+from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.step import PolicyLearner
+from rayapp.storage.models.families import refuse_pictures
 from support import family_trial as trial
 from support.picture_trial import (
     CONFIGS,
     PLACEHOLDER,
-    Writer,
     architecture_of,
     group_of,
     items_of,
@@ -35,37 +44,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in CONFIGS:
         trial.save_tiny(architecture_of(family), folder / family)
     return {family: folder / family for family in CONFIGS}
-
-
-def words(seed: int, size: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(2, PLACEHOLDER, size)]
-
-
-def text_alone(writer: Writer, index: int) -> None:
-    writer.text(words(1, 7)).text(words(10 + index, 4 + index), is_response=True)
-
-
-def picture_in_the_middle(writer: Writer, index: int) -> None:
-    writer.text(words(2, 3)).picture(2, 3, seed=1).text(words(3, 2))
-    writer.text(words(20 + index // 2, 3), is_response=True).text(words(30 + index, 3), is_response=True)
-
-
-def several_pictures(writer: Writer, index: int) -> None:
-    """The first picture twice; between the turns another one, as from a tool."""
-    writer.text(words(4, 2)).picture(2, 3, seed=1).picture(1, 2, seed=2).text(words(5, 1)).picture(2, 3, seed=1)
-    writer.text(words(40, 4), is_response=True).picture(3, 1, seed=3 + index % 2).text(words(6, 2))
-    writer.text(words(50 + index, 3), is_response=True)
-
-
-def pictures_of_one_size(writer: Writer, index: int) -> None:
-    """All trajectories have the same ids before their answers, but two of them show another picture."""
-    writer.text(words(7, 6)).picture(3, 2, seed=10 + index % 2).text(words(8, 4))
-    writer.text(words(60 + index, 5), is_response=True)
-
-
-def groups_of(family: str) -> list[Group]:
-    written = (text_alone, picture_in_the_middle, several_pictures, pictures_of_one_size)
-    return [group_of(number, family, write) for number, write in enumerate(written)]
 
 
 @contextmanager
@@ -133,3 +111,66 @@ def test_pictures_for_a_model_of_text_are_refused(models: dict[str, Path]) -> No
     group = group_of(0, "qwen2_5_vl", picture_in_the_middle)
     with pytest.raises(LearnerError, match="not a model that can be trained on pictures"):
         split_items(None, items_of(group), max_tokens=128, share_prefixes=True)
+
+
+def inside_tower(name: str) -> bool:
+    return any(part in name for part in ("visual", "vision_model", "connector"))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_frozen_tower_is_in_the_final_model_but_not_sent(
+    models: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    with learner_of(models[family]) as learner:
+        sent = [name for name, _ in sent_weights(learner.model, LoraSection(), [torch.float32])]
+        announced = [name for name, _ in weight_shapes(learner.model)]
+        export_hf(learner.config, learner.model, tmp_path / "final", learner.ranks)
+
+    first, final = (load_file(folder / "model.safetensors") for folder in (models[family], tmp_path / "final"))
+    assert first.keys() == final.keys()
+    assert all(torch.equal(first[name].float(), final[name].float()) for name in first)
+    assert sent == announced
+    assert set(sent) == {name for name in first if not inside_tower(name)}
+
+
+def test_a_trained_tower_is_sent(models: dict[str, Path]) -> None:
+    with learner_of(models["qwen2_5_vl"], freeze_vision=False) as learner:
+        sent = {name for name, _ in sent_weights(learner.model, LoraSection(), [torch.float32])}
+    assert sent == load_file(models["qwen2_5_vl"] / "model.safetensors").keys()
+
+
+def test_a_checkpoint_leaves_out_a_frozen_tower_and_becomes_the_same_folder(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with learner_of(models["qwen3_vl"], optimizer={"lr": 1e-2}) as learner:
+        trial.take_step(learner, groups_of("qwen3_vl"))
+        begin_save(learner, str(tmp_path / "learner"), 1).wait()
+        export_hf(learner.config, learner.model, tmp_path / "final", learner.ranks)
+        checkpoint_to_hf(learner.config, tmp_path / "learner", tmp_path / "converted")
+        stored = FileSystemReader(tmp_path / "learner").read_metadata().state_dict_metadata
+        assert load_learner(learner, str(tmp_path / "learner")) == 1
+
+    assert not any(inside_tower(name) for name in stored)
+    final, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("final", "converted"))
+    assert final.keys() == converted.keys()
+    assert all(torch.equal(final[name], converted[name].to(final[name].dtype)) for name in final)
+
+
+def test_the_plan_counts_the_tower_and_the_features_of_pictures(models: dict[str, Path]) -> None:
+    with learner_of(models["qwen3_vl"]) as learner:
+        config, causal_lm = learner.config, learner.model.causal_lm
+        in_tower = sum(p.numel() for name, p in causal_lm.named_parameters() if inside_tower(name))
+        total = sum(p.numel() for p in causal_lm.parameters())
+    frozen, trained = (model_shape(with_values(config, model={"freeze_vision": value})) for value in (True, False))
+    assert (frozen.num_parameters, frozen.num_frozen_in_tower) == (total - in_tower, in_tower)
+    assert (trained.num_parameters, trained.num_frozen_in_tower) == (total, 0)
+    planned = plan_learner(frozen, config).frozen
+    assert planned["vision tower"] == 4 * in_tower
+    assert planned["features of pictures"] == 4 * 3 * 64 * 64 * 3  # three groups of 64 tokens, a vector and two deeper
+
+
+def test_a_family_whose_pictures_cannot_be_trained_is_refused_by_name(models: dict[str, Path]) -> None:
+    other = CONFIG_MAPPING["qwen2_vl"](text_config={"hidden_size": 32, "num_attention_heads": 2})
+    with pytest.raises(InputError, match="model_type 'qwen2_vl' can't be trained"):
+        check_family(other, trial.trial_config(models["qwen3_vl"]))
+    assert "a qwen2_vl can't be trained on pictures" in refuse_pictures({"model_type": "qwen2_vl"})
