@@ -10,45 +10,33 @@ from enum import StrEnum
 class SandboxSpec:
     """Kind of sandbox that a task needs. Tasks with equal specs share sandboxes."""
 
-    template: str = ""
-    """Provider's template, snapshot or image; empty: the provider's default."""
-    packages: tuple[str, ...] = ()
-    """Extra packages preloaded by the local provider, e.g. ("numpy",)."""
-    env: tuple[tuple[str, str], ...] = ()
-    """The whole environment of the sandboxed code. Never put a secret here."""
+    template: str = ""  # the provider's template, snapshot or image; empty: its default
+    packages: tuple[str, ...] = ()  # preloaded by the local provider, e.g. ("numpy",)
+    env: tuple[tuple[str, str], ...] = ()  # the code's whole environment; never put a secret here
     memory_mib: int = 512
     disk_mib: int = 16
     max_processes: int = 16
-    loopback: bool = False
-    """True if programs in the sandbox may connect to one port of its loopback interface, on which rayapp listens."""
-    workdir: str = ""
-    """Working folder in an image; empty: the image's own."""
+    loopback: bool = False  # programs may connect to one port of the loopback interface, on which rayapp listens
+    workdir: str = ""  # in an image; empty: the image's own
+    # code may write files and start programs, in a root folder in which /app and /tests can be made
     own_files: bool = False
-    """True if code may write files and start programs, in a root folder of its own in which /app and /tests can be
-    made."""
 
 
 class ExecOutcome(StrEnum):
-    """The way in which code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
+    """How code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
 
     OK = "ok"
-    CODE_FAILED = "code_failed"
-    """The code raised, exited with a non-zero status, or crashed."""
-    CODE_STOPPED = "code_stopped"
-    """The sandbox stopped the code; `ExecResult.stopped_for` has the cause."""
+    CODE_FAILED = "code_failed"  # raised, exited with a non-zero status, or crashed
+    CODE_STOPPED = "code_stopped"  # `ExecResult.stopped_for` has the cause
 
 
 class StopCause(StrEnum):
-    """Cause for which the sandbox stopped running code."""
-
     TIMEOUT = "timeout"
-    OUTPUT = "output"
-    """The code wrote more than max_output_bytes."""
+    OUTPUT = "output"  # more than max_output_bytes
     MEMORY = "memory"
     CPU = "cpu"
     PROCESSES = "processes"
-    KILLED = "killed"
-    """The lease was released, or the sandbox was killed."""
+    KILLED = "killed"  # the lease was released, or the sandbox was killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +44,14 @@ class ExecResult:
     """Result of running code or a command in a sandbox."""
 
     outcome: ExecOutcome
-    exit_code: int
-    """Exit status of the process; -N if signal N ended the process."""
-    stdout: str
-    """Standard output, at most max_output_bytes: longer output is cut at the end, and `truncated` is set. Undecodable
-    bytes are replaced."""
+    exit_code: int  # -N if signal N ended the process
+    stdout: str  # at most max_output_bytes, else `truncated` is set; undecodable bytes are replaced
     stderr: str
     duration_s: float
     truncated: bool = False
-    stopped_for: StopCause | None = None
-    """Set if and only if outcome is CODE_STOPPED."""
-    error: str = ""
-    """Last line of the traceback if Python code raised an exception, e.g. `ValueError: …`."""
-    isolation: str = ""
-    """Isolation level of the sandbox: ns+proc, ns, ll or unisolated; for a remote sandbox, the provider's name."""
+    stopped_for: StopCause | None = None  # only with CODE_STOPPED
+    error: str = ""  # last line of the traceback, e.g. `ValueError: …`
+    isolation: str = ""  # ns+proc, ns, ll or unisolated; for a remote sandbox, the provider's name
 
     @property
     def ok(self) -> bool:
@@ -78,22 +60,17 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """Result of one call of the candidate's function. `value` is plain data rebuilt from the result, never the
-    candidate's object.
-    """
+    """Result of one call of the candidate's function."""
 
     ok: bool
+    # rebuilt plain data (None, bool, int, float, str, list, tuple, dict, set, bytes), never of a subclass
     value: object = None
-    """Plain data: None, bool, int, float, str, list, tuple, dict, set or bytes, never of a subclass."""
-    error: str = ""
-    """Reason why there is no value: an exception, an unsupported return type, or a value that is too large."""
+    error: str = ""  # an exception, an unsupported return type, or a value that is too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
     """Result of defining code and calling one function of it on several inputs (`Sandbox.call_function`)."""
 
-    exec: ExecResult
-    """The execution as a whole. It is not `ok` if the code raised an exception outside the calls, or was stopped."""
-    calls: tuple[CallResult, ...]
-    """One result per input, in order; a call without a result has `ok=False`."""
+    exec: ExecResult  # not `ok` if the code raised outside the calls, or was stopped
+    calls: tuple[CallResult, ...]  # one per input, in order; without a result `ok=False`
