@@ -38,9 +38,9 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 2922, "api": 827, "cli": 2728, "config": 3176, "core": 3134, "driver": 2685, "engine": 2129,
-    "extras": 14686, "learner": 7700, "rollout": 6788, "runs": 2470, "sandbox": 7190, "storage": 1480, "tasks": 5296,
-    "testing": 618, "tools": 1932,
+    "actors": 2971, "api": 827, "cli": 2747, "config": 3181, "core": 3140, "driver": 2685, "engine": 2129,
+    "extras": 14753, "learner": 7700, "rollout": 6798, "runs": 2470, "sandbox": 7197, "storage": 1480, "tasks": 5296,
+    "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
 MOST_FILES = 16
