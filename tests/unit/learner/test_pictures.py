@@ -32,7 +32,10 @@ from support.picture_trial import (
     PLACEHOLDER,
     architecture_of,
     group_of,
+    groups_of,
     items_of,
+    picture_in_the_middle,
+    pictures_of_one_size,
     plain_inputs,
     process,
 )
