@@ -22,6 +22,7 @@ from rayapp.tools.base import SampleCall, ToolSchema
 
 Message = Mapping[str, Any]
 _STAND_IN = "Stand-in-for-what-was-sampled"
+_END_TOKENS = 32
 _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
@@ -115,6 +116,10 @@ class ChatFormat:
     def turn_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a sampled turn, with special tokens (for tool parsers) but not those that end the turn."""
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
+
+    def end_of(self, prompt_ids: Sequence[int]) -> str:
+        """Return the end of a prompt's text. Some templates write `<think>` at the beginning of the policy's turn."""
+        return str(self.tokenizer.decode(list(prompt_ids[-_END_TOKENS:]), skip_special_tokens=False))
 
     def num_said(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before those that end the turn, or only begin the template's end of a turn."""

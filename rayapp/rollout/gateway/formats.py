@@ -37,11 +37,6 @@ class Format:
     chat: ChatFormat
     parser: ToolCallParser
 
-    def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """True if the prompt ends with `<think>`, which some templates write at the beginning of the policy's turn."""
-        end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
-        return end.rstrip().endswith("<think>")
-
 
 class Formats:
     """Makes a `Format` for each set of tools, for one model, and caches it. `template` is Jinja text (empty: the

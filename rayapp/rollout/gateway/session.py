@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.syntax import spoken
 from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.gateway.conversation import (
     Ask,
@@ -380,14 +381,14 @@ class Session:
             wants_allowed=True,
         )
         choices, splitters = list[Choice](), list[Splitter]()
+        prompt_end = wanted.format.chat.end_of(wanted.prompt_ids)
         if live is not None:
-            is_thinking = wanted.format.is_thinking(wanted.prompt_ids)
+            is_thinking = prompt_end.rstrip().endswith(("<think>", "<thinking>"))
             splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
         listeners = [] if live is None else [live.listener(i, each) for i, each in enumerate(splitters)]
         for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
-            choice = await choice_of(
-                ask, wanted.format, self.tree, turn, self.request_id, splitters[i].text_start if splitters else None
-            )
+            text_start = splitters[i].text_start if splitters else None
+            choice = await choice_of(ask, wanted.format, self.tree, turn, self.request_id, prompt_end, text_start)
             self._conversations.record(
                 wanted.format.key,
                 messages,
@@ -451,10 +452,12 @@ class Session:
         # a lower max_tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
+        said = spoken(text, wanted.format.chat.end_of(wanted.prompt_ids))
         prompt_end, end = self.tree.add_turn(
-            wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
+            wanted.after, wanted.read_ids, completion, text=said, started_at_s=started_at_s
         )
-        return SampledTurn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
+        number = len(self.tree.turns) - 1
+        return SampledTurn(number=number, prompt_end=prompt_end, end=end, completion=completion, text=text)
 
 
 def _retrieved(task: asyncio.Task[Reply]) -> None:

@@ -34,8 +34,7 @@ class Piece(NamedTuple):
 class Splitter:
     """Splits the tokens of one turn, while they are sampled, into pieces of thoughts and text.
 
-    With `is_thinking` (the prompt ends with `<think>`) no piece is sent before `</think>`, without which the whole turn
-    is text.
+    With `is_thinking` (the prompt ends with `<think>`) no piece is sent before `</think>`.
     """
 
     def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
