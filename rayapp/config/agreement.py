@@ -343,7 +343,7 @@ def _tasks_or_data(config: Keys) -> None:
 
 
 def _one_kind(config: Keys, where: str = "") -> None:
-    # They differ in order, agent and scoring.
+    """Refuse data files and other tasks in one source: they differ in order, agent and scoring."""
     rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
     if not (any(rows) and any(others)):
         return
@@ -471,7 +471,7 @@ def _rounding_is_corrected(config: Keys) -> None:
         )
 
 
-# that vLLM 0.30 calls batch-invariant
+# Attention backends that vLLM 0.30 calls batch-invariant.
 INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 
 

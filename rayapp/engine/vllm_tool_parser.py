@@ -30,7 +30,7 @@ _MESSAGE = re.compile(
     re.DOTALL,
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
-# head of a message that is not for the user: a call, or thoughts
+# Head of a message that is not for the user: a call, or thoughts.
 _BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
 
 
@@ -170,7 +170,7 @@ def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bo
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
-    # call by call first, where a malformed call does not affect others
+    """Return a parser that finds the sample, call by call first, where a malformed call does not affect others."""
     for by_call in (True, False):
         try:
             parser = _open(name, tokenizer, tools, by_call=by_call)

@@ -63,7 +63,7 @@ class WeightUpdateExtension:
             self.weight_transfer_engine.model_update_group = None
 
     def _prepare(self) -> None:
-        # `load_weights` fits for reloads, and what it is given is recorded
+        """Make `load_weights` fit for reloads, and record what it is given."""
         model = self.model_runner.get_model()
         if hasattr(model, "arrivals"):
             return

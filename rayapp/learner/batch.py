@@ -77,16 +77,16 @@ class MicroBatch:
 
     items: tuple[TrainItem, ...]
     packing: Packing
-    # (M,) ascending, each predicts a response token: one for each set of tokens that a form allowed there
+    # Positions (M,), ascending, that predict a response token: one for each set of tokens that a form allowed there.
     head_positions: Int64Array
-    # index in head_positions of each unique pair of a position and its next token, ascending, (P,)
+    # Index in head_positions of each unique pair of a position and its next token, ascending, (P,).
     pair_rows: Int64Array
     pair_targets: Int64Array  # next token of each pair, (P,)
     row_pairs: Int64Array  # pair of each response token, (B, T); 0 past a row's own
     row_heads: Int64Array  # index in head_positions of each response token, (B, T); 0 past a row's own
     mask: FloatArray  # 1 on a row's own response tokens, (B, T)
     allowed: AllowedTokens | None = None  # by forms, at each of the M positions; None: all
-    # the engine's, of each packed token, (N, layers, k); -1 without a record
+    # Experts that the engine chose for each packed token, (N, layers, k); -1 without a record.
     routed_experts: NDArray[np.int16] | None = None
     pictures: PackedPictures | None = None
 
@@ -132,7 +132,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    # (number of inputs, layers, k)
+    """Return recorded experts (number of inputs, layers, k)."""
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -201,7 +201,7 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    # for each item: the tokens that it adds to its predecessor's micro-batch, and those it needs alone
+    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those it needs alone."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -218,7 +218,7 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    # leading tokens, with equal experts
+    """Return the number of leading tokens that both rows share, with equal experts."""
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0

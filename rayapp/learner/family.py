@@ -211,7 +211,6 @@ def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 
 def _packed(causal_lm: Any) -> list[Tensor]:
-    # (T, V) each, as in the learner
     causal_lm.set_attn_implementation(attention_of(causal_lm.config, ATTENTION_NAME))
     packing = pack([list(_sequences())], share_prefixes=True)
     with torch.no_grad():
@@ -324,7 +323,7 @@ def small_config(text: Any) -> Any:
 
 
 def _num_layers(text: Any) -> int:
-    # the fewest that include each type
+    """Return the fewest layers that include each type."""
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
     kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
     firsts = [layers.index(kind) for layers in kinds for kind in layers]
@@ -332,7 +331,6 @@ def _num_layers(text: Any) -> int:
 
 
 def _plain(causal_lm: Any) -> list[Tensor]:
-    # (T, V) each, one at a time by plain transformers
     with torch.no_grad():
         return [
             _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])

@@ -80,7 +80,7 @@ class DeviceBatch:
     row_heads: Tensor  # (B, T)
     mask: Tensor  # (B, T) float32
     routed_experts: Tensor | None = None  # (N, layers, k)
-    # of this rank with sequence parallelism; N, M and the targets then cover only this part
+    # Part of this rank with sequence parallelism, which N, M and the targets then cover.
     part: OwnTokens | None = None
     pictures: DevicePictures | None = None
 
@@ -167,7 +167,7 @@ class PolicyModel(nn.Module):
         )
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        # (M, H), of the positions that predict a response token
+        """Return hidden states (M, H) of the positions that predict a response token."""
         model: Any = self.causal_lm
         inputs: dict[str, Any] = {} if self.replay is None else {EXPERTS: batch.routed_experts}
         if self.tower is None:
@@ -179,7 +179,6 @@ class PolicyModel(nn.Module):
         return hidden
 
     def _output_weight(self) -> Tensor:
-        # (V, H)
         weight: Tensor = self.causal_lm.get_output_embeddings().weight  # type: ignore[operator]
         return weight if self.num_tokens is None else weight[: self.num_tokens]
 
@@ -189,7 +188,7 @@ class PolicyModel(nn.Module):
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    # (B, T); the gradient of a token that rows share is the sum over them
+    """Gather values into rows (B, T). The gradient of a token that rows share is the sum over them."""
     if index.shape[0] == 0:
         # An empty micro-batch has no row, but a zero gradient must reach every parameter: otherwise FSDP waits forever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
@@ -419,7 +418,7 @@ def _compile(function: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # torch's own norms are single kernels already
+    """Return whether to compile a module; torch's own norms are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 

@@ -93,7 +93,7 @@ class PolicyLearner:
     ranks: Ranks
     model: PolicyModel
     optimizer: torch.optim.AdamW
-    # models that don't learn, by their names in `frozen_models`
+    # Models that don't learn, by their names in `frozen_models`.
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
     verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
     pictures: PictureReader | None = None  # None if the policy is a model for text
@@ -216,7 +216,7 @@ class _Step:
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
-        # log-probs (R,) of the sampled tokens, by model (or teacher) and row
+        # Log-probs (R,) of the sampled tokens, by model (or teacher) and row.
         self.frozen: dict[str, dict[int, FloatArray]] = {}
         self.kl_metrics: dict[str, float] = {}
         self.mean_weight = 1.0  # divisor of importance weights (see `LossScale`)
@@ -238,7 +238,7 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        # without those whose gradient is known to be zero
+        """Return the items without those whose gradient is known to be zero."""
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
             log.warning("step %d leaves out groups %s, because their rewards are not finite", self.number, bad)
         scored: list[TrainItem] = []
@@ -256,7 +256,8 @@ class _Step:
         return items
 
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
-        # `scored` are this rank's trained rows with `scores_before_advantages`. Collective.
+        """Return the estimator's inputs; `scored` has this rank's trained rows (`scores_before_advantages`).
+        Collective."""
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
@@ -275,7 +276,7 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        # (B, T), lost by trained tokens; updates the coefficient. Collective.
+        """Return the reward (B, T) that trained tokens lose, and update the coefficient. Collective."""
         learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
         old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
@@ -289,7 +290,7 @@ class _Step:
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
-        # (B, T) of all trained rows, given this rank's. Collective.
+        """Gather values (B, T) of all trained rows, given this rank's. Collective."""
         rows = {row: values for part in self.learner.ranks.gather_data(own) for row, values in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         return stack_rows([rows[int(row)] for row in table.trained_rows], width)
@@ -313,7 +314,7 @@ class _Step:
                 self.frozen["teacher"] = self._taught(items)
 
     def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
-        # the teacher's log-probs (R,) of the sampled tokens, by row
+        """Return the teacher's log-probs (R,) of the sampled tokens, by row."""
         learner, section = self.learner, self.config.distillation
         if learner.verdicts is not None:
             items = [learner.verdicts.beside(item) for item in items]
@@ -375,7 +376,7 @@ class _Step:
         return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
-        # if the loss needs its whole distribution. Collective.
+        """Return the teacher's head, if the loss needs its whole distribution. Collective."""
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None

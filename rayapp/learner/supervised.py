@@ -76,7 +76,7 @@ def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
 
 
 def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
-    # this micro-batch's share of the loss, and the sum of its entropies
+    """Return this micro-batch's share of the loss, and the sum of its entropies."""
     scores = learner.model(to_device(batch, learner.ranks.device, learner.ranks.sequence), learner.head_options())
     if not batch.items:
         scores.log_probs.sum().backward()

@@ -18,15 +18,15 @@ from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_s
 
 RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 0.8 GiB on an H100 without NCCL
 GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
-# resident before weights: a learner; a server's three processes (vLLM 0.30, torch 2.13)
+# Resident bytes before weights: a learner's; those of a server's three processes (vLLM 0.30, torch 2.13).
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
 WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB  # assumed: a rollout worker with its groups; Ray and the driver together
 PINNED_FACTOR = 1.5  # of pinned host memory for each byte kept there: torch rounds blocks up to powers of two
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9  # of a GPU, for learners' `auto` values
-# of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto
+# Largest share of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto.
 LARGEST_SHARE, AUTO_MARGIN = 0.95, 0.03
-# With as many, products are fast: layers are recomputed until a micro-batch may have them, if both are auto.
+# Tokens with which products are fast: layers are recomputed until a micro-batch may have as many, if both are auto.
 ENOUGH_TOKENS = 8192
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
@@ -237,7 +237,8 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    # its head, last gathered layer and hidden states, if the loss needs its distribution
+    """Return the bytes of the teacher's head, last gathered layer and hidden states, if the loss needs its
+    distribution."""
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -397,7 +398,7 @@ def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int 
 
 
 def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
-    # log-probs of both, their ratio, and the gradient
+    """Return the bytes of log-probs of both, their ratio, and the gradient."""
     if not config.distillation.needs_logits:
         return 0
     rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)

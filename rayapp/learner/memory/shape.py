@@ -45,7 +45,7 @@ GPUS = {
         Gpu(name="mi300x", room=190 * GIB, tflops=1307, memory_gb_s=5300, link_gb_s=448),
     )
 }
-# keys by which a user describes a GPU -> fields of `Gpu`
+# Keys by which a user describes a GPU -> fields of `Gpu`.
 FIGURES = {"memory_gib": "room", "memory_gb_s": "memory_gb_s", "tflops": "tflops", "link_gb_s": "link_gb_s"}
 NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0  # GPUs; GB/s of each to other nodes (400 Gbit/s); over PCIe 4
 
@@ -208,7 +208,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 
 def _experts(model: Any, size: int) -> dict[str, Any]:
-    # each learner has 1 / size of the experts
+    """Return the fields about experts, of which each learner has 1 / size."""
     from rayapp.learner.families.router_replay import num_experts_of
 
     if not (num_experts := num_experts_of(model.config)):
@@ -224,7 +224,6 @@ def _experts(model: Any, size: int) -> dict[str, Any]:
 
 
 def _adapters(model: Any, learner: LearnerSection) -> list[Any]:
-    # both matrices of every adapter, on the meta device
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
     if learner.lora.rank == 0:

@@ -118,7 +118,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
 def _gathered_file(
     learner: LearnerSection, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
 ) -> dict[str, Tensor] | None:
-    # by the hub's names, on the rank that writes the file; collective
+    """Return tensors by the hub's names on the rank that writes the file. Collective."""
     parameters = dict(named_weights(model))
     names = {name.replace(BASE, ""): name for name in parameters}
     buffers = persistent_buffers(model.causal_lm)

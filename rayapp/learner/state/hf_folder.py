@@ -39,7 +39,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFile:
     name: str
-    # the model's tensors without adapters, in groups that are converted by themselves
+    # Tensors of the model without adapters, in groups that are converted by themselves.
     groups: tuple[tuple[str, ...], ...]
     hub: Mapping[str, Tensor]  # on the meta device, by the hub's names
 
@@ -115,7 +115,7 @@ def hf_layout(model: ModelSection, causal_lm: Any, dtype: torch.dtype, file_byte
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    # vLLM does not start a model with an image tower without them
+    """Copy the files without which vLLM does not start a model with an image tower."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -125,7 +125,7 @@ def _copy_processor(path: str, folder: Path) -> None:
 
 
 def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
-    # parameters, tied ones under their first name, and persistent buffers
+    """Yield parameters, tied ones under their first name, and persistent buffers."""
     left_out, seen = set(causal_lm._keys_to_ignore_on_save or ()), set[int]()  # noqa: SLF001
     for name, tensor in tensors_of(causal_lm).items():
         if id(tensor) not in seen and name not in left_out:
@@ -190,7 +190,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    # of `group` and of their adapters, float32 by parameter name
+    """Read `group` and its adapters, float32 by parameter name."""
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
@@ -199,7 +199,6 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    # or the weight that an adapter's matrix changes
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 
@@ -207,7 +206,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    # adapters merged in, parameters in float32
+    """Return the group with adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}

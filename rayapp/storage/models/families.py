@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# other than attention to all tokens and a plain output layer; `borders`: layers that carry a state along the sequence
+# Features other than attention to all tokens and a plain output layer; `borders`: layers with a state along the
+# sequence.
 Need = Literal[
     "experts",
     "windows",
