@@ -39,8 +39,8 @@ class LearnerGroup:
     handles: tuple[LearnerHandle, ...]
     config: Config
     plan: TransferRanks | None = None  # of the weight group; None if weights go through the object store
-    on_progress: Callable[[str], None] = lambda text: None  # gets how far a training step is
     processor: str = ""  # instruction set of the learners' processors; `gpu` on GPUs
+    on_progress: Callable[[str], None] = lambda text: None  # gets how far a training step is
     # Ranks that have written their part of the present checkpoint.
     _written: set[str] = field(default_factory=set, init=False, repr=False)
     # Policy version that every rank holds; None during a step, and after one that failed midway.
