@@ -39,7 +39,7 @@ LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room i
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
     "actors": 3025, "api": 827, "cli": 2747, "config": 3181, "core": 3128, "driver": 2686, "engine": 2125,
-    "extras": 13970, "learner": 7659, "rollout": 6788, "runs": 2466, "sandbox": 7196, "storage": 1478, "tasks": 5294,
+    "extras": 13970, "learner": 7659, "rollout": 6788, "runs": 2466, "sandbox": 7196, "storage": 1478, "tasks": 5340,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
