@@ -231,9 +231,7 @@ def spawn_model_servers(
 
 
 def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
-    return VllmServerHandle(
-        actor, name, config.server.request_timeout_s or config.group_deadline_s, config.server.sync_timeout_s
-    )
+    return VllmServerHandle(actor, name, config.group_deadline_s, config.server.sync_timeout_s)
 
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:

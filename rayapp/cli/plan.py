@@ -86,7 +86,7 @@ def cost_lines(config: Config, step_s: float) -> Iterator[str]:
     hours = config.train.num_steps * step_s / 3600
     yield (
         f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
-        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour, not counting the start, evaluations, remote "
+        f"{hours * hourly:.2f} at {hourly:.2f} an hour, not counting the start, evaluations, remote "
         "sandboxes, judges and a teacher behind a URL"
     )
     if prices.cap and hours * hourly > prices.cap:

@@ -108,8 +108,6 @@ class LearnerSection(FrozenModel):
     """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the number of learners, and
     half of that if servers compute at the same time (train.max_staleness above 0); a model of less than 128 MiB gets at
     most 4, a larger one at most one per 32 MiB of weights."""
-    step_timeout_s: float = Field(1800.0, gt=0)
-    """Time limit of one training step. Learners that exceed it are replaced."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2). Slower; for models that don't fit on the
     GPU."""

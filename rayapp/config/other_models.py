@@ -14,6 +14,10 @@ from rayapp.config.base import FrozenModel
 from rayapp.core.http import Endpoint, server_named
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+TEACHER_TIMEOUT_S = 300.0
+"""Deadline of one trajectory's request to a teacher's server."""
+MAX_VERDICT_TOKENS = 256
+"""Longest verdict that only the teacher reads, in tokens: a status, a reward and one failed test."""
 
 
 class ModelServerSection(FrozenModel):
@@ -104,13 +108,10 @@ class DistillationSection(ClientSection):
     run waits for some minutes. run://NAME: one of model_servers, which the run starts. Needs kl_over: sampled."""
     api_key_env: str = ""
     """Environment variable of the learners that holds the server's key. Empty: no key."""
-    timeout_s: float = Field(300.0, gt=0.0)
-    """Deadline of one trajectory's request to the server."""
     privileged: Literal["none", "verdict"] = "none"
     """Text that only the teacher reads, before the prompt. verdict: status, reward, and the exception or the first
-    failed test of the answer. Needs kl_over: sampled, as token positions differ from the policy's."""
-    max_privileged_tokens: int = Field(256, ge=64)
-    """Maximum number of tokens of the text that only the teacher reads; a longer verdict is cut."""
+    failed test of the answer, cut at 256 tokens. Needs kl_over: sampled, as token positions differ from the
+    policy's."""
     kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which keeps the policy to text that the teacher finds
     likely. forward: KL(teacher || policy), which makes the policy give some probability to every text of the
@@ -143,7 +144,7 @@ class DistillationSection(ClientSection):
     @property
     def num_privileged_tokens(self) -> int:
         """Maximum number of tokens that only the teacher reads."""
-        return self.max_privileged_tokens if self.privileged != "none" else 0
+        return MAX_VERDICT_TOKENS if self.privileged != "none" else 0
 
     @property
     def endpoint(self) -> Endpoint:
@@ -154,7 +155,7 @@ class DistillationSection(ClientSection):
             base_url=self.base_url,
             api_key_env=self.api_key_env,
             key=self.key,
-            timeout_s=self.timeout_s,
+            timeout_s=TEACHER_TIMEOUT_S,
             max_retries=20,
             max_concurrent=256,
         )
@@ -208,14 +209,15 @@ class Criterion(FrozenModel):
 
 
 class JudgeSection(ClientSection):
-    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
+    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify. Its answers are
+    kept in judgements/ of the run folder, so that the same request is not sent to the same model again."""
 
     name: str = Field(pattern=NAME)
     """Unique name, used in reward.judges, metrics and reward terms."""
     kind: Literal["rubric", "pairwise", "reward_model"] = "rubric"
     """rubric: the judge scores each criterion. pairwise: the judge compares the responses of a group in pairs; the
     score of a response is the share of comparisons it wins. reward_model: the score of a sequence classification
-    model."""
+    model with one class."""
     base_url: str
     """Base URL for OpenAI clients, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000/v1. run://NAME: one of
     model_servers."""
@@ -226,16 +228,11 @@ class JudgeSection(ClientSection):
     rubric: tuple[Criterion, ...] = ()
     """Criteria of rubric and pairwise judges: each has a name, a text that describes the best response, and a weight
     (default 1)."""
-    max_score: int = Field(10, ge=1, le=100)
-    """Highest score of a criterion, for kind rubric; the lowest is 0. The reward is the weighted mean of the scores
-    divided by max_score."""
     reference: bool = False
     """Show the judge the data row's ground_truth. Not for tasks, which have none."""
     num_opponents: int = Field(4, ge=2, multiple_of=2)
     """Number of other responses of the group with which each response is compared, in both orders, for kind
     pairwise."""
-    class_index: int | None = Field(None, ge=0)
-    """Index of the class whose number is the reward, for kind reward_model, if the model has several classes."""
     response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
     """Way in which the request asks for a JSON answer; the answer is always checked. Use json_object, or none (words in
     the prompt only), for servers that refuse json_schema."""
@@ -254,8 +251,6 @@ class JudgeSection(ClientSection):
     that the server may answer with status 429."""
     max_concurrent: int = Field(32, ge=1)
     """Maximum number of requests in flight at once, over the whole run."""
-    cache: bool = True
-    """Keep answers in judgements/ of the run folder, so that the same request is not sent to the same model again."""
     input_price: float = Field(0.0, ge=0.0)
     """Price in dollars per million tokens that the judge reads."""
     output_price: float = Field(0.0, ge=0.0)

@@ -23,8 +23,6 @@ class LocalConfig(FrozenModel):
     image_cache_gib: float = Field(50.0, gt=0)
     """Maximum size of unpacked images in GiB. Above it, the least recently used images are removed, except images in
     use."""
-    image_mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Registry -> mirrors to ask first, e.g. {docker.io: [mirror.example:5000]}; `http://HOST` is asked without TLS."""
     images: dict[str, str] = Field(default_factory=dict)
     """Image that a task requires -> image to use in its place, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
 
@@ -33,9 +31,6 @@ class _Remote(FrozenModel):
     max_sandboxes: int = Field(20, ge=1)
     """Maximum number of sandboxes alive at once: the account's quota minus other use. If the provider's quota turns out
     smaller, the pool adapts to it."""
-    answer_within_s: float = Field(20.0, gt=0, le=60)
-    """Time limit for the overhead of a call to a sandbox (network and interpreter start). A call that runs code also
-    has the code's own time limit. A sandbox that takes longer has failed."""
     images: dict[str, str] = Field(default_factory=dict)
     """Image or folder name that a repository task requires -> this provider's template for it (Daytona: snapshot)."""
 
@@ -49,9 +44,8 @@ class _Created(_Remote):
     """Providers whose sandboxes the pool creates ahead of use."""
 
     creations_per_s: float = Field(1.0, gt=0, le=1000)
-    """Sandboxes to create per second over a longer time; providers refuse more (E2B: 1 on Hobby, 5 on Pro)."""
-    creation_burst: int = Field(5, ge=1)
-    """Sandboxes that may be created at once after a pause, beyond the sustained rate."""
+    """Sandboxes to create per second over a longer time; providers refuse more (E2B: 1 on Hobby, 5 on Pro). After a
+    pause, as many as in five seconds are created at once."""
 
 
 class E2BConfig(_Created):
@@ -72,8 +66,6 @@ class E2BConfig(_Created):
     """Full URL of the control plane, if it is not https://api.DOMAIN. Required for dialect kruise."""
     sandbox_url: str = ""
     """Full URL of sandboxes, if it is not https://PORT-ID.DOMAIN."""
-    allow_internet: bool = False
-    """Let code in a sandbox reach the internet. Completions could then look up their answers."""
 
     @model_validator(mode="after")
     def _kruise_needs_its_url(self) -> Self:
@@ -90,28 +82,13 @@ class DaytonaConfig(_Created):
     """Maximum number of sandboxes alive at once: the account's CPU quota minus other use."""
     creations_per_s: float = Field(4.0, gt=0, le=1000)
     """Sandboxes to create per second over a longer time; the lowest tier allows 300 a minute."""
-    snapshot: str = ""
-    """Snapshot for tasks that name no template. Empty: Daytona's default. Can't be combined with `image`."""
-    image: str = ""
-    """Image to create from instead of a snapshot."""
-    cpu: int = Field(1, ge=1)
-    """Cores per sandbox; only used with `image`, as a snapshot has its own."""
-    memory_gib: int = Field(1, ge=1)
-    """Memory per sandbox in GiB; only used with `image`."""
+    template: str = ""
+    """Snapshot, or image such as python:3.12-slim, for tasks that name no template. Empty: Daytona's default. A
+    snapshot also sets cores and memory."""
     api_key_env: str = Field("DAYTONA_API_KEY", min_length=1)
     """Environment variable that holds the key."""
     api_url: str = ""
     """URL of the API. Empty: Daytona's own."""
-    target: str = ""
-    """Region of the sandboxes. Empty: the account's default."""
-    allow_internet: bool = False
-    """Let code in a sandbox reach the internet. Completions could then look up their answers."""
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if self.snapshot and self.image:
-            raise ValueError(f"snapshot {self.snapshot!r} and image {self.image!r} contradict each other: keep one")
-        return self
 
 
 class McpConfig(_Remote):
@@ -121,16 +98,13 @@ class McpConfig(_Remote):
     url: str = Field(min_length=1)
     """The server's endpoint, e.g. http://127.0.0.1:8082/mcp."""
     api_key_env: str = ""
-    """Environment variable that holds the key. Empty: send no key."""
-    api_key_header: str = "E2B-API-KEY"
-    """Header that carries the key; `Authorization` sends it as a bearer token."""
+    """Environment variable that holds the key, which is sent as E2B-API-KEY and as a bearer token. Empty: send no
+    key."""
     template: str = "code-interpreter"
     """Template for tasks that name no template, sent as X-Template."""
     tool: Literal["session", "once"] = "session"
     """Tools to call. session: run_command in the session's sandbox, and run_code for stateful code. once: run_code_once
     for every program, each in a fresh sandbox that ends with it; no files and no state."""
-    execution_timeout_s: int = Field(60, ge=1, le=3600)
-    """The server's time limit for one execution, sent as X-Execution-Timeout. Must exceed any task's time limit."""
 
 
 class PluginConfig(_Created):
@@ -155,14 +129,12 @@ class SandboxConfig(FrozenModel):
     """Sandbox provider of the run, as a list with one section."""
     max_leases: int = Field(0, ge=0)
     """Maximum number of sandboxes in use at once, over all rollout workers. 0: the provider's limit."""
-    max_waiting: int = Field(10_000, ge=1)
-    """Maximum number of requests for a sandbox that wait. Further requests are refused immediately instead of timing
-    out."""
     lease_ttl_s: float = Field(600.0, gt=0)
     """Longest time that one use of a sandbox (a lease) may take; then the sandbox is taken back. Must exceed any task's
     timeout_s."""
     holder_timeout_s: float = Field(60.0, gt=0)
-    """Time without a message from a rollout worker after which it counts as dead, and its leases are revoked."""
+    """Time without a message from a rollout worker after which it counts as dead, and its leases are revoked. After
+    twice this time without a message from the run, the reaper ends the run's remote sandboxes."""
     min_ready: int = Field(0, ge=0)
     """Idle remote sandboxes to keep ready for each template in use, so that the start of a step does not wait."""
     max_uses: int = Field(1, ge=1)
@@ -170,16 +142,6 @@ class SandboxConfig(FrozenModel):
     each returned sandbox is checked."""
     create_timeout_s: float = Field(90.0, gt=0, le=3600)
     """Longest wait for a new sandbox. A sandbox that becomes ready later is used for another request or ended."""
-    sandbox_ttl_s: float = Field(900.0, ge=60, le=86400)
-    """Lifetime that the provider is asked for, extended while the sandbox is in use. If the run dies, the provider ends
-    the sandbox after this time."""
-    idle_timeout_s: float = Field(300.0, gt=0)
-    """Idle time after which a remote sandbox beyond min_ready is ended, because it costs money."""
-    sweep_every_s: float = Field(60.0, gt=0)
-    """Seconds between comparisons of the provider's list of sandboxes with the pool's list. Sandboxes that the pool
-    doesn't know are ended."""
-    reaper_grace_s: float = Field(120.0, gt=0)
-    """Time without a message from the run after which it counts as dead, and the reaper ends its sandboxes."""
     allow_unisolated: bool = False
     """Run model-written code without isolation on nodes that offer none. The isolation of each result is then
     `unisolated`."""
@@ -196,6 +158,11 @@ class SandboxConfig(FrozenModel):
     @property
     def provider(self) -> ProviderConfig:
         return self.providers[0]
+
+    @property
+    def reaper_grace_s(self) -> float:
+        """Time without a message from the run after which the reaper ends its sandboxes."""
+        return 2 * self.holder_timeout_s
 
     @property
     def without_stock(self) -> Self:

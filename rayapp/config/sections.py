@@ -143,10 +143,6 @@ class TrainSection(FrozenModel):
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0 in
     profiles/ of the run folder. A profiled step is slower."""
-    straggler_window: int | None = Field(None, ge=0)
-    """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
-    stays within max_staleness. null: groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0:
-    strictly in order. Synchronous runs are always in order."""
 
     @property
     def takes_turns(self) -> bool:
@@ -189,9 +185,8 @@ class WarmupSection(FrozenModel):
     rows_per_step: int = Field(4, ge=1)
     """Demonstrations per optimizer step. Each epoch takes all demonstrations in a new order, drawn from run.seed."""
     max_tokens: int = Field(0, ge=0)
-    """Longest row in tokens; longer rows are refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
-    filter_overlong: bool = False
-    """Drop rows longer than max_tokens, and report how many, instead of refusing them."""
+    """Longest row in tokens; longer rows are refused, or dropped with data.filter_overlong_prompts. 0:
+    rollout.max_prompt_tokens + rollout.max_completion_tokens."""
     lr: float = Field(2e-5, gt=0)
     """Learning rate of the supervised steps. GRPO starts with a fresh optimizer."""
 
@@ -229,8 +224,6 @@ class ServerSection(FrozenModel):
     most 4, a larger one at most one per 32 MiB of weights."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Time limit for a server to load the model and be ready."""
-    request_timeout_s: float | None = Field(None, gt=0)
-    """Time limit of one completion, including its wait at the server. null: the limit of the group."""
     sync_timeout_s: float = Field(120.0, gt=0)
     """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
@@ -311,7 +304,8 @@ class CheckpointSection(FrozenModel):
 
 
 class BudgetSection(FrozenModel):
-    """Prices of a run, and its maximum cost (docs/operate.md#budget). Without prices nothing is counted."""
+    """Prices of a run, and its maximum cost (docs/operate.md#budget), all in the unit of judges' prices. Without prices
+    nothing is counted."""
 
     gpu_hour: float = Field(0.0, ge=0)
     """Price of one GPU of the run for an hour."""
@@ -319,19 +313,14 @@ class BudgetSection(FrozenModel):
     """Price of one node of the Ray cluster for an hour, in addition to its GPUs. Every node that is alive counts."""
     sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
     """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
-    teacher_million_tokens: float = Field(0.0, ge=0)
-    """Price of a million tokens that the teacher behind distillation.base_url reads: all tokens of the step's
-    trajectories."""
     cap: float = Field(0.0, ge=0)
     """Maximum cost of the run, with judges; a resumed run continues to count. At 80% the run warns; at the cap it saves
     and ends with exit code 3. 0: no limit."""
-    currency: str = "USD"
-    """Name of the unit of all prices, for messages. Judges' prices (judges[].input_price) are in the same unit."""
 
     @property
     def has_prices(self) -> bool:
         by_time = self.gpu_hour or self.node_hour or any(self.sandbox_second.values())
-        return bool(by_time or self.teacher_million_tokens or self.cap)
+        return bool(by_time or self.cap)
 
 
 class EvalSection(FrozenModel):
@@ -392,18 +381,17 @@ class RecoverySection(FrozenModel):
     max_restarts: int = Field(3, ge=0)
     """Maximum number of restarts of each process (all learners count as one); one more failure ends the run. 0: never
     restart."""
-    ping_every_s: float = Field(2.0, gt=0)
-    """Seconds between health checks of each process."""
     ping_timeout_s: float = Field(60.0, gt=0)
     """Time without an answer after which a process counts as hanging and is replaced. Keep it far above the pauses of a
     healthy process on a busy machine. While a process starts, server.start_timeout_s applies instead."""
     stall_replace_s: float = Field(180.0, gt=0)
     """Time after which a server is replaced if it has requests but samples no token. Keep it below
-    server.request_timeout_s, after which requests fail. Requests of groups that start together wait for each other for
+    rollout.group_deadline_s, after which requests fail. Requests of groups that start together wait for each other for
     at most half of this time."""
     stall_stop_s: float = Field(3600.0, gt=0)
     """Time without a finished group or phase of a step after which the run writes the stacks of all processes, saves
-    all complete work, and stops. Keep it longer than the slowest healthy step."""
+    all complete work, and stops. Learners that take half of it for one step are replaced. Keep it longer than twice the
+    slowest healthy step."""
 
 
 class TrackingSection(FrozenModel):

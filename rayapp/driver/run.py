@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from rayapp.config.config import Config
+from rayapp.config.sections import TrainSection
 from rayapp.core.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -138,17 +139,17 @@ def _open_store(
         version=version,
         num_groups=(train.num_steps - version) * train.groups_per_step,
         next_group_id=next_group_id,
-        straggler_window=straggler_window(cluster.config),
+        straggler_window=straggler_window(train),
         waiting=cluster.put_groups(kept.waiting),
         done_ahead=kept.done_ahead,
         refuses=sampling.refuses,
     )
 
 
-def straggler_window(config: Config) -> int:
-    train = config.train
-    steps = train.max_staleness if train.partial_rollouts else 1
-    return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
+def straggler_window(train: TrainSection) -> int:
+    """Return how many groups may be trained ahead of an older group that is still being generated: those of a step, or
+    with partial rollouts as many as staleness allows. Synchronous runs are in order anyway."""
+    return (train.max_staleness if train.partial_rollouts else 1) * train.groups_per_step
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:

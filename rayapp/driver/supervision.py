@@ -32,6 +32,7 @@ from rayapp.core.errors import (
 )
 
 log = logging.getLogger(__name__)
+PING_EVERY_S = 2.0
 BIRTH_POLL_S = 0.1
 
 
@@ -68,6 +69,7 @@ class Supervisor:
     Args:
         members: processes to watch, all of them up.
         revive_timeout_s: deadline of a process that is being started.
+        ping_every_s: seconds between health checks of each process.
         report: gets a line for each process that is lost or restarted.
         may_start: returns when the GPU has room for the member of this name; the deadline does not include this wait.
     """
@@ -78,13 +80,14 @@ class Supervisor:
         recovery: RecoverySection,
         *,
         revive_timeout_s: float,
+        ping_every_s: float = PING_EVERY_S,
         report: Callable[[str], None] = lambda text: None,
         may_start: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
         self._members = {member.name: member for member in members}
         self._incarnations = dict.fromkeys(self._members, "")
         self._recovery = recovery
-        self._revive_timeout_s = revive_timeout_s
+        self._revive_timeout_s, self._ping_every_s = revive_timeout_s, ping_every_s
         self._report = report
         self._may_start = may_start
         self._locks = {name: asyncio.Lock() for name in self._members}
@@ -109,7 +112,7 @@ class Supervisor:
 
     async def _watch(self, name: str) -> None:
         while True:
-            await asyncio.sleep(self._recovery.ping_every_s)
+            await asyncio.sleep(self._ping_every_s)
             await self._check(name)
 
     async def settled(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
+from rayapp.config.other_models import MAX_VERDICT_TOKENS
 from rayapp.core.errors import InputError
 from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
@@ -39,10 +40,9 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         optimizer=make_optimizer(model, config.learner.optimizer),
         frozen=frozen,
         mfu=mfu_meter(config, ranks.device),
-        kl_coef=config.algorithm.kl_in_reward.coef,
         verdicts=None
         if told.privileged == "none"
-        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), told.max_privileged_tokens),
+        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), MAX_VERDICT_TOKENS),
     )
 
 

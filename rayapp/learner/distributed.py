@@ -82,8 +82,8 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
-    # If a rank fails, the other ranks wait in a collective until this timeout, which equals the driver's deadline.
-    timeout = timedelta(seconds=config.learner.step_timeout_s)
+    # If a rank fails, the other ranks wait in a collective until this timeout.
+    timeout = timedelta(seconds=config.recovery.stall_stop_s / 2)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
     if world_size == 1:

@@ -97,7 +97,6 @@ class PolicyLearner:
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
     verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
     mfu: MfuMeter | None = None  # computes `perf/mfu`; None on a CPU and on an unknown GPU
-    kl_coef: float = 0.0  # of the KL in the reward at the next step
     optimizer_steps: int = 0
     skipped_steps: int = 0  # in the run, because a loss or gradient was not finite
     # Log-probs (R,) under the weights with which the last step began, by row; only of computed trajectories.
@@ -269,17 +268,13 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        # (B, T), lost by trained tokens; updates the coefficient. Collective.
-        learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
+        # (B, T), lost by trained tokens. Collective.
+        section, reference = self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
         old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
         kl = self._over_ranks(table, {row: token_kl(own, reference[row], section) for row, own in old.items()})
-        penalty = kl_penalty_of(kl, table.num_response_tokens[table.trained], learner.kl_coef, section)
-        self.kl_metrics = {
-            "learner/reward_kl_penalty": penalty.mean_kl,
-            "learner/reward_kl_penalty_coeff": learner.kl_coef,
-        }
-        learner.kl_coef = penalty.next_coef
+        penalty = kl_penalty_of(kl, table.num_response_tokens[table.trained], section.coef)
+        self.kl_metrics = {"learner/reward_kl_penalty": penalty.mean_kl}
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:

@@ -42,7 +42,7 @@ class Demonstrations:
 
     rows: list[Trajectory] = field(default_factory=list)
     num_left_out: int = 0
-    """Number of demonstrations that warmup.filter_overlong left out, because they are longer than warmup.max_tokens."""
+    """Number of demonstrations that data.filter_overlong_prompts dropped: they are longer than warmup.max_tokens."""
 
 
 def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
@@ -65,12 +65,12 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
     for where, row in found:
         if row.num_tokens <= limit:
             result.rows.append(row)
-        elif config.warmup.filter_overlong:
+        elif config.data.filter_overlong_prompts:
             result.num_left_out += 1
         else:
             raise InputError(
                 f"{where} has {row.num_tokens} tokens, but warmup.max_tokens is {limit}. Raise warmup.max_tokens, "
-                "shorten the row, or set warmup.filter_overlong: true"
+                "shorten the row, or set data.filter_overlong_prompts: true"
             )
     if not result.rows:
         left_out = f"all {result.num_left_out} rows are longer than warmup.max_tokens = {limit}. Raise this key"

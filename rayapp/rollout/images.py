@@ -95,7 +95,7 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template
     try:
-        current: Reference = load_extra("images.pull:resolve")(reference, section.image_mirrors)
+        current: Reference = load_extra("images.pull:resolve")(reference)
         return current.template
     except ImageError as error:
         if not earlier:

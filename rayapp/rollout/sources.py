@@ -199,7 +199,6 @@ def answer_rewards(config: Config) -> AnswerRewards:
     section = config.reward
     return AnswerRewards(
         method=section.method,
-        format_score=section.format_score,
         weights=Weights.of(section),
         code=section.code,
         reads_thoughts=section.reads_thoughts,

@@ -69,12 +69,12 @@ FREE_KEYS = (
     *("budget", "cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
     "data.cache_dir",
-    *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),
+    *_of("server", "start_timeout_s", "sync_timeout_s"),
     "train.profile_steps",
-    *_of("learner", "step_timeout_s", "offload_when_idle"),
+    "learner.offload_when_idle",
     *_of("rollout", "group_deadline_s", "max_failed_ratio"),
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
-    *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
+    *_of("judges", "max_concurrent", "input_price", "output_price"),
 )
 """Keys and sections that may differ: they change where and how long a run executes and what it records, but not the
 training.

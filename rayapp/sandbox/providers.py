@@ -49,7 +49,6 @@ def image_source(section: LocalConfig) -> ImageCache:
     source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
-        mirrors=section.image_mirrors,
         aliases=section.images,
     )
     return source

@@ -47,8 +47,6 @@ class AnswerRewards:
     method: Method = "strict"
     """verl's `method` for GSM8K. Both values read the last 300 characters: `strict` needs `#### N` there, `flexible`
     takes the last number."""
-    format_score: float = 0.0
-    """Score of an answer that is wrong but in the right form (verl's name)."""
     weights: Weights = PLAIN
     """Weights of the added terms. The term `format` is 1 if the completion has exactly one `#### N`, at its end."""
     custom: CustomReward | None = None

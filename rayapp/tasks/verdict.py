@@ -54,11 +54,10 @@ class Weights:
 
     format: float = 0.0
     tool: float = 0.0
-    tool_verdict: float = 0.0
 
     @classmethod
     def of(cls, section: RewardSection) -> Weights:
-        return cls(format=section.format_weight, tool=section.tool_weight, tool_verdict=section.tool_verdict_weight)
+        return cls(format=section.format_weight, tool=section.tool_weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +174,7 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
     value = found.value + weights.format * found.terms.get("format", 0.0)
     if tools is None:
         return replace(found, value=value)
-    value += weights.tool * tools.calls + weights.tool_verdict * tools.verdicts
+    value += weights.tool * tools.calls
     return replace(found, value=value, terms=found.terms | {"tool": tools.calls, "tool_verdict": tools.verdicts})
 
 

@@ -93,7 +93,7 @@ async def test_limits_and_verdicts_are_those_of_python(
 
 async def test_a_compiler_that_takes_too_long_is_stopped(sandboxes: SandboxSource) -> None:
     slow = "#include <bits/stdc++.h>\nint main() {}"
-    reward = await score(problem(of("cpp"), ("", "1"), compile_timeout_s=0.01), slow, sandboxes)
+    reward = await score(replace(problem(of("cpp"), ("", "1")), compile_timeout_s=0.01), slow, sandboxes)
 
     assert (reward.value, reward.status) == (0.0, "compile_error")
     assert "stopped for timeout" in reward.detail

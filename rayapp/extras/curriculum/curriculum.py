@@ -28,6 +28,8 @@ from rayapp.rollout.order import GroupRequest
 FILE = "curriculum.json"
 """Name of the curriculum's file in a checkpoint; the checkpoint's manifest lists it."""
 SOLVED = "solved"
+MIN_WEIGHT = 0.1
+"""Weight of prompts that were always or never solved: they are drawn from time to time, as the policy changes."""
 Result = tuple[int, int, float, float]
 """Result of a group: its id, the index of its prompt (or of its source), the number of its trajectories, and the number
 of solved ones."""
@@ -38,7 +40,6 @@ class Curriculum:
 
     Args:
         num_prompts: number of prompts in one epoch. A prompt is identified by its index in the first epoch's order.
-        min_weight: weight of prompts that were always or never solved.
         ratios: ratios of the sources, if sources are drawn; None to draw prompts.
         counts, results: contents of a checkpoint's curriculum file, which `state` wrote.
     """
@@ -48,12 +49,11 @@ class Curriculum:
         *,
         num_prompts: int,
         seed: int,
-        min_weight: float,
         ratios: Sequence[float] | None = None,
         counts: Mapping[str, tuple[float, float]] | None = None,
         results: Sequence[Result] = (),
     ) -> None:
-        self._seed, self._min_weight = seed, min_weight
+        self._seed = seed
         self._draws_sources = ratios is not None
         self._ratios: NDArray[np.float64] = np.ones(num_prompts) if ratios is None else np.array(ratios, np.float64)
         self._tried, self._solved = np.zeros((2, num_prompts))
@@ -78,7 +78,6 @@ class Curriculum:
         return cls(
             num_prompts=number,
             seed=config.run.seed,
-            min_weight=config.algorithm.curriculum.min_weight,
             ratios=ratios,
             counts=counts,
             results=results,
@@ -87,13 +86,13 @@ class Curriculum:
     def weights(self) -> NDArray[np.float64]:
         """Return the weights (num_prompts,) by which prompts are drawn.
 
-        The weight of a prompt is 4 p (1 - p), but at least `min_weight`. p = (solved + 1) / (tried + 2), over the
+        The weight of a prompt is 4 p (1 - p), but at least `MIN_WEIGHT`. p = (solved + 1) / (tried + 2), over the
         prompt's trajectories. The weight is proportional to the variance of a 0/1 reward, because a group without
         variance has no signal. A prompt that was never tried has weight 1. A source's weight is multiplied by its
         ratio; the shape is then (num_sources,).
         """
         share = (self._solved + 1) / (self._tried + 2)
-        teaches: NDArray[np.float64] = np.maximum(self._min_weight, 4 * share * (1 - share))
+        teaches: NDArray[np.float64] = np.maximum(MIN_WEIGHT, 4 * share * (1 - share))
         return self._ratios * teaches
 
     def drawn(self, request: GroupRequest) -> GroupRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,13 +13,13 @@ import typer
 from rayapp.config.loading import load_config
 from rayapp.config.sandbox import LocalConfig
 from rayapp.core.logs import visible
-from rayapp.extras.images.pull import TOOLS, Wanted, build, pull
+from rayapp.extras.images.pull import TOOLS, build, pull
 from rayapp.extras.images.store import Store, open_store
 from rayapp.sandbox.images import parse
 
 app = typer.Typer(no_args_is_help=True, help="The cache of images that local sandboxes run on.")
 _MIB = 1 << 20
-ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder, size and mirrors from this config")]
+ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder and size from this config")]
 
 
 @app.command(
@@ -31,11 +32,9 @@ def pull_images(
     config: ConfigOption = None,
 ) -> None:
     """Download images into the cache; print the digest of each name."""
-    section = _local_section(config)
-    store = _store(section)
+    store = _store(_local_section(config))
     for name in images:
-        wanted = Wanted(mirrors=section.image_mirrors, progress=2)  # standard error
-        with pull(store, parse(name), wanted) as hold:
+        with pull(store, parse(name), progress=sys.stderr.fileno()) as hold:
             print(visible(f"image:{hold.image.name}"), flush=True)
 
 

@@ -15,10 +15,10 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
@@ -34,16 +34,6 @@ _RETRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Settings of a pull."""
-
-    mirrors: Mapping[str, Sequence[str]] | None = None
-    """Registry -> mirrors that are tried before it; `http://HOST` is used without TLS."""
-    progress: IO[str] | int = subprocess.DEVNULL
-    """File or descriptor to which skopeo writes what it is doing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     """A place that may have an image, in skopeo's form."""
 
@@ -52,26 +42,27 @@ class _Source:
     """True for a registry that is asked without TLS."""
 
 
-def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
+def pull(store: Store, reference: Reference, progress: int = subprocess.DEVNULL) -> Hold:
     """Return a lock (`Hold`) that keeps an image in the cache; download and unpack the image first if it is missing. An
     image of the cache needs no request if its name has a digest, or if it was built here. For a tag, the registry is
     first asked for the digest.
 
+    Args:
+        progress: descriptor to which skopeo writes what it is doing.
     Raises:
         ImageError: the image is missing, damaged, too large, or for another platform.
         SandboxUnavailableError: the registry can't be reached.
     """
-    wanted = wanted or Wanted()
     if reference.digest or reference.kind == "build":
         found = store.named(reference)
         if found is not None and (hold := store.hold(found)) is not None:
             return hold
-    source, digest = _resolved(reference, wanted)
+    source, digest = _resolved(reference)
     for _ in range(3):
         if store.image(digest) is None:
             with store.alone(tree_of(digest)):
                 if store.image(digest) is None:
-                    _bring(store, source, reference, digest, wanted)
+                    _bring(store, source, reference, digest, progress)
         found = store.image(digest)
         if found is not None and (hold := store.hold(found)) is not None:
             pinned = reference.pinned(digest) if reference.kind == "registry" else reference
@@ -83,7 +74,7 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
     )
 
 
-def resolve(reference: Reference, mirrors: Mapping[str, Sequence[str]] | None = None) -> Reference:
+def resolve(reference: Reference) -> Reference:
     """Return the name with its current digest, without downloading the image. A name that has a digest is also looked
     up.
 
@@ -93,38 +84,31 @@ def resolve(reference: Reference, mirrors: Mapping[str, Sequence[str]] | None = 
     """
     if reference.kind != "registry":
         return reference
-    return reference.pinned(_resolved(reference, Wanted(mirrors=mirrors))[1])
+    return reference.pinned(_resolved(reference)[1])
 
 
-def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
-    """Return the first place that has the image, and the image's digest."""
-    problem: Exception | None = None
-    for source in _sources(reference, wanted.mirrors or {}):
-        flags = ["--tls-verify=false"] if source.is_plain else []
-        try:
-            raw = skopeo("inspect", reference, [*flags, "--raw", source.name])
-        except (ImageError, SandboxUnavailableError) as error:
-            problem = error
-            continue
-        digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
-        if reference.digest not in ("", digest):
-            raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
-        return source, digest
-    raise problem or ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
+def _resolved(reference: Reference) -> tuple[_Source, str]:
+    """Return the place of the image, and the image's digest."""
+    source = _source(reference)
+    raw = skopeo("inspect", reference, [*(["--tls-verify=false"] if source.is_plain else []), "--raw", source.name])
+    digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    if reference.digest not in ("", digest):
+        raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
+    return source, digest
 
 
-def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iterator[_Source]:
+def _source(reference: Reference) -> _Source:
     match reference.kind:
         case "registry":
+            host = reference.registry
             which = f"@{reference.digest}" if reference.digest else f":{reference.tag}"
-            for host in (*mirrors.get(reference.registry, ()), reference.registry):
-                bare = host.removeprefix("http://").removeprefix("https://").rstrip("/")
-                is_plain = host.startswith("http://") or bare in _LOOPBACK or bare.rpartition(":")[0] in _LOOPBACK
-                yield _Source(name=f"docker://{bare}/{reference.name}{which}", is_plain=is_plain)
+            is_plain = host in _LOOPBACK or host.rpartition(":")[0] in _LOOPBACK
+            return _Source(name=f"docker://{host}/{reference.name}{which}", is_plain=is_plain)
         case "oci":
-            yield _Source(name=f"oci:{reference.name}{f':{reference.tag}' if reference.tag else ''}")
+            return _Source(name=f"oci:{reference.name}{f':{reference.tag}' if reference.tag else ''}")
         case "archive":
-            yield _Source(name=_archive(reference))
+            return _Source(name=_archive(reference))
+    raise ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
 
 
 def _archive(reference: Reference) -> str:
@@ -145,14 +129,14 @@ def _archive(reference: Reference) -> str:
     raise ImageError(f"image {reference} is not in the archive")
 
 
-def _bring(store: Store, source: _Source, reference: Reference, digest: str, wanted: Wanted) -> None:
+def _bring(store: Store, source: _Source, reference: Reference, digest: str, progress: int) -> None:
     """Download and unpack an image into the cache. The caller holds the lock of its tree."""
     what = f"image {reference}"
     with store.pending(tree_of(digest)) as folder:
         layout = folder / "oci"
         flags = ["--src-tls-verify=false"] if source.is_plain else []
         copy = [*flags, f"--retry-times={_RETRIES}", source.name, f"oci:{layout}:image"]
-        skopeo("copy", reference, copy, watched=Watch(store, folder, what), progress=wanted.progress)
+        skopeo("copy", reference, copy, watched=Watch(store, folder, what), progress=progress)
         config = _config(layout, what)
         inner = config.get("config") or {}
         if not store.make_room(_GUESSED_RATIO * usage(folder)[0]):

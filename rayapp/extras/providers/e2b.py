@@ -48,7 +48,7 @@ from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import E2B, ServiceProvider, error_of, error_of_status
 from rayapp.sandbox.images import PREFIX, is_image
-from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ class KruiseService:
             "templateID": config.template_of(spec.template) or config.template,
             "timeout": max(_MIN_TTL_S, math.ceil(ttl_s)),
             "envVars": dict(spec.env),
-            "allow_internet_access": config.allow_internet,
+            "allow_internet_access": False,  # completions could look up their answers
             "metadata": {
                 **labels,
                 f"{_EXTENSION}/claim-timeout-seconds": str(_CLAIM_TIMEOUT_S),
@@ -355,9 +355,9 @@ def _object(answer: httpx.Response) -> dict[str, object]:
 class E2BProvider(ServiceProvider):
     """Provider of sandboxes of a server with E2B's protocol. `leases.RemoteProvider` describes its methods."""
 
-    def __init__(self, config: E2BConfig, *, api_key: str) -> None:
+    def __init__(self, config: E2BConfig, *, api_key: str, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
-        super().__init__(service, answer_within_s=config.answer_within_s)
+        super().__init__(service, answer_within_s=answer_within_s)
 
 
 class SdkService:
@@ -395,7 +395,7 @@ class SdkService:
                 timeout=math.ceil(ttl_s),
                 metadata=dict(labels),
                 envs=dict(spec.env),
-                allow_internet_access=self._config.allow_internet,
+                allow_internet_access=False,  # completions could look up their answers
                 lifecycle={"on_timeout": "kill"},
                 idempotency_key=key,
                 # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.

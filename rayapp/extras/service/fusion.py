@@ -155,10 +155,8 @@ class _Fusion:
         try:
             problem = CodeProblem(
                 ground_truth=ground_truth(asked),
-                rules=CodeSection(
-                    test_timeout_s=asked.config.run_timeout or _RUN_TIMEOUT_S,
-                    compile_timeout_s=asked.config.compile_timeout or _COMPILE_TIMEOUT_S,
-                ),
+                rules=CodeSection(test_timeout_s=asked.config.run_timeout or _RUN_TIMEOUT_S),
+                compile_timeout_s=asked.config.compile_timeout or _COMPILE_TIMEOUT_S,
             )
             scoring = problem.each_test(asked.completion, self._sandboxes(request))
             told = await self._clients.unless_hung_up(request.headers[CALL_HEADER], scoring)

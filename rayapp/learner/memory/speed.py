@@ -135,7 +135,6 @@ def late(config: Config, generate_s: float) -> Iterator[str]:
     """Yield a message, with the way out, for each deadline that a step's generation misses."""
     deadlines = {
         "rollout.group_deadline_s": config.group_deadline_s,
-        "server.request_timeout_s": config.server.request_timeout_s or config.group_deadline_s,
         "recovery.stall_stop_s": config.recovery.stall_stop_s,
     }
     for key, deadline_s in deadlines.items():

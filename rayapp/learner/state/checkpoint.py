@@ -101,8 +101,6 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
         raise CheckpointDamagedError(f"the checkpoint in {folder} is damaged: it has {wrong}")
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
-    if "kl_coef" in state:
-        learner.kl_coef = float(state["kl_coef"])
     return version
 
 
@@ -137,13 +135,10 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
 
 
 def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
-    state = {
+    return {
         "counters": torch.tensor([version, learner.optimizer_steps, learner.skipped_steps]),
         "rng": torch.get_rng_state(),
     }
-    if learner.config.algorithm.kl_in_reward.control == "adaptive":
-        state["kl_coef"] = torch.tensor(learner.kl_coef, dtype=torch.float64)
-    return state
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:

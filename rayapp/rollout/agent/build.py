@@ -55,7 +55,6 @@ async def open_loop(
         max_assistant_turns=agent.max_assistant_turns,
         max_calls_per_turn=agent.max_calls_per_turn,
         max_tool_output_chars=agent.max_tool_output_chars,
-        cut_side=agent.tool_output_keeps,
     )
     tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     return await open_agent_loop(

@@ -28,7 +28,7 @@ from rayapp.tasks.data.rows import DATASETS, default_source
 BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
-_RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
+_RULES = CodeSection(max_tests=0, test_timeout_s=3.0)
 """Rules of scoring: run all tests, each with at most 3 s. HumanEval's own harness allows 3 s for all tests together."""
 # Stop texts of a completion: HumanEval's are from its paper; MBPP's is the mark that ends an answer in its prompt.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}

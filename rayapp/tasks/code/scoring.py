@@ -44,6 +44,8 @@ from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _MOST_CALLS_TOLD = 3
 _MOST_TOLD_CHARS = 300
+COMPILE_TIMEOUT_S = 30.0
+"""Time limit of compiling an answer that is not Python, once before its tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class CodeProblem:
     """JSON text in one of the formats of `formats.py`."""
     comparison: Comparison = "lines"
     rules: CodeSection = field(default_factory=CodeSection)
+    compile_timeout_s: float = COMPILE_TIMEOUT_S
 
     async def tests(self) -> CodeTests:
         """Return the tests.
@@ -127,9 +130,14 @@ class CodeProblem:
         if (language := tests.language) is not None:
             code, status, detail = await on_text(screen_program, final_text, language.fences)
             screened = Screened(code=code, status=status, detail=detail, line=0, needs_imports=False)
-            return _Candidate(screened=screened, code=code, tests=tests, rules=self.rules)
+            return self._as_candidate(screened, code, tests)
         found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
-        return _Candidate(screened=found, code=_with_imports(found, tests), tests=tests, rules=self.rules)
+        return self._as_candidate(found, _with_imports(found, tests), tests)
+
+    def _as_candidate(self, screened: Screened, code: str, tests: CodeTests) -> _Candidate:
+        return _Candidate(
+            screened=screened, code=code, tests=tests, rules=self.rules, compile_timeout_s=self.compile_timeout_s
+        )
 
     async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
         if problem := await candidate.compile(sandbox):
@@ -138,7 +146,7 @@ class CodeProblem:
         stops_early = self.rules.score == "all"
         num_passed, first_problem, left_s = 0, "", self.rules.total_timeout_s
         for index in _failures.first(self.ground_truth, chosen) if stops_early else chosen:
-            problem, took_s = "out of time: the earlier tests used up reward.code.total_timeout_s", 0.0
+            problem, took_s = f"out of time: the earlier tests took {self.rules.total_timeout_s:g} s", 0.0
             if left_s > 0:
                 problem, took_s = await candidate.run(tests.tests[index], sandbox, left_s)
             left_s -= took_s
@@ -159,8 +167,6 @@ class CodeProblem:
         count, most = len(tests.tests), self.rules.max_tests
         if not most or count <= most:
             return list(range(count))
-        if self.rules.choose_tests == "first":
-            return list(range(most))
         return sorted(random.Random(f"code-tests/{seed}").sample(range(count), most))
 
 
@@ -173,6 +179,7 @@ class _Candidate:
     """The candidate's code with its preamble and imports."""
     tests: CodeTests
     rules: CodeSection
+    compile_timeout_s: float = COMPILE_TIMEOUT_S
 
     async def compile(self, sandbox: Sandbox) -> str:
         """Compile the code, if it is not Python. Return the compiler's first error messages; empty on success.
@@ -183,7 +190,7 @@ class _Candidate:
         if (language := self.tests.language) is None:
             return ""
         await write_program(language, self.code, sandbox)
-        ran = await compile_program(language, self.code, sandbox, timeout_s=self.rules.compile_timeout_s)
+        ran = await compile_program(language, self.code, sandbox, timeout_s=self.compile_timeout_s)
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:

@@ -41,7 +41,7 @@ ROWS_PER_GROUP = 1024
 """Number of rows in a parquet row group; a reader keeps whole groups in memory."""
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
-_REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
+_REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0)
 OWN_SOURCE = "own"
 """data_source of a user's rows. Only the user's own reward function scores it."""
 _MOST_NAMED = 20

@@ -620,7 +620,7 @@ async def remote_service(kind: str) -> AsyncIterator[tuple[StubServer, SandboxCo
     stub: StubServer = module.E2BStub() if kind == "e2b" else module.DaytonaStub()
     async with stub.running() as url:
         address = {"api_url": url, "sandbox_url": url} if kind == "e2b" else {"api_url": f"{url}/api"}
-        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creation_burst": 10, **address}
+        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creations_per_s": 2.0, **address}
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("RAYAPP_TEST_KEY", module.API_KEY)
             yield stub, SandboxConfig.model_validate({"providers": [section]})

@@ -30,7 +30,7 @@ SOLVED_BY = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
 def curriculum(counts: dict[str, tuple[float, float]] | None = None, seed: int = 3) -> Curriculum:
-    return Curriculum(num_prompts=NUM_PROMPTS, seed=seed, min_weight=0.1, counts=counts)
+    return Curriculum(num_prompts=NUM_PROMPTS, seed=seed, counts=counts)
 
 
 def never(group_id: int) -> bool:

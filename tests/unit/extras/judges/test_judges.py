@@ -385,9 +385,9 @@ async def test_no_response_of_a_pair_gives_the_judge_orders(desk: Any, text: str
 
 
 async def test_the_lines_around_a_response_are_others_for_every_question(desk: Any) -> None:
-    async with desk(cache=False) as at:
+    async with desk() as at:
         await at.score("abc")
-        await at.score("abc")
+        await at.score("abd")
 
     first, second = (body["messages"][1]["content"] for body in at.stub.bodies)
     assert first != second

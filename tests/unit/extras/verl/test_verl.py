@@ -221,6 +221,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "supported values are kl, k1, mse"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "It must be fixed"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
