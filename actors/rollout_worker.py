@@ -69,7 +69,6 @@ class RolloutWorker(Restartable):
             holder=repr(self),
             ttl_s=config.sandbox.lease_ttl_s,
             on_exec=self._observe_exec,
-            create_timeout_s=config.sandbox.create_timeout_s,
         )
 
     def __repr__(self) -> str:

@@ -173,7 +173,7 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
         if isinstance(error, DeadlineError):
             raise DeadlineError(
                 f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show the reason (dashboard, "
-                "Actors); if the machine is only slow, raise server.start_timeout_s or cluster.start_timeout_s."
+                "Actors); if the machine is only slow, raise server.start_timeout_s."
             ) from group
         raise error from group
 

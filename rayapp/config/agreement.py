@@ -30,7 +30,6 @@ def check_agreement(config: Keys) -> None:
     _dapo_fits(config)
     _groups_suffice(config)
     _kl_in_reward_fits(config)
-    _best_metric_exists(config)
     _teacher_fits(config)
     _rounding_is_corrected(config)
     _repeats(config)
@@ -218,15 +217,6 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
                 f"= {deadline_s:g}, because a pairwise judge must answer before the group's deadline. Lower timeout_s, "
                 "or raise rollout.group_deadline_s."
             )
-
-
-def _best_metric_exists(config: Keys) -> None:
-    metric, keep_best = config.checkpoint.best_metric, config.checkpoint.keep_best
-    if keep_best and metric.startswith("eval/") and config.eval.every_steps == 0:
-        raise ValueError(
-            f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: no step is evaluated, and "
-            f"checkpoint.keep_best = {keep_best} would keep no checkpoint. Set eval.every_steps, or use reward/mean."
-        )
 
 
 def _warmup_fits(config: Keys) -> None:

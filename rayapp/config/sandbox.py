@@ -53,25 +53,21 @@ class E2BConfig(_Created):
     API."""
 
     type: Literal["e2b"] = "e2b"
-    dialect: Literal["e2b", "kruise"] = "e2b"
-    """API dialect. kruise: routes and addresses of OpenKruise's sandbox-manager (docs/sandbox-providers.md)."""
     template: str = "code-interpreter-v1"
     """Template, or name of the SandboxSet, for tasks that name no template. The template needs python3, and Jupyter for
     stateful code."""
     api_key_env: str = Field("E2B_API_KEY", min_length=1)
     """Environment variable that holds the key; a config never holds keys."""
-    domain: str = ""
-    """Domain of the endpoint. Empty: E2B's own."""
     api_url: str = ""
-    """Full URL of the control plane, if it is not https://api.DOMAIN. Required for dialect kruise."""
+    """Full URL of the control plane. Empty: E2B's own. A URL that ends in /kruise/api is that of OpenKruise's
+    sandbox-manager (docs/sandbox-providers.md)."""
     sandbox_url: str = ""
-    """Full URL of sandboxes, if it is not https://PORT-ID.DOMAIN."""
+    """Full URL of sandboxes. Empty: as the control plane says."""
 
-    @model_validator(mode="after")
-    def _kruise_needs_its_url(self) -> Self:
-        if self.dialect == "kruise" and not self.api_url:
-            raise ValueError("dialect kruise needs api_url, e.g. http://sandbox-manager.example/kruise/api")
-        return self
+    @property
+    def is_kruise(self) -> bool:
+        """True if the control plane is OpenKruise's sandbox-manager, which has an earlier version of E2B's API."""
+        return self.api_url.rstrip("/").endswith("/kruise/api")
 
 
 class DaytonaConfig(_Created):
@@ -140,8 +136,6 @@ class SandboxConfig(FrozenModel):
     max_uses: int = Field(1, ge=1)
     """Number of uses of a remote sandbox before it is ended. With 1, no use finds files of an earlier use; with more,
     each returned sandbox is checked."""
-    create_timeout_s: float = Field(90.0, gt=0, le=3600)
-    """Longest wait for a new sandbox. A sandbox that becomes ready later is used for another request or ended."""
     allow_unisolated: bool = False
     """Run model-written code without isolation on nodes that offer none. The isolation of each result is then
     `unisolated`."""

@@ -207,9 +207,6 @@ class ServerSection(FrozenModel):
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
     """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
     start. Unused on GPU."""
-    kv_block_tokens: Literal[0, 16, 32, 64, 128] = 0
-    """Tokens per KV cache block. A group shares only whole blocks of its prompt; the rest is computed for each
-    trajectory. 0: vLLM's default, which on CPU is 128, longer than many prompts."""
     max_num_seqs: int = Field(64, ge=1)
     """Maximum number of sequences that a server decodes at once; further sequences wait."""
     max_num_batched_tokens: int = Field(0, ge=0)
@@ -223,9 +220,8 @@ class ServerSection(FrozenModel):
     of that if learners compute at the same time (train.max_staleness above 0); a model of less than 128 MiB gets at
     most 4, a larger one at most one per 32 MiB of weights."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Time limit for a server to load the model and be ready."""
-    sync_timeout_s: float = Field(120.0, gt=0)
-    """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
+    """Time limit for a server to load the model and be ready. Ray has a fifth of it to place each process of the run,
+    and so has each phase of a weight sync (forming the group, exporting, loading); a server that misses one is
     replaced."""
     weight_transport: Literal["auto", "object_store", "nccl", "ipc"] = "auto"
     """Transport of weights to the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they
@@ -243,6 +239,16 @@ class ServerSection(FrozenModel):
     """Further arguments of the installed vLLM's AsyncEngineArgs by their own names, e.g. {attention_backend:
     FLASH_ATTN}. Arguments that have a key of rayapp, or contradict what the run relies on, are refused with the reason
     (docs/scale.md#arguments-of-vllm)."""
+
+    @property
+    def place_timeout_s(self) -> float:
+        """Time limit for Ray to place each process of the run."""
+        return self.start_timeout_s / 5
+
+    @property
+    def sync_timeout_s(self) -> float:
+        """Time limit of each phase of a weight sync."""
+        return self.start_timeout_s / 5
 
     @property
     def is_rounded(self) -> bool:
@@ -289,18 +295,14 @@ class CheckpointSection(FrozenModel):
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Number of further checkpoints to keep: those with the highest `best_metric` at their step."""
-    best_metric: str = "reward/mean"
-    """Metric that keep_best compares, e.g. eval/reward/mean; higher is better. Steps without this metric have no score.
-    If keep_best is not 0 and the metric doesn't exist, the run ends after the first step."""
+    """Number of further checkpoints to keep: those with the highest eval/reward/mean at their step, or reward/mean if
+    eval.every_steps is 0."""
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
     """Parts of a checkpoint. model, optimizer: a resume needs both. hf_model: also a Hugging Face folder of the
     weights."""
     final_dtype: Dtype = "bfloat16"
     """Number format of the weights in final/, which the last evaluation measures too. Checkpoints, and the model that a
     warm-up hands over to GRPO, are always float32, as the learner holds them."""
-    asynchronous: bool = True
-    """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
 
 class BudgetSection(FrozenModel):
@@ -368,11 +370,6 @@ class ClusterSection(FrozenModel):
     groups in flight."""
     dashboard: bool = True
     """Start Ray's dashboard if the run starts Ray. The dashboard takes some memory and CPU time."""
-    log_to_driver: bool = False
-    """Also print the output of all processes in the driver's terminal. The output is always in Ray's logs and the
-    dashboard."""
-    start_timeout_s: float = Field(120.0, gt=0)
-    """Time limit for Ray to place each process of the run."""
 
 
 class RecoverySection(FrozenModel):
@@ -406,8 +403,6 @@ class TrackingSection(FrozenModel):
     """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker. A trace has the turns,
     generations, tool calls and sandbox runs with their texts; writing one takes about 15 ms, in parallel with
     training."""
-    trajectories: bool = True
-    """Write each step's trajectories to trajectories/step=NNNNNN.parquet of the run folder (docs/run-folder.md)."""
     log_format: Literal["text", "json"] = "text"
     """Format of logs. json: every process logs one object per line, with the ids of run, step, group, actor and
     task."""

@@ -1,15 +1,11 @@
 """Opens a run: makes the objects that every step uses, and restores the last checkpoint.
 
 The driver calls `open_run` once; `rayapp.driver.feeding` and `rayapp.driver.loop` use the result.
-
-`BestMetric` reads `checkpoint.best_metric` from each step's metrics, as the score of the checkpoint saved after it. If
-no step can have a metric of that name, the first trained step raises an error with similar names.
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -20,7 +16,6 @@ from rayapp.config.sections import TrainSection
 from rayapp.core.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    ConfigError,
     LearnersLostError,
     RayappError,
     StorageFullError,
@@ -38,52 +33,12 @@ from rayapp.runs.layout import PROFILES
 from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
-TASK, EVAL = "task/", "eval/"
 
-
-class BestMetric:
-    """Reads the score of a checkpoint from a step's metrics, and checks its name."""
-
-    def __init__(self, config: Config) -> None:
-        self._name = config.checkpoint.best_metric
-        self._is_checked = config.checkpoint.keep_best == 0
-
-    def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the best_metric of the step with these metrics; None if it is missing or not finite."""
-        value = metrics.get(self._name)
-        if not self._is_checked and _tells(self._name, metrics):
-            self._is_checked = True
-            if value is None:
-                self._check(metrics)
-        return value if value is not None and math.isfinite(value) else None
-
-    def _check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError if no step can have the metric. A metric of a task without groups in this step may exist in
-        other steps.
-        """
-        per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
-        if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
-            return
-        near = difflib.get_close_matches(self._name, sorted(metrics), n=3, cutoff=0.5)
-        meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
-        raise ConfigError(
-            f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
-            f"would keep no checkpoint.{meant}"
-        )
-
-
-def _tells(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return True if a step with these metrics would also have the metric `name`, if it existed at all. A step without
-    an evaluation lacks metrics of evaluations, and a step that computed nothing lacks many metrics of the learner.
-    """
-    if name.startswith(EVAL):
-        return any(other.startswith(EVAL) for other in metrics)
-    return metrics.get("learner/share_computed", 0.0) > 0
-
-
-def _in_any_task(name: str) -> str:
-    """Shorten `task/NAME/reward/mean` to `reward/mean`. A task's name may be a path with slashes."""
-    return name[name.rfind("/reward/") + 1 :] if "/reward/" in name else name
+def score_of(config: Config, metrics: Mapping[str, float]) -> float | None:
+    """Return the score by which `checkpoint.keep_best` ranks the checkpoint of the step with these metrics; None if the
+    step has no finite one, e.g. no evaluation."""
+    value = metrics.get("eval/reward/mean" if config.eval.every_steps else "reward/mean")
+    return value if value is not None and math.isfinite(value) else None
 
 
 Store = TrajectoryStore[object]
@@ -99,7 +54,6 @@ class Training:
     sampling: DynamicSampling
     failures: FailureBudget
     watchdog: Watchdog
-    best: BestMetric
     curriculum: Curriculum | None
     """Chooses the prompts of groups; None if prompts come in order."""
     profiles: list[Profile] = field(default_factory=list)
@@ -119,11 +73,10 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         folder=folder,
         tracker=tracker,
         store=_open_store(cluster, version, next_group_id, kept, sampling),
-        saver=CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous),
+        saver=CheckpointSaver(cluster.learners, folder),
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
-        best=BestMetric(config),
         curriculum=curriculum,
     )
 

@@ -137,7 +137,6 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # only for GPUs
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
-        "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),

@@ -397,9 +397,7 @@ def _step_files(run: Path) -> list[Path]:
     """Return the files of a run's recorded steps, in order. Raises InputError: there are none."""
     files = steps_in(run / TRAJECTORIES, PARQUET)
     if not files:
-        raise InputError(
-            f"{run / 'trajectories'} has no recorded steps: name the folder of a run with `tracking.trajectories: true`"
-        )
+        raise InputError(f"{run / 'trajectories'} has no recorded steps: name the folder of a run that trained a step")
     return files
 
 

@@ -121,7 +121,7 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
 
 def _builds_templates(section: ProviderConfig, template: str) -> bool:
     # The name of an image in a registry, from which E2B builds its own template.
-    is_e2b = isinstance(section, E2BConfig) and section.dialect == "e2b"
+    is_e2b = isinstance(section, E2BConfig) and not section.is_kruise
     return is_e2b and is_image(template) and not template.startswith(_NOT_IN_A_REGISTRY)
 
 

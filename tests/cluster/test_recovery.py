@@ -283,7 +283,7 @@ async def test_what_the_cluster_cannot_hold_is_refused_and_the_run_folder_stays_
     make_config: Callable[..., Config],
 ) -> None:
     # 40 servers and 2 learners ask for 0.1 CPU each, 4.2 together; the node has 2.
-    config = make_config(server={"num_servers": 40}, cluster={"start_timeout_s": 5.0})
+    config = make_config(server={"num_servers": 40, "start_timeout_s": 25.0})
     with RunFolder.open(config) as folder:
         before = contents(folder.path)
 

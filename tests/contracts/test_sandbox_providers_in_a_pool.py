@@ -37,7 +37,7 @@ async def service(kind: str) -> AsyncIterator[tuple[Stub, dict[str, object]]]:
     async with stub.running() as url:
         address: dict[str, dict[str, object]] = {
             "e2b": {"api_url": url, "sandbox_url": url, **rate},
-            "kruise": {"api_url": f"{url}/kruise/api", "dialect": "kruise", "template": "code-interpreter", **rate},
+            "kruise": {"api_url": f"{url}/kruise/api", "template": "code-interpreter", **rate},
             "daytona": {"api_url": f"{url}/api", **rate},
             "mcp": {"url": url},
         }

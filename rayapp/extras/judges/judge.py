@@ -98,9 +98,8 @@ class Judge:
             return self._of_class(said.answer["probs"]), {}, said
         said = await self._remembered((asked,), lambda: self._answered(*rubric_question(self.section, asked)))
         scores = said.answer["scores"]
-        parts = {each.name: scores[each.name] / MAX_SCORE for each in self.section.rubric}
-        total = sum(each.weight for each in self.section.rubric)
-        return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
+        parts = {name: scores[name] / MAX_SCORE for name in self.section.rubric}
+        return sum(parts.values()) / len(parts), parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
         """Ask a pairwise judge, showing the responses in this order. Return the preferred one, and the judge's answer.
@@ -151,7 +150,7 @@ class Judge:
     def _digest(self, about: tuple[Asked, ...]) -> str:
         section = self.section
         rule = (section.kind, section.model, MAX_SCORE, section.temperature, section.max_tokens)
-        criteria = [each.model_dump() for each in section.rubric]
+        criteria = list(section.rubric.items())
         told = json.dumps([rule, criteria, [astuple(each) for each in about]], default=str, sort_keys=True)
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 

@@ -83,7 +83,7 @@ def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[s
     `{"question": 4829, "reason": "", "scores": {"a": 7}}`.
     """
     score = {"type": "integer", "enum": list(range(MAX_SCORE + 1))}
-    names = [each.name for each in judge.rubric]
+    names = list(judge.rubric)
     scores = _object(dict.fromkeys(names, score))
     task = f"Give the response a whole number from 0 (worst) to {MAX_SCORE} (best) for each criterion."
     parts = [*_given(asked), ("RESPONSE", asked.response)]
@@ -175,7 +175,7 @@ def _messages(
     judge: JudgeSection, subject: str, task: str, example: Mapping[str, Any], parts: Sequence[tuple[str, str]]
 ) -> Messages:
     nonce = secrets.token_hex(8)
-    criteria = "\n".join(f"- {each.name} (weight {each.weight:g}): {each.text}" for each in judge.rubric)
+    criteria = "\n".join(f"- {name}: {text}" for name, text in judge.rubric.items())
     system = _SYSTEM.format(
         subject=subject,
         criteria=criteria,

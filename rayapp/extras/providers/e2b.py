@@ -356,7 +356,7 @@ class E2BProvider(ServiceProvider):
     """Provider of sandboxes of a server with E2B's protocol. `leases.RemoteProvider` describes its methods."""
 
     def __init__(self, config: E2BConfig, *, api_key: str, answer_within_s: float = ANSWER_WITHIN_S) -> None:
-        service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
+        service = (KruiseService if config.is_kruise else SdkService)(config, api_key)
         super().__init__(service, answer_within_s=answer_within_s)
 
 
@@ -368,7 +368,7 @@ class SdkService:
     def __init__(self, config: E2BConfig, api_key: str) -> None:
         self._config = config
         self._options: dict[str, Any] = {"api_key": api_key, "debug": False}
-        named = {"domain": config.domain, "api_url": config.api_url, "sandbox_url": config.sandbox_url}
+        named = {"api_url": config.api_url, "sandbox_url": config.sandbox_url}
         self._options |= {name: value for name, value in named.items() if value}
         self._builds: dict[str, asyncio.Task[str]] = {}
         """Image -> task that returns the name of its template."""

@@ -137,7 +137,6 @@ LEARNER: dict[str, Rule] = {
     f"{_FSDP}.ulysses_sequence_parallel_size": arithmetic.sequence_parallel,
     f"{_FSDP}.full_determinism": arithmetic.determinism,
     f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
-    f"{_ACTOR}.checkpoint.async_save": to("checkpoint.asynchronous", bool),
 }
 
 ROLLOUT: dict[str, Rule] = {

@@ -52,9 +52,7 @@ def build_pool(
     pool.stock = Stock(
         supply,
         provider or remote_provider(section),
-        StockRules(
-            create_timeout_s=config.create_timeout_s, min_ready=config.min_ready, max_uses=config.max_uses, **times
-        ),
+        StockRules(min_ready=config.min_ready, max_uses=config.max_uses, **times),
         labels=labels_of(run_name),
         clock=clock,
         on_change=pool.pump,
@@ -83,7 +81,6 @@ async def open_pool(
         remote=remote_providers(config),
         holder=name,
         ttl_s=config.lease_ttl_s,
-        create_timeout_s=config.create_timeout_s,
     )
     tending = asyncio.create_task(_tend(pool), name=f"tend sandboxes of {name}")
     try:

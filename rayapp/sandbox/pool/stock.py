@@ -25,7 +25,7 @@ from rayapp.core.errors import (
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import ANSWER_WITHIN_S, ConnectedSandbox, RemoteProvider
-from rayapp.sandbox.pool.supply import IDLE_TIMEOUT_S, StockItem, StockState, Supply
+from rayapp.sandbox.pool.supply import CREATE_TIMEOUT_S, IDLE_TIMEOUT_S, StockItem, StockState, Supply
 
 _LOOK = r"""
 import hashlib, itertools, os, stat
@@ -97,9 +97,9 @@ _LIST_TIMEOUT_S = 30.0
 class StockRules:
     """Settings of a stock, as in `SandboxConfig`."""
 
-    create_timeout_s: float
     min_ready: int
     max_uses: int
+    create_timeout_s: float = CREATE_TIMEOUT_S
     sandbox_ttl_s: float = SANDBOX_TTL_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
     kill_timeout_s: float = ANSWER_WITHIN_S

@@ -136,10 +136,9 @@ async def _run_pool(services: _Services, run: FaultRun, name: str, executions: i
     config = SandboxConfig(
         providers=(section,),
         max_leases=run.concurrency,
-        create_timeout_s=run.create_timeout_s,
         lease_ttl_s=2 * run.hung_after_s,
     )
-    times = {"grace_s": 2.0, "kill_timeout_s": run.answer_within_s}
+    times = {"grace_s": 2.0, "kill_timeout_s": run.answer_within_s, "create_timeout_s": run.create_timeout_s}
     async with AsyncExitStack() as stack:
         pool = build_pool(config, f"faults-{name}", provider=services.provider(section), **times)
         stack.push_async_callback(_close, pool, outcome)
@@ -149,7 +148,7 @@ async def _run_pool(services: _Services, run: FaultRun, name: str, executions: i
             remote={name: services.provider(section)},  # pool and worker have their own
             holder=name,
             ttl_s=900.0,
-            create_timeout_s=config.create_timeout_s,
+            create_timeout_s=run.create_timeout_s,
         )
         stack.push_async_callback(client.close)
         chores = asyncio.create_task(_tend(pool, sweep_every_s=5.0))

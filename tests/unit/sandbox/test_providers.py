@@ -104,7 +104,7 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     )
     assert why({"type": "e2b"}) == told
     assert why({"type": "e2b"}, template="image:org/x:1") == ""  # E2B builds a template from it
-    kruise = {"type": "e2b", "dialect": "kruise", "api_url": "http://h"}
+    kruise = {"type": "e2b", "api_url": "http://h/kruise/api"}
     assert (
         why({"type": "e2b"}, template="image:build:x")
         == why(kruise, template="image:x")

@@ -112,9 +112,10 @@ async def test_groups_that_a_checkpoint_keeps_are_counted_once_by_the_run_that_g
 
     with RunFolder.open(config) as folder:
         cluster = SimpleNamespace(is_synchronous=False, fetch_groups=fetch)
-        saver = CheckpointSaver(Learners(), folder, asynchronous=False)
+        saver = CheckpointSaver(Learners(), folder)
         run: Any = SimpleNamespace(store=store, cluster=cluster, curriculum=history, saver=saver)
         await begin_checkpoint(run, 1)
+        await saver.finish()
         checkpoint = folder.checkpoints.latest()
     assert checkpoint is not None
     resumed = Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)
@@ -158,8 +159,9 @@ async def test_its_counts_are_in_the_checkpoint_and_its_manifest(tmp_path: Path)
     history = Curriculum.open(config, [NUM_PROMPTS], None)
     play(history, range(5))
     with RunFolder.open(config) as folder:
-        saver = CheckpointSaver(Learners(), folder, asynchronous=False)
+        saver = CheckpointSaver(Learners(), folder)
         await saver.begin(5, next_group_id=10, files=history.state(never))
+        await saver.finish()
         checkpoint = folder.checkpoints.latest()
     assert checkpoint is not None
     assert FILE in json.loads((checkpoint.path / "manifest.json").read_text())["files"]

@@ -486,8 +486,8 @@ def test_a_reward_model_is_a_judge_on_gpus_of_its_own_whose_number_is_the_reward
     config = imported(seed_yaml, f"{part}.enable=True", f"{path}=/models/rm", *rollout).config
 
     (server,), (judge,) = config.model_servers, config.judges
-    assert (server.path, server.tensor_parallel_size, server.gpu_memory_utilization) == ("/models/rm", 2, 0.8)
-    assert server.options == {"runner": "pooling", "max-model-len": 128}
+    assert (server.path, server.tensor_parallel_size) == ("/models/rm", 2)
+    assert server.options == {"runner": "pooling", "gpu-memory-utilization": 0.8, "max-model-len": 128}
     assert (judge.kind, judge.base_url) == ("reward_model", f"run://{server.name}")
     assert (config.reward.judges, config.reward.verdict_weight) == ({judge.name: 1.0}, 0.0)
     assert config.cluster.num_gpus == 8 + 2

@@ -610,7 +610,7 @@ async def test_a_policy_behind_the_gateway_can_judge(
         monkeypatch.setenv("SESSION_KEY", served.session.key)
         section = JudgeSection.model_validate(
             {"name": "q", "base_url": f"{served.url}/v1", "model": "any", "api_key_env": "SESSION_KEY",
-             "response_format": "none", "rubric": [{"name": "right", "text": "It is right."}]}
+             "response_format": "none", "rubric": {"right": "It is right."}}
         )  # fmt: skip
         judge = Judge(section, tmp_path)
         asked = Asked(messages=tuple(HI), response="hello")

@@ -167,7 +167,7 @@ async def test_a_creation_that_answers_after_its_caller_gave_up_serves_the_next_
 async def test_a_creation_that_hangs_past_every_deadline_is_taken_in_when_it_answers() -> None:
     provider = FakeProvider()
     provider.hang_next("create")
-    async with opened(provider, clock=time.monotonic, create_timeout_s=2.0) as pool:
+    async with opened(provider, clock=time.monotonic, times={"create_timeout_s": 2.0}) as pool:
         lease = await pool.acquire("worker", SPEC, timeout_s=30)  # from a second creation
         provider.let_go()
         await until(lambda: pool.stats()["sandbox/plugin/late"] == 1)
@@ -269,7 +269,7 @@ async def test_the_sweep_ends_strays_and_forgets_the_dead() -> None:
 async def test_a_stray_is_left_alone_until_no_creation_can_still_claim_it() -> None:
     clock = Clock()
     provider = FakeProvider()
-    async with opened(provider, clock=clock, create_timeout_s=90.0) as pool:
+    async with opened(provider, clock=clock) as pool:
         stock = pool.stock
         assert stock is not None
         provider.living["unknown"] = labels_of("run-1")
