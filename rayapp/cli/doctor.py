@@ -258,7 +258,7 @@ def _storage_answers(config: Config) -> Iterator[Finding]:
 
 
 def _memory_fits(config: Config) -> Iterator[Finding]:
-    from rayapp.learner.memory.plan import plan_host
+    from rayapp.learner.memory.host import plan_host
     from rayapp.learner.memory.shape import model_shape
     from rayapp.learner.memory.speed import seconds_on_cpu
 
@@ -301,7 +301,7 @@ def _runs_on_gpus_here(config: Config) -> bool:
 
 def _node_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield a problem if a run on this machine's GPUs needs more host memory than is available."""
-    from rayapp.learner.memory.plan import plan_node
+    from rayapp.learner.memory.host import plan_node
     from rayapp.learner.memory.shape import model_shape
 
     try:

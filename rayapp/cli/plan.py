@@ -17,7 +17,8 @@ from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory
-from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_host, plan_model_servers, plan_node, without_autos
+from rayapp.learner.memory.host import plan_host, plan_node
+from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_model_servers, without_autos
 from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, seconds_on_cpu, step_timeline
 

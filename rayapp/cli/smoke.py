@@ -160,7 +160,8 @@ def _measured(config: Config, steps: Sequence[Mapping[str, float]], host_gib: fl
 
 def _planned(config: Config) -> dict[str, float]:
     """Return the plan's numbers by the table's names. For a CPU, whose seconds are not planned, the host's memory."""
-    from rayapp.learner.memory.plan import plan_gpu, plan_host, without_autos
+    from rayapp.learner.memory.host import plan_host
+    from rayapp.learner.memory.plan import plan_gpu, without_autos
     from rayapp.learner.memory.shape import GIB, gpu_here, model_shape
     from rayapp.learner.memory.speed import step_speeds
 

@@ -10,18 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
-from rayapp.config.config import Config, alone, frozen_models, with_number_formats, with_values
-from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
+from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.learner import LearnerSection
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
-from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 0.8 GiB on an H100 without NCCL
 GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
-# resident before weights: a learner; a server's three processes (vLLM 0.30, torch 2.13)
-LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
-WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB  # assumed: a rollout worker with its groups; Ray and the driver together
-PINNED_FACTOR = 1.5  # of pinned host memory for each byte kept there: torch rounds blocks up to powers of two
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9  # of a GPU, for learners' `auto` values
 # of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto
@@ -164,13 +160,13 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    masters = weight_bytes(shape, config.learner, _shard(shape.num_parameters, config.learner)) + MASTER * _shard(
+    masters = weight_bytes(shape, config.learner, shard(shape.num_parameters, config.learner)) + MASTER * shard(
         shape.num_adapter_parameters, config.learner
     )
-    gradients, optimizer = (kind * _shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
+    gradients, optimizer = (kind * shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     frozen = {
-        name: element * _shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
+        name: element * shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
     }
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
@@ -215,7 +211,7 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # The activations are freed; the gradients of embeddings and head are reduced together.
         Moment(
             name="reducing the gradients of embeddings and head",
-            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config.learner),
+            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * shard(trained_in_root, config.learner),
         ),
     )
 
@@ -235,7 +231,7 @@ def _teacher_bytes(shape: ModelShape, config: Config) -> int:
     )
 
 
-def _shard(num_parameters: int, learner: LearnerSection) -> int:
+def shard(num_parameters: int, learner: LearnerSection) -> int:
     return -(-num_parameters // (learner.num_learners // learner.replicas))
 
 
@@ -440,96 +436,3 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
     for section in asked_servers(config):
         own = alone(config, section)
         yield section, plan_server(model_shape(own), own, gpu_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlan:
-    """Bytes of host memory on a node of GPUs, without code in sandboxes."""
-
-    backups: int  # weights of sleeping servers, in pinned memory
-    learners: int  # kept or parked in host memory
-    staging: int  # copies from which a checkpoint is written
-    processes: int
-    object_store: int
-
-    @property
-    def total(self) -> int:
-        return self.backups + self.learners + self.staging + self.processes + self.object_store
-
-    def described(self) -> str:
-        names = {
-            "backups": "sleeping servers' weights",
-            "learners": "parked by learners",
-            "staging": "checkpoint being written",
-            "processes": "processes",
-            "object_store": "object store",
-        }
-        parts = [f"{getattr(self, key) / GIB:.0f} {name}" for key, name in names.items() if getattr(self, key)]
-        return f"{self.total / GIB:.0f} GiB = {' + '.join(parts)}"
-
-
-def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    learners = min(config.learner.num_learners, node_gpus)
-    server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
-    plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
-    weights = server_weight_bytes(shape, config.server)
-    sleeps = config.cluster.placement == "colocated"
-    parked = plan.resident - plan.runtime if plan.is_parked else plan.host
-    trained, contents = _shard(shape.num_trained, config.learner), config.checkpoint.save_contents
-    staged = trained * (MASTER * ("model" in contents) + ADAM * ("optimizer" in contents))
-    exported = 2 * shape.num_parameters // config.learner.num_learners if "hf_model" in contents else 0
-    return NodePlan(
-        backups=int(PINNED_FACTOR * weights) * server_gpus if sleeps else 0,
-        learners=int(PINNED_FACTOR * parked) * learners,
-        staging=(staged + exported) * learners,
-        processes=learners * LEARNER_BYTES
-        + server_gpus * SERVER_BYTES
-        + config.rollout.num_workers * WORKER_BYTES
-        + RAY_BYTES,
-        object_store=config.cluster.object_store_mib << 20,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPlan:
-    """Bytes of this machine's memory that a run on its CPU takes."""
-
-    learners: int  # at the peak of a step
-    activations: int  # of `learners`, taken only by the largest micro-batch
-    servers: int
-    object_store: int
-
-    @property
-    def total(self) -> int:
-        return self.learners + self.servers + self.object_store
-
-    @property
-    def least(self) -> int:
-        """Bytes needed even with the shortest micro-batches."""
-        return self.total - self.activations
-
-
-def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
-    """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
-    they are reduced, and malloc keeps freed memory."""
-    config = with_number_formats(config, on_gpu=False)
-    if config.learner.activation_checkpointing == "auto":
-        config = with_values(config, learner={"activation_checkpointing": 0})
-    config = with_learner_numbers(shape, config, have // 2)
-    section, server = config.learner, config.server
-    element = ELEMENT_BYTES[section.compute_dtype]
-    frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
-    adapters = MASTER * shape.num_adapter_parameters
-    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
-    shards += (ADAM + FLOAT32) * shape.num_trained
-    each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
-    head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
-    batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
-    rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
-    serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
-    return HostPlan(
-        learners=shards + section.num_learners * (each + batch),
-        activations=section.num_learners * batch,
-        servers=server.num_servers * serving,
-        object_store=config.cluster.object_store_mib << 20,
-    )

@@ -144,10 +144,9 @@ def late(config: Config, generate_s: float) -> Iterator[str]:
 
 def sleep_and_wake(shape: ModelShape, learner: LearnerSection, server: ServerPlan) -> Speed:
     """Estimate moving a server's weights to host memory and back, and parking the learners' tensors."""
-    section = learner
-    parked = (weight_bytes(shape, learner, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
-    moved = server.weights + (parked if section.offload_when_idle else 0)
-    return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=section.num_learners)
+    parked = (weight_bytes(shape, learner, shape.num_parameters) + ADAM * shape.num_trained) / learner.num_learners
+    moved = server.weights + (parked if learner.offload_when_idle else 0)
+    return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=learner.num_learners)
 
 
 def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Speed:
@@ -232,7 +231,7 @@ def _learner_speed(
     moved = passes * layer_bytes_per_token(shape, element) * shape.num_layers * load.computed_tokens
     moved += head_passes * FLOAT32 * shape.vocabulary * load.predicted_tokens
     compute_s = (
-        (products * layers + products * head) / (GEMM_SHARE * peak)
+        products * (layers + head) / (GEMM_SHARE * peak)
         + attention * attended / (ATTENTION_SHARE * peak)
         + moved / _memory_bytes_s(gpu)
     ) / num_gpus
@@ -258,13 +257,12 @@ def attention_flops(shape: ModelShape, num_attended: float) -> float:
 
 def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
     # one micro-batch's collectives: weights for each pass, and gradients
-    section = learner
-    if section.num_learners == 1:
+    if learner.num_learners == 1:
         return 0.0
     own = shape.num_parameters - shape.num_elsewhere
-    gathered = ELEMENT_BYTES[section.compute_dtype] * own * (2 if is_backward else 1)
+    gathered = ELEMENT_BYTES[learner.compute_dtype] * own * (2 if is_backward else 1)
     reduced = FLOAT32 * (shape.num_adapter_parameters or own) if is_backward else 0
-    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(section.num_learners, gpu) * 1e9)
+    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(learner.num_learners, gpu) * 1e9)
 
 
 def _link_gb_s(num_gpus: int, gpu: Gpu) -> float:

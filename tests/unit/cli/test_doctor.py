@@ -15,7 +15,7 @@ from rayapp.cli.doctor import _compiler_is_there, _gpu_computes, fitness
 from rayapp.cli.machine import Finding, _token_folder, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
-from rayapp.learner.memory.plan import plan_host
+from rayapp.learner.memory.host import plan_host
 from rayapp.learner.memory.shape import model_shape
 
 PARAMETER = b"\0\0\0\0"

@@ -15,6 +15,7 @@ from rayapp.cli.plan import plan_command, step_seconds
 from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
+from rayapp.learner.memory.host import plan_host, plan_node
 from rayapp.learner.memory.plan import (
     GRAPH_BYTES,
     RUNTIME_BYTES,
@@ -23,9 +24,7 @@ from rayapp.learner.memory.plan import (
     kept_bytes,
     least_recomputed,
     plan_gpu,
-    plan_host,
     plan_learner,
-    plan_node,
     plan_server,
     without_autos,
     working_bytes,
