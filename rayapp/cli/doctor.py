@@ -27,8 +27,7 @@ from rayapp.cli.arguments import (
     with_model_config,
 )
 from rayapp.cli.machine import GIB, Finding, free_shared_memory, gpu_names, installed, machine, sandbox_finding
-from rayapp.config.agreement import gpu_problems
-from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
 from rayapp.core.errors import LearnerError, StorageError, UserError

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
-from rayapp.config.agreement import CAPABILITIES, gpu_problems
-from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import CAPABILITIES, bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -183,7 +183,7 @@ class RewardSection(FrozenModel):
     custom: str = ""
     """Your own reward function in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()
-    judges: dict[str, float] = Field(default_factory=dict)
+    judges: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     """Judges that score answers, for rows and all other tasks: name in `judges` -> weight. With weight 0 the judge's
     score is recorded but not added to the reward."""
     verdict_weight: float = Field(1.0, allow_inf_nan=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rayapp.config.agreement import gpu_problems
+from rayapp.config.bundles import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ClusterSection, TrainSection

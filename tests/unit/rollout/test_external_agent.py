@@ -473,7 +473,7 @@ def test_arguments_are_filled_in_once() -> None:
         ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
         (
             {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
-            "only a command can run in a sandbox, not a function",
+            "only a command can run in a sandbox",
         ),
         (
             {
