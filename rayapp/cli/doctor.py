@@ -341,9 +341,9 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or config.model.path.startswith("s3://") or not gpu_names():
         return
-    from rayapp.learner.memory.plan import plan_gpu, plan_server, without_autos
+    from rayapp.learner.memory.plan import plan_gpu, without_autos
     from rayapp.learner.memory.shape import gpu_here, model_shape
-    from rayapp.learner.memory.speed import generate, late
+    from rayapp.learner.memory.speed import generate, late, step_load
 
     try:
         gpu, shape = gpu_here(), model_shape(config)
@@ -352,10 +352,12 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if gpu is None:
         return
     config = without_autos(shape, config, gpu)
-    if not plan_gpu(shape, config, gpu).fits:
+    plan = plan_gpu(shape, config, gpu)
+    if not plan.fits:
         cure = "rayapp plan CONFIG shows which part is too large"
         yield Finding("problem", "GPU memory", "the config does not fit", cure=cure)
-    for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
+    speed = generate(shape, config.server, step_load(config), gpu, plan.server)
+    for missed in late(config, speed.seconds):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 
 

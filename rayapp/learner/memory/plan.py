@@ -150,11 +150,11 @@ class GpuPlan:
 def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
     return GpuPlan(
         learner=plan_learner(shape, config),
-        server=plan_server(shape, config, gpu.room),
+        server=plan_server(shape, config.server, config.max_model_tokens, gpu.room),
         room=gpu.room,
         is_shared=config.cluster.placement == "colocated",
         server_share=int(gpu.room * config.server.gpu_share),
-        transfer=transfer_bytes(shape, config),
+        transfer=transfer_bytes(shape, config.learner, config.server.weight_bucket_mib),
         export=export_bytes(shape, config.learner),
     )
 
@@ -174,7 +174,7 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
         frozen={name: on_gpu * size for name, size in frozen.items()},
         gradients=on_gpu * gradients,
         optimizer=on_gpu * optimizer,
-        moments=learner_moments(shape, config),
+        moments=learner_moments(shape, config.learner, needs_logits=config.distillation.needs_logits),
         host=(1 - on_gpu) * (masters + sum(frozen.values()) + gradients + optimizer),
         is_parked=config.learner.offload_when_idle,
     )
@@ -185,8 +185,9 @@ def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int
     return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
-def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
-    element = ELEMENT_BYTES[config.learner.compute_dtype]
+def learner_moments(shape: ModelShape, learner: LearnerSection, *, needs_logits: bool) -> tuple[Moment, ...]:
+    element = ELEMENT_BYTES[learner.compute_dtype]
+    teacher = _teacher_bytes(shape, learner) if needs_logits else 0
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
@@ -194,15 +195,15 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # All layers have run; the buffer of the last gathered layer still exists.
         Moment(
             name="the head's forward and backward",
-            gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config.learner),
-            head=head_bytes(shape, config, config.learner.token_budget),
+            gathered=element * (shape.num_root_parameters + layer) + teacher,
+            activations=kept_bytes(shape, learner),
+            head=head_bytes(shape, learner, learner.token_budget, needs_logits=needs_logits),
         ),
         # The backward of the last layer, which comes first, while the layer before it is gathered.
         Moment(
             name="the backward of a layer",
-            gathered=gathered_bytes(shape, config.learner) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config.learner) + working_bytes(shape, config.learner),
+            gathered=gathered_bytes(shape, learner) + teacher,
+            activations=kept_bytes(shape, learner) + working_bytes(shape, learner),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
             # that is computed.
@@ -211,7 +212,7 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # The activations are freed; the gradients of embeddings and head are reduced together.
         Moment(
             name="reducing the gradients of embeddings and head",
-            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * shard(trained_in_root, config.learner),
+            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * shard(trained_in_root, learner),
         ),
     )
 
@@ -221,26 +222,21 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
     return {name: shapes[name] for name in frozen_models(config)}
 
 
-def _teacher_bytes(shape: ModelShape, config: Config) -> int:
+def _teacher_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     # its head, last gathered layer and hidden states, if the loss needs its distribution
-    if not config.distillation.needs_logits:
-        return 0
-    teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
-    return element * (
-        teacher.num_root_parameters + teacher.num_layer_parameters + config.learner.token_budget * teacher.hidden
-    )
+    teacher, element = shape.teacher or shape, ELEMENT_BYTES[learner.compute_dtype]
+    weights = teacher.num_root_parameters + teacher.num_layer_parameters
+    return element * (weights + learner.token_budget * teacher.hidden)
 
 
 def shard(num_parameters: int, learner: LearnerSection) -> int:
     return -(-num_parameters // (learner.num_learners // learner.replicas))
 
 
-def transfer_bytes(shape: ModelShape, config: Config) -> int:
+def transfer_bytes(shape: ModelShape, learner: LearnerSection, bucket_mib: int) -> int:
     """Return the bytes of the largest tensor and two buckets; a bucket holds at least the largest tensor."""
-    largest = export_bytes(shape, config.learner)
-    if config.learner.lora.sends_adapter:
-        return largest
-    return largest + 2 * max(config.server.weight_bucket_mib << 20, largest)
+    largest = export_bytes(shape, learner)
+    return largest if learner.lora.sends_adapter else largest + 2 * max(bucket_mib << 20, largest)
 
 
 def export_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -258,10 +254,13 @@ def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> C
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
 
-    longest = longest_part(config)
-    sizes = [_having(config, 1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
+    def having(tokens: int) -> Config:
+        return with_values(config, learner={"max_tokens_per_microbatch": tokens})
+
+    longest = longest_part(config.learner, config.max_learner_tokens)
+    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
-    return next(fitting, _having(config, longest))
+    return next(fitting, having(longest))
 
 
 def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
@@ -275,14 +274,11 @@ def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
     return with_values(config, server={"gpu_memory_utilization": max(0.05, round(largest - AUTO_MARGIN, 2))})
 
 
-def _having(config: Config, tokens: int) -> Config:
-    return with_values(config, learner={"max_tokens_per_microbatch": tokens})
-
-
 def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
     """Return the smallest number of recomputed layers with which a learner fits; all layers if none fits."""
     if config.learner.max_tokens_per_microbatch == "auto":
-        config = _having(config, max(longest_part(config), ENOUGH_TOKENS))
+        tokens = max(longest_part(config.learner, config.max_learner_tokens), ENOUGH_TOKENS)
+        config = with_values(config, learner={"max_tokens_per_microbatch": tokens})
     room = AUTO_SHARE * gpu_bytes
     if config.cluster.placement == "colocated":
         room -= RUNTIME_BYTES + graph_bytes(config.server)  # of the sleeping server
@@ -293,9 +289,9 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
     return next(filter(fits, range(shape.num_layers)), shape.num_layers)
 
 
-def longest_part(config: Config) -> int:
+def longest_part(learner: LearnerSection, max_learner_tokens: int) -> int:
     """Return the tokens of the longest trajectory that one learner computes."""
-    return -(-config.max_learner_tokens // config.learner.sequence_parallel)
+    return -(-max_learner_tokens // learner.sequence_parallel)
 
 
 def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -350,12 +346,18 @@ def _normed_heads(shape: ModelShape) -> int:
 
 
 def head_bytes(
-    shape: ModelShape, config: Config, num_tokens: int | None = None, *, softmax_rows: int | None = None
+    shape: ModelShape,
+    learner: LearnerSection,
+    num_tokens: int | None = None,
+    *,
+    needs_logits: bool,
+    softmax_rows: int | None = None,
 ) -> int:
     """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`). `num_tokens` None: more than
-    the number whose logits are kept; `softmax_rows` None: a whole chunk, as on a GPU."""
-    own = _own_head_bytes(shape, config.learner, num_tokens, softmax_rows or sys.maxsize)
-    return own + _teacher_head_bytes(shape, config, num_tokens)
+    the number whose logits are kept; `softmax_rows` None: a whole chunk, as on a GPU; `needs_logits`: the loss needs a
+    teacher's distribution."""
+    own = _own_head_bytes(shape, learner, num_tokens, softmax_rows or sys.maxsize)
+    return own + (_teacher_head_bytes(shape, learner, num_tokens) if needs_logits else 0)
 
 
 def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None, softmax_rows: int) -> int:
@@ -380,12 +382,10 @@ def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int 
     return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
 
 
-def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
+def _teacher_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None) -> int:
     # log-probs of both, their ratio, and the gradient
-    if not config.distillation.needs_logits:
-        return 0
-    rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
-    return (3 * FLOAT32 + ELEMENT_BYTES[config.learner.compute_dtype]) * rows * shape.vocabulary
+    rows = min(learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
+    return (3 * FLOAT32 + ELEMENT_BYTES[learner.compute_dtype]) * rows * shape.vocabulary
 
 
 def head_bytes_per_token(shape: ModelShape, learner: LearnerSection) -> int:
@@ -399,10 +399,10 @@ def gathered_bytes(shape: ModelShape, learner: LearnerSection, num_layers: int =
     return ELEMENT_BYTES[learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
-def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    section, parallel = config.server, config.server.tensor_parallel_size
+def plan_server(shape: ModelShape, section: ServerSection, max_model_tokens: int, gpu_bytes: int) -> ServerPlan:
+    parallel = section.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
-    weights = server_weight_bytes(shape, config.server)
+    weights = server_weight_bytes(shape, section)
     # A layer's inputs and products in the largest prefill. For sampling: logits in float32, their softmax, and the log
     # of it.
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
@@ -417,10 +417,10 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
         weights=weights,
         kv_cache=kv_cache,
         runtime=runtime,
-        graphs=graph_bytes(config.server),
+        graphs=graph_bytes(section),
         kv_token_bytes=per_token,
         kv_tokens=tokens,
-        num_sequences=tokens // config.max_model_tokens,
+        num_sequences=tokens // max_model_tokens,
     )
 
 
@@ -435,4 +435,4 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
     """Plan the servers of models other than the policy, on GPUs of their own. CUDA graphs are in vLLM's share."""
     for section in asked_servers(config):
         own = alone(config, section)
-        yield section, plan_server(model_shape(own), own, gpu_bytes)
+        yield section, plan_server(model_shape(own), own.server, own.max_model_tokens, gpu_bytes)

@@ -149,7 +149,8 @@ class MemoryNeed:
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
     """Return the token budget of all ranks: a power of two, so that a few megabytes more or less don't change the run.
     LearnerError: the longest trajectory does not fit."""
-    longest, need = longest_part(config), measure_need(config, ranks, model)
+    longest = longest_part(config.learner, config.max_learner_tokens)
+    need = measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
@@ -190,7 +191,12 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         gathered_bytes(own, config.learner, own.num_layers if on_cpu else 2)
         for own in frozen_shapes(shape, config).values()
     )
-    head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None)
+    head = head_bytes(
+        shape,
+        config.learner,
+        needs_logits=config.distillation.needs_logits,
+        softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None,
+    )
     return MemoryNeed(
         fixed=first - few * per_token + head + frozen,
         per_token=per_token.clip(0) + head_bytes_per_token(shape, config.learner),
