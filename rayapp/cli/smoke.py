@@ -24,7 +24,6 @@ from rayapp.core import __version__
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 from rayapp.core.machine import available_memory
-from rayapp.learner.shares import pulls_at_zero_advantage
 
 NUM_STEPS = 2
 MAX_DIFFERENCE = 0.05
@@ -66,7 +65,7 @@ def _shortened(config: Config) -> Config:
         warmup={"num_steps": 0},
         eval={"before_training": False, "every_steps": 0},
         checkpoint={"every_steps": 0, "keep_best": 0},
-        algorithm={} if pulls_at_zero_advantage(config) else {"entropy_coef": 1e-9},
+        algorithm={} if config.pulls_at_zero_advantage else {"entropy_coef": 1e-9},
     )
 
 

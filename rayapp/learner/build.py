@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 import torch
 
@@ -31,7 +30,11 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
     config = with_recomputation(with_number_formats(config, on_gpu=ranks.device.type == "cuda"), ranks)
     model = load_policy(config, ranks.mesh, trainable=True)
     frozen = {name: load_frozen(name, own, ranks, model) for name, own in frozen_models(config).items()}
-    config = with_token_budget(with_sharing(config, [model, *frozen.values()]), ranks, model)
+    if config.learner.share_prefixes and any(mixers_of(each.causal_lm) for each in (model, *frozen.values())):
+        # Such layers compute every sequence whole: they need memory for all tokens, not only for unique ones.
+        log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
+        config = with_values(config, learner={"share_prefixes": False})
+    config = with_token_budget(config, ranks, model)
     told = config.distillation
     return PolicyLearner(
         config=config,
@@ -61,15 +64,6 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
     except InputError as error:
         raise InputError(f"distillation.teacher {config.model.path!r} can't be the {name}: {error}") from error
     return model
-
-
-def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
-    """Set `learner.share_prefixes` to False if layers must compute every sequence whole: they need memory for all
-    tokens, and shared micro-batches are limited by unique ones."""
-    if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
-        return config
-    log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
-    return with_values(config, learner={"share_prefixes": False})
 
 
 def with_recomputation(config: Config, ranks: Ranks) -> Config:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rayapp.config.config import Config
+from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
@@ -115,7 +116,13 @@ def check_family(architecture: Any, config: Config) -> None:
     packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
     _check_difference(packed, subject, "packed sequences")
     if config.learner.lora.rank > 0:
-        adapted = partial(_difference_with_adapters, text, config)
+        adapted = partial(
+            _difference_with_adapters,
+            text,
+            config.learner.lora,
+            num_tokens=config.max_model_tokens,
+            trust_remote_code=trusted,
+        )
         _check_difference(adapted, f"{subject} with learner.lora", "packed sequences with adapters")
     if config.learner.router_replay:
         with _one_thread(), torch.random.fork_rng(devices=[]):
@@ -167,15 +174,11 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
         return _difference(_packed(causal_lm), plain)
 
 
-def _difference_with_adapters(text: Any, config: Config) -> float:
+def _difference_with_adapters(text: Any, section: LoraSection, *, num_tokens: int, trust_remote_code: bool) -> float:
     # Beside the plain model with the adapters merged: some model's code bypasses an adapted layer.
-    section = config.learner.lora
     with _one_thread(), torch.random.fork_rng(devices=[]):
         adapted, merged = (
-            fit_to_packing(
-                _small_model(text, trust_remote_code=config.model.trust_remote_code), config.max_model_tokens
-            )
-            for _ in range(2)
+            fit_to_packing(_small_model(text, trust_remote_code=trust_remote_code), num_tokens) for _ in range(2)
         )
         add_adapters(adapted, section)
         generator = torch.Generator().manual_seed(1)

@@ -76,7 +76,6 @@ from rayapp.learner.step_plan import (
     loss_scale,
     make_table,
     minibatch_of,
-    needs_computing,
     row_advantages,
     zero_advantages,
 )
@@ -218,13 +217,14 @@ class _Step:
 
     def run(self) -> dict[str, float]:
         with self.watch("prepare"):
-            table = make_table(self.summaries, self.config)
+            table = make_table(self.summaries, self.algorithm, compares_groups=self.config.compares_groups)
         items = self._items(table)
         minibatches = minibatch_of(table, self.config.train.num_minibatches)
         for number in range(self.config.train.num_minibatches):
             chosen = minibatches == number
             mine = [item for item in items if minibatches[item.row] == number]
-            scale = loss_scale(table, chosen, self.config, self.learner.ranks.world_size)
+            longest = self.config.rollout.max_completion_tokens
+            scale = loss_scale(table, chosen, longest, self.learner.ranks.world_size)
             self._optimizer_step(mine, replace(scale, mean_weight=self.mean_weight))
         with self.watch("metrics"):
             metrics = self._metrics(table)
@@ -240,17 +240,19 @@ class _Step:
             self._score(scored)
         with self.watch("prepare"):
             inputs = self._advantage_inputs(table, scored)
-            advantages = row_advantages(table, inputs, self.config)
+            weight = self.config.distillation.reward_weight
+            advantages = row_advantages(table, inputs, self.algorithm, weight)
             in_loss = {int(row): advantages[int(row)] for row in table.loss_rows}
             items = local_items(table, in_loss, self.shares, self.groups)
-            items = [item for item in items if needs_computing(item, self.config)]
+            pulls = self.config.pulls_at_zero_advantage
+            items = [item for item in items if pulls or np.any(item.advantages)]
         if not self.algorithm.scores_before_advantages:
             self._score(items)
         return items
 
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
         # `scored` are this rank's trained rows with `scores_before_advantages`. Collective.
-        inputs = advantage_inputs(table, self.summaries, self.config)
+        inputs = advantage_inputs(table, self.summaries, self.algorithm.adv_estimator)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
         if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS and not self.algorithm.normalizes_by_step:
@@ -328,7 +330,7 @@ class _Step:
             return
         with self.watch("prepare"):
             batches = learner.micro_batches(items)
-            actor_config = make_actor_config(self.config, scale)
+            actor_config = make_actor_config(self.algorithm, scale, self.config.rollout.group_size)
         coupled = self._coupled_gradients(items, scale, actor_config)
         num_before = len(self.micro_facts)
         with self.watch("forward_backward"):

@@ -70,7 +70,7 @@ def begin_save(
         state |= _beside_tensors(learner, version)
         writing.append(_async_save(state, folder, learner.ranks.save_group))
     if "hf_model" in contents:
-        staged = stage_hf(learner.config, learner.model, learner.ranks)
+        staged = stage_hf(learner.config.model, learner.config.learner, learner.model, learner.ranks)
         writer = ThreadPoolExecutor(1, thread_name_prefix="hf_model")
         writing.append(writer.submit(staged.write, Path(folder).with_name("hf_model")))
         writer.shutdown(wait=False)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.algorithm import DynamicSamplingSection
+from rayapp.config.algorithm import AlgorithmSection, DynamicSamplingSection
 from rayapp.config.config import Config
 from rayapp.core.errors import TrainingAbortedError
 from rayapp.core.timing import Phases
@@ -211,7 +211,7 @@ def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> Non
     looped = replace(trajectory(3, Reward(value=0.0)), status=RolloutStatus.MAX_TURNS)
     group = make.group(looped, trajectory(3, Reward(value=1.0)), trajectory(3, Reward(value=1.0), truncated=True))
 
-    table = make_table([summarize_group(group, time_total_s=0.0)], config)
+    table = make_table([summarize_group(group, time_total_s=0.0)], config.algorithm, compares_groups=True)
 
     assert table.loss_rows.tolist() == [0, 1]
 
@@ -225,11 +225,13 @@ def test_truncated_trajectories_are_in_the_baseline_and_not_in_the_loss(
 ) -> None:
     config = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
     members = [trajectory(n, Reward(value=float(i)), truncated=truncated[i]) for i, n in enumerate(sizes)]
-    table = make_table([summarize_group(make.group(*members), time_total_s=0.0)], config)
+    summaries = [summarize_group(make.group(*members), time_total_s=0.0)]
+    table = make_table(summaries, config.algorithm, compares_groups=True)
     assert table.trained.all()
     kept = [i for i in range(len(sizes)) if not truncated[i]]
     assert table.loss_rows.tolist() == kept
-    scale = loss_scale(table, np.ones(len(sizes), np.bool_), config, 1)
+    scale = loss_scale(table, np.ones(len(sizes), np.bool_), config.rollout.max_completion_tokens, 1)
     assert scale.num_tokens == sum(sizes[i] for i in kept)
     assert scale.num_trajectories == len(kept)
-    assert make_table([summarize_group(make.group(*members), time_total_s=0.0)], Config()).loss_rows.size == len(sizes)
+    whole = make_table(summaries, AlgorithmSection(), compares_groups=True)
+    assert whole.loss_rows.size == len(sizes)

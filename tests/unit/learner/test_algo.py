@@ -52,6 +52,10 @@ LENGTHS = np.array([3, 1, 2, 4])
 SCALE = LossScale(num_tokens=10, num_trajectories=4, dp_size=1, max_response_tokens=8)
 
 
+def actor_of(config: Config, scale: LossScale) -> Any:
+    return make_actor_config(config.algorithm, scale, config.rollout.group_size)
+
+
 def inputs(**changes: object) -> AdvantageInputs:
     rng = torch.Generator().manual_seed(0)
     values: dict[str, object] = {
@@ -272,7 +276,7 @@ def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(na
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     config = loss_config(name, mode)
-    actor = make_actor_config(config, SCALE)
+    actor = actor_of(config, SCALE)
     for seed in range(5):
         # From nearly equal policies to ratios of a hundred, so that every clip and bound is reached.
         spread = 0.05 * 3.0**seed
@@ -297,10 +301,10 @@ SEPARABLE = [name for name in POLICY_LOSSES if name not in ("clip_cov", "kl_cov"
 def test_micro_batches_and_ranks_add_up_to_the_whole_batch(name: str, mode: str) -> None:
     config = loss_config(name, mode)
     log_probs = (-torch.rand(4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
-    whole = policy_loss(loss_rows(log_probs), config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+    whole = policy_loss(loss_rows(log_probs), config.algorithm, actor_of(config, SCALE), SCALE).loss
     (expected,) = torch.autograd.grad(whole, log_probs)
     two_ranks = LossScale(num_tokens=10, num_trajectories=4, dp_size=2, max_response_tokens=8)
-    actor = make_actor_config(config, two_ranks)
+    actor = actor_of(config, two_ranks)
     parts = [
         policy_loss(loss_rows(log_probs, picked), config.algorithm, actor, two_ranks).loss
         for picked in (slice(0, 1), slice(1, 4))
@@ -311,7 +315,7 @@ def test_micro_batches_and_ranks_add_up_to_the_whole_batch(name: str, mode: str)
 
 
 def gradient_of(config: Config, rows: LossRows, log_probs: torch.Tensor) -> torch.Tensor:
-    loss = policy_loss(rows, config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+    loss = policy_loss(rows, config.algorithm, actor_of(config, SCALE), SCALE).loss
     return torch.autograd.grad(loss, log_probs)[0]
 
 
@@ -393,7 +397,7 @@ def test_micro_batches_of_a_coupled_loss_add_up_to_its_value_and_gradient(name: 
         )
         item = TrainItem(row=i, group=0, trajectory=trajectory, advantages=rows.advantages[i, :size].numpy())
         items.append((item, log_probs[i, :size].numpy(), rows.old_log_probs[i, :size].numpy()))
-    actor = make_actor_config(config, SCALE)
+    actor = actor_of(config, SCALE)
     coupled = coupled_gradients(items, config.algorithm, actor, SCALE, seed=3)
 
     now = log_probs.clone().requires_grad_()
@@ -453,7 +457,12 @@ def test_an_option_that_a_loss_accepts_changes_its_gradient(name: str, option: s
         log_probs = (-torch.rand(4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
         config = Config.model_validate({"algorithm": {"policy_loss": name, "policy_loss_options": options}})
         torch.manual_seed(0)  # kl_cov and clip_cov draw tokens
-        loss = policy_loss(loss_rows(log_probs), config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+        loss = policy_loss(
+            loss_rows(log_probs),
+            config.algorithm,
+            actor_of(config, SCALE),
+            SCALE,
+        ).loss
         gradients.append(torch.autograd.grad(loss, log_probs)[0])
     assert not torch.equal(*gradients)
 
