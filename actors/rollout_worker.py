@@ -102,7 +102,7 @@ class RolloutWorker(Restartable):
                 "%d trajectories of %s in %.1f s: mean reward %.3f, %s", summary.rewards.size, summary.task,
                 summary.time_total_s, summary.rewards.mean(), ", ".join(sorted(set(summary.statuses))),
             )  # fmt: skip
-            return shape_group(group, summary, config)
+            return shape_group(group, summary, config.algorithm.overlong, limit)
 
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """Sample one prompt for evaluation, with seeds that training does not use."""

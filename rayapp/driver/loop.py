@@ -186,7 +186,8 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
                 config, warmup_cost = warm_up(config)
             images = images_of_prompts(config)
             all_images = each_once((*images, *images_of_prompts(config, held_out=True)))
-            config = with_pinned_images(config, all_images, folder.path / "images.json")
+            pinned = with_pinned_images(config.sandbox, all_images, folder.path / "images.json")
+            config = config.model_copy(update={"sandbox": pinned})
             run_until_done(_run(config, folder, warmup_cost, on_step, images))
 
 

@@ -20,7 +20,7 @@ from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
-from rayapp.engine.weights.sync import choose_transport
+from rayapp.engine.weights.sync import Transport, choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
@@ -154,7 +154,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
         **_profiler_args(config.train),
-        **_transfer_args(config),
+        **_transfer_args(choose_transport(config, on_gpu=on_gpu)),
         **adapter_args(config.learner.lora),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
@@ -188,8 +188,7 @@ def _profiler_args(train: TrainSection) -> dict[str, Any]:
     return {"profiler_config": profiler}
 
 
-def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=is_on_gpu(config.cluster))
+def _transfer_args(transport: Transport) -> dict[str, Any]:
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig

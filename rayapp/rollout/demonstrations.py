@@ -54,18 +54,20 @@ def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
     """
     tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     if not files:
-        return _within_limit(config, _of_tasks(config, tokenizer))
-    template = load_template(config.agent.chat_template) if config.agent.chat_template else None
-    paths = asyncio.run(fetch_files(files, config.data.cache_dir))
-    return _within_limit(config, _of_files(paths, files, tokenizer, template))
+        found = _of_tasks(all_tasks(config), tokenizer)
+    else:
+        template = load_template(config.agent.chat_template) if config.agent.chat_template else None
+        paths = asyncio.run(fetch_files(files, config.data.cache_dir))
+        found = _of_files(paths, files, tokenizer, template)
+    return _within_limit(found, config.max_demonstration_tokens, drops=config.data.filter_overlong_prompts)
 
 
-def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> Demonstrations:
-    limit, result = config.max_demonstration_tokens, Demonstrations()
+def _within_limit(found: Iterator[tuple[str, Trajectory]], limit: int, *, drops: bool) -> Demonstrations:
+    result = Demonstrations()
     for where, row in found:
         if row.num_tokens <= limit:
             result.rows.append(row)
-        elif config.data.filter_overlong_prompts:
+        elif drops:
             result.num_left_out += 1
         else:
             raise InputError(
@@ -80,12 +82,12 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
     return result
 
 
-def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
-    tasks = load_tasks(all_tasks(config))
+def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
+    tasks = load_tasks(names)
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
         raise InputError(
-            f"warmup.num_steps is {config.warmup.num_steps}, but these tasks have no demonstrations: "
+            f"the warm-up (warmup.num_steps) has no files, and these tasks have no demonstrations: "
             f"{', '.join(without)}. Write demonstrations into each task (docs/tasks.md), name files in warmup.files, "
             "or set warmup.num_steps to 0."
         )

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from rayapp.config.agent import ExternalSection
 from rayapp.config.config import Config
 from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxConfigError, SandboxError
@@ -83,9 +84,9 @@ class ExternalAgent:
         Raises:
             ConfigError: the program, the function or one of the agent's files can't be found.
         """
-        entry = check_agent(config)
-        formats = await asyncio.to_thread(Formats.of, config)
-        return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
+        entry, files = check_agent(config.agent.external), _own_files(config.agent.external.files)
+        formats = await asyncio.to_thread(Formats.of, config.model, config.agent)
+        return await cls(config, formats, entry, sandboxes=sandboxes, files=files).started()
 
     async def started(self) -> ExternalAgent:
         """Start the gateway's server. Return this object."""
@@ -230,13 +231,12 @@ class ExternalAgent:
             playing.fault = f"the agent's program ended with exit code {code}: {playing.output.last_line}"
 
 
-def check_agent(config: Config) -> Entry | None:
+def check_agent(settings: ExternalSection) -> Entry | None:
     """Return the function named by `agent.external.entry`; None if the agent is a command.
 
     Raises:
         ConfigError: the function or the program can't be found.
     """
-    settings = config.agent.external
     if settings.entry:
         return load_function(settings.entry, what="agent.external.entry", is_reward=False)
     if not settings.inside and shutil.which(settings.command[0]) is None:
@@ -247,9 +247,9 @@ def check_agent(config: Config) -> Entry | None:
     return None
 
 
-def _own_files(config: Config) -> dict[str, str]:
+def _own_files(paths: Mapping[str, Path]) -> dict[str, str]:
     files = dict[str, str]()
-    for name, path in config.agent.external.files.items():
+    for name, path in paths.items():
         try:
             files[name] = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

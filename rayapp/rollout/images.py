@@ -17,7 +17,7 @@ from math import ceil
 from pathlib import Path
 
 from rayapp.config.config import Config, sources_of
-from rayapp.config.sandbox import LocalConfig
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ImageError
 from rayapp.core.files import write_text
 from rayapp.core.names import load_extra
@@ -42,13 +42,13 @@ def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[Prompt
         InputError: a task can't be used.
     """
     own = [source.config for source in sources_of(config)]
-    return tuple(_images_of_tasks(each, each.eval.tasks if held_out else each.tasks) for each in own)
+    named = [each.eval.tasks if held_out else each.tasks for each in own]
+    plain = [each.uses_data or each.agent_name == SINGLE_TURN_AGENT for each in own]
+    return tuple(() if is_plain else _images_of_tasks(names) for names, is_plain in zip(named, plain, strict=True))
 
 
-def _images_of_tasks(config: Config, names: Sequence[str]) -> PromptImages:
-    if config.uses_data or config.agent_name == SINGLE_TURN_AGENT or not names:
-        return ()
-    tasks = load_tasks(names)
+def _images_of_tasks(names: Sequence[str]) -> PromptImages:
+    tasks = load_tasks(names) if names else ()
     if plays_environments(tasks):
         return ()
     starts = [agent_start(task) for task in tasks]
@@ -62,8 +62,8 @@ def each_once(sources: Sequence[PromptImages]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(image for source in sources for prompt in source for image in prompt))
 
 
-def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> Config:
-    """Return a config in which the local provider uses every image by the digest that its tag had at the run's start.
+def with_pinned_images(sandbox: SandboxConfig, images: Sequence[str], record: Path) -> SandboxConfig:
+    """Return the section in which local sandboxes use every image by the digest that its tag had at the run's start.
 
     Args:
         record: file of the run folder in which the digests are kept. A resumed run reads them from it.
@@ -71,11 +71,11 @@ def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> C
         ImageError: an image is missing in its registry.
         SandboxUnavailableError: a registry can't be reached.
     """
-    section = config.sandbox.local
+    section = sandbox.local
     wanted = {image: section.images.get(image, image) for image in images} if section is not None else {}
     tags = [name for name in dict.fromkeys(wanted.values()) if is_image(name) and parse(name).kind == "registry"]
     if section is None or not tags:
-        return config
+        return sandbox
     earlier: dict[str, str] = json.loads(record.read_text()) if record.exists() else {}
     with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="pin-image") as threads:
         found = list(threads.map(lambda name: _pinned(section, name, earlier.get(name, ""), record), tags))
@@ -83,8 +83,8 @@ def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> C
     write_text(record, json.dumps(earlier | pins, indent=2))
     images_now = {image: pins[name] for image, name in wanted.items() if name in pins}
     pinned = section.model_copy(update={"images": {**section.images, **images_now}})
-    others = tuple(pinned if each is section else each for each in config.sandbox.providers)
-    return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"providers": others})})
+    others = tuple(pinned if each is section else each for each in sandbox.providers)
+    return sandbox.model_copy(update={"providers": others})
 
 
 def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:

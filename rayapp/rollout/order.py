@@ -27,6 +27,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rayapp.config.config import Config
+from rayapp.config.sections import RolloutSection
 from rayapp.core.types import GroupSummary, SamplingParams
 
 MAX_SEED = 2**31 - 1
@@ -166,18 +167,16 @@ def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
     A wave has at most as many trajectories as a training step, because servers, tools and sandboxes are configured for
     this load.
     """
-    at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
+    rollout = config.rollout
+    most = rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER
+    at_once = min(config.train.groups_per_step * rollout.group_size, most)
     size = max(1, at_once // config.eval.samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
 
 
-def max_groups_at_once(config: Config) -> int:
+def max_groups_at_once(rollout: RolloutSection) -> int:
     """Return the maximum number of groups that the rollout workers run at once. Further groups wait in the driver."""
-    return max(1, _max_trajectories(config) // config.rollout.group_size)
-
-
-def _max_trajectories(config: Config) -> int:
-    return config.rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER
+    return max(1, rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER // rollout.group_size)
 
 
 def _mix(*words: int) -> int:

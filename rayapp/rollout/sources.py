@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
-from rayapp.config.agent import EXTERNAL_AGENT
+from rayapp.config.agent import EXTERNAL_AGENT, RewardSection
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import UserError
 from rayapp.core.http import server_named
@@ -194,9 +194,8 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
     return train, await opened(config.eval.tasks, shuffle=False)
 
 
-def answer_rewards(config: Config) -> AnswerRewards:
-    """Return the settings of the section `reward` for scoring data rows."""
-    section = config.reward
+def answer_rewards(section: RewardSection) -> AnswerRewards:
+    """Return the settings for scoring data rows."""
     return AnswerRewards(
         method=section.method,
         weights=Weights.of(section),
@@ -317,7 +316,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
 
 
 async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
-    rewards = answer_rewards(config)
+    rewards = answer_rewards(config.reward)
     if rewards.custom is not None:
         # Load the user's function in a thread: its imports may take seconds, which would block the event loop.
         await asyncio.to_thread(rewards.custom.load)

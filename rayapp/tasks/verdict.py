@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rayapp.config.agent import RewardSection
-from rayapp.config.config import Config
+from rayapp.config.algorithm import OverlongSection
 from rayapp.core.aio import guarded
 from rayapp.core.errors import (
     DeadlineError,
@@ -238,13 +238,15 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
     return -penalty * min(1.0, max(0.0, excess / buffer_tokens))
 
 
-def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Group, GroupSummary]:
+def shape_group(
+    group: Group, summary: GroupSummary, overlong: OverlongSection, max_tokens: int
+) -> tuple[Group, GroupSummary]:
     """Add the overlong penalty to the rewards of a group, and record it as a term. Return the group unchanged if the
     penalty is not configured.
     """
-    if config.algorithm.overlong.buffer_tokens == 0:
+    if overlong.buffer_tokens == 0:
         return group, summary
-    shaped = replace(group, trajectories=tuple(_shaped(t, config) for t in group.trajectories))
+    shaped = replace(group, trajectories=tuple(_shaped(t, overlong, max_tokens) for t in group.trajectories))
     return shaped, summarize_group(shaped, time_total_s=summary.time_total_s)
 
 
@@ -254,13 +256,13 @@ def _response_tokens(trajectory: Trajectory) -> int:
     return max(mask.size - int(mask.argmax()) if mask.any() else 0 for mask in sampled)
 
 
-def _shaped(trajectory: Trajectory, config: Config) -> Trajectory:
+def _shaped(trajectory: Trajectory, section: OverlongSection, max_tokens: int) -> Trajectory:
     if not trajectory.reward.valid:
         return trajectory
-    section, reward = config.algorithm.overlong, trajectory.reward
+    reward = trajectory.reward
     change = overlong_penalty(
         _response_tokens(trajectory),
-        max_tokens=config.rollout.max_completion_tokens,
+        max_tokens=max_tokens,
         buffer_tokens=section.buffer_tokens,
         penalty=section.penalty,
     )

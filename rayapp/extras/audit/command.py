@@ -116,7 +116,7 @@ async def _audited(
     from rayapp.rollout.sources import answer_rewards
     from rayapp.sandbox.pool.build import open_pool
 
-    rewards, cache = answer_rewards(config), config.data.cache_dir
+    rewards, cache = answer_rewards(config.reward), config.data.cache_dir
     subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)
     async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
         return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)

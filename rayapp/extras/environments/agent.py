@@ -229,12 +229,13 @@ class EnvironmentAgents:
         """Make the agent for the run's settings and tool file."""
 
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
-            return await open_loop(config, sandboxes, made=tools, reader=reader)
+            limit = config.rollout.max_completion_tokens
+            return await open_loop(config.model, config.agent, limit, sandboxes, made=tools, reader=reader)
 
         async def make_agent(timeout_s: float) -> ExternalAgent:
             section = config.agent.external.model_copy(update={"timeout_s": timeout_s})
             own = with_values(config, agent={"external": section})
-            return await ExternalAgent(own, await asyncio.to_thread(Formats.of, own), None).started()
+            return await ExternalAgent(own, await asyncio.to_thread(Formats.of, own.model, own.agent), None).started()
 
         return cls(config, make_loop, make_agent)
 

@@ -116,7 +116,7 @@ def _make(config: Config, path: Path) -> RunTracker:
     if "jsonl" in chosen:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
     if "console" in chosen:
-        console = trackers["console"] = _console(config)
+        console = trackers["console"] = _console(config.run.name, config.train.num_steps, config.tracking.log_format)
     for name in chosen:
         if name not in ("jsonl", "console"):
             make = partial(load_extra(EXTRAS[name]) if name in EXTRAS else load_plugin("trackers", name), config, path)
@@ -163,15 +163,15 @@ def flattened(config: Config) -> dict[str, str]:
     return flat
 
 
-def _console(config: Config) -> LineConsole | LiveConsole:
+def _console(name: str, num_steps: int, log_format: str) -> LineConsole | LiveConsole:
     """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines to the
     log.
     """
-    if config.tracking.log_format == "json":
-        return LogConsole(config.train.num_steps)
+    if log_format == "json":
+        return LogConsole(num_steps)
     if in_notebook():
-        return NotebookConsole(config.train.num_steps, config.run.name)
+        return NotebookConsole(num_steps, name)
     terminal = Console(stderr=True)
     if terminal.is_interactive and sys.stdout.isatty():
-        return LiveConsole(config.train.num_steps, config.run.name, terminal)
-    return LineConsole(config.train.num_steps)
+        return LiveConsole(num_steps, name, terminal)
+    return LineConsole(num_steps)

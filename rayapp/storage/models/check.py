@@ -226,21 +226,21 @@ def _check_fits(architecture: dict[str, Any], config: Config) -> None:
             f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
         )
     longest = config.model.max_position_embeddings or text.get("max_position_embeddings")
-    _check_length(longest, config, "reads at most {}")
+    lengths = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    _check_length(longest, lengths, f"{config.model.path} reads at most {longest}")
     for rope in _ropes(text):
         if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:
             name = "original_max_position_embeddings"
-            why = "scales its rotary positions by the longest sequence of the batch if a sequence has more than {}"
-            _check_length(rope.get(name) or text.get(name) or longest, config, why)
+            limit = rope.get(name) or text.get(name) or longest
+            why = "scales its rotary positions by the longest sequence of the batch if a sequence has more than"
+            _check_length(limit, lengths, f"{config.model.path} {why} {limit}")
 
 
-def _check_length(limit: int | None, config: Config, why: str) -> None:
-    rollout, needed = config.rollout, config.max_model_tokens
-    if limit is not None and needed > limit:
+def _check_length(limit: int | None, lengths: tuple[int, int], why: str) -> None:
+    if limit is not None and sum(lengths) > limit:
         raise ConfigError(
-            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} {why.format(limit)}. "
-            "Lower one of these two keys."
+            f"rollout.max_prompt_tokens {lengths[0]} + rollout.max_completion_tokens {lengths[1]} = {sum(lengths)} "
+            f"tokens, but {why}. Lower one of these two keys."
         )
 
 

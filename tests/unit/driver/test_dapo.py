@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.algorithm import AlgorithmSection, DynamicSamplingSection
+from rayapp.config.algorithm import AlgorithmSection, DynamicSamplingSection, OverlongSection
 from rayapp.config.config import Config
 from rayapp.core.errors import TrainingAbortedError
 from rayapp.core.timing import Phases
@@ -158,6 +158,10 @@ def test_the_penalty_is_that_of_the_paper(num_tokens: int, buffer_tokens: int, p
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def overlong_of(config: Config) -> tuple[OverlongSection, int]:
+    return config.algorithm.overlong, config.rollout.max_completion_tokens
+
+
 def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_none() -> None:
     config = Config.model_validate(
         {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
@@ -167,7 +171,7 @@ def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_n
         trajectory(110, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(120, Reward.invalid("sandbox_gone", "")),
     )
-    shaped, summary = shape_group(group, summarize_group(group, time_total_s=3.0), config)
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=3.0), *overlong_of(config))
     assert summary.rewards.tolist() == [1.0, 0.5, 0.0]  # 110 tokens are half way from 100 to 120
     assert [t.reward.terms.get("overlong_penalty") for t in shaped.trajectories] == [0.0, -0.5, None]
     assert shaped.trajectories[1].reward.terms["solved"] == 1.0
@@ -182,7 +186,7 @@ def test_tool_results_count_for_the_penalty_as_they_do_for_the_limit() -> None:
     mostly_read = replace(played, response_mask=np.isin(np.arange(111), [1, *range(100, 111)]))
     group = make.group(played, mostly_read)
 
-    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), config)
+    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(config))
 
     assert [t.reward.value for t in shaped.trajectories] == [0.5, 0.5]
 
@@ -200,7 +204,7 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
     )
     group = replace(make.group(played, forked), prompt=make.prompt())
 
-    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), config)
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(config))
 
     assert [t.reward.terms["overlong_penalty"] for t in shaped.trajectories] == [pytest.approx(-0.05), 0.0]
     assert summarize_step([summary], version=0)["length/prompt/mean"] == 900.0

@@ -39,7 +39,7 @@ def config_of(tmp_path: Path, *images: str, **local: object) -> Config:
 
 
 def pinned(config: Config, tmp_path: Path) -> dict[str, str]:
-    made = with_pinned_images(config, each_once(images_of_prompts(config)), tmp_path / "images.json")
+    made = with_pinned_images(config.sandbox, each_once(images_of_prompts(config)), tmp_path / "images.json")
     assert made.sandbox.local is not None
     return dict(made.sandbox.local.images)
 

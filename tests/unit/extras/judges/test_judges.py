@@ -548,10 +548,10 @@ def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
     beside = judged() | data
     answer = Answer(completion_text="x", data_source="essays", ground_truth="", extra_info={})
 
-    rewards = answer_rewards(Config.model_validate(alone))
+    rewards = answer_rewards(Config.model_validate(alone).reward)
     assert rewards.truth_kind("essays") == "any"
     verdict = asyncio.run(score_answer(answer, rewards, None))  # type: ignore[arg-type]  # it needs no sandbox
     assert verdict.valid
     assert "solved" not in verdict.terms
     with pytest.raises(InputError, match="'essays' has no scoring rule"):
-        answer_rewards(Config.model_validate(beside)).truth_kind("essays")
+        answer_rewards(Config.model_validate(beside).reward).truth_kind("essays")
