@@ -23,6 +23,10 @@ class LocalConfig(FrozenModel):
     image_cache_gib: float = Field(50.0, gt=0)
     """Maximum size of unpacked images in GiB. Above it, the least recently used images are removed, except images in
     use."""
+    image_registries: tuple[str, ...] = ()
+    """Registries, as HOST or HOST:PORT, that the images of tasks may come from, besides docker.io, ghcr.io, quay.io,
+    gcr.io, mcr.microsoft.com, nvcr.io, public.ecr.aws, registry.gitlab.com, the hosts in `images`, and images that
+    `rayapp images pull` has brought. Other hosts are refused: rows could name any of your network."""
     images: dict[str, str] = Field(default_factory=dict)
     """Image that a task requires -> image to use in its place, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
 
@@ -88,7 +92,7 @@ class DaytonaConfig(_Created):
 
 
 class McpConfig(_Remote):
-    """A remote MCP server with the tools run_code, run_code_once and run_command (streamable HTTP)."""
+    """A remote MCP server with the tools run_code and run_command (streamable HTTP)."""
 
     type: Literal["mcp"] = "mcp"
     url: str = Field(min_length=1)
@@ -98,9 +102,6 @@ class McpConfig(_Remote):
     key."""
     template: str = "code-interpreter"
     """Template for tasks that name no template, sent as X-Template."""
-    tool: Literal["session", "once"] = "session"
-    """Tools to call. session: run_command in the session's sandbox, and run_code for stateful code. once: run_code_once
-    for every program, each in a fresh sandbox that ends with it; no files and no state."""
 
 
 class PluginConfig(_Created):
@@ -160,10 +161,9 @@ class SandboxConfig(FrozenModel):
 
     @property
     def without_stock(self) -> Self:
-        """Copy of the section that keeps no idle sandboxes, for callers with few leases: idle sandboxes cost money."""
+        """Copy that keeps no idle sandboxes, which cost money, for callers with few leases."""
         return self.model_copy(update={"min_ready": 0})
 
     @property
     def local(self) -> LocalConfig | None:
-        """The local provider's section, if it is in the list."""
         return next((provider for provider in self.providers if isinstance(provider, LocalConfig)), None)

@@ -1,7 +1,4 @@
-"""Opens a run: makes the objects that every step uses, and restores the last checkpoint.
-
-The driver calls `open_run` once; `rayapp.driver.feeding` and `rayapp.driver.loop` use the result.
-"""
+"""Opens a run: makes the objects that every step uses, and restores the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +17,11 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
-from rayapp.core.names import load_extra
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
-from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.layout import PROFILES
@@ -54,20 +49,15 @@ class Training:
     sampling: DynamicSampling
     failures: FailureBudget
     watchdog: Watchdog
-    curriculum: Curriculum | None
-    """Chooses the prompts of groups; None if prompts come in order."""
-    profiles: list[Profile] = field(default_factory=list)
-    """Profiles of the present step; empty if it is not in `train.profile_steps`."""
+    profiles: list[Profile] = field(default_factory=list)  # of the present step, if it is in `train.profile_steps`
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
-    """Open a run at its last complete checkpoint. The learners then hold the checkpoint's weights; the servers don't
-    yet."""
+    """Open a run at its last complete checkpoint. The learners then hold its weights; the servers don't yet."""
     config, learners = cluster.config, cluster.learners
     note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
-    curriculum = await open_curriculum(cluster, folder)
     return Training(
         cluster=cluster,
         folder=folder,
@@ -77,7 +67,6 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
-        curriculum=curriculum,
     )
 
 
@@ -105,28 +94,11 @@ def straggler_window(train: TrainSection) -> int:
     return (train.max_staleness if train.partial_rollouts else 1) * train.groups_per_step
 
 
-async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """Return the curriculum, restored from the last checkpoint if there is one; None if prompts come in order."""
-    if not cluster.config.algorithm.curriculum.enabled:
-        return None
-    checkpoint = folder.checkpoints.latest()
-    num_prompts = await cluster.rollout_workers[0].num_train_prompts()
-    kept = checkpoint.path if checkpoint is not None else None
-    curriculum: Curriculum = load_extra("curriculum.curriculum:Curriculum").open(cluster.config, num_prompts, kept)
-    return curriculum
-
-
 async def restore(
     learners: LearnerGroup, folder: RunFolder, *, note: Callable[[str], None]
 ) -> tuple[int, int, KeptGroups]:
-    """Load the last complete checkpoint into the learners, or an earlier checkpoint if the weights are not finite.
-
-    Returns:
-        The checkpoint's version, next group id and kept groups; (0, 0, no groups) without a checkpoint.
-    Raises:
-        CheckpointError: the checkpoint is of another model, or its step is not the step in its name.
-        RunFolderError: there are checkpoints, but none of them can be used.
-    """
+    """Load the last complete checkpoint, or an earlier one if the weights are not finite. Return its version, next
+    group id and kept groups; (0, 0, no groups) without one. RunFolderError: none can be used."""
     while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:
         try:
             version = await learners.load_checkpoint(checkpoint.path / "learner")
@@ -147,8 +119,7 @@ async def restore(
     return 0, 0, KeptGroups()
 
 
-STALL_REPORT_S = 600.0
-"""Time without progress after which the log names what each process waits for."""
+STALL_REPORT_S = 600.0  # without progress; the log then names what each process waits for
 
 
 def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
@@ -169,7 +140,7 @@ def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watch
 
 @asynccontextmanager
 async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
-    """Profile server 0 during the block if the step is in `train.profile_steps`. A profile that fails is only noted."""
+    # A profile that fails is only noted.
     run.profiles.clear()
     if step not in run.cluster.config.train.profile_steps:
         yield
@@ -183,7 +154,6 @@ async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
 
 
 async def write_profiles(run: Training, step: int) -> None:
-    """Write the traces of a step that is in `train.profile_steps`."""
     if step not in run.cluster.config.train.profile_steps:
         return
     with _noting_failure(run, step):

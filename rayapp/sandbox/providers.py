@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rayapp.config.sandbox import (
     DaytonaConfig,
     E2BConfig,
@@ -45,10 +47,16 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
     )
 
 
+def wanted_images(section: LocalConfig) -> Any:
+    """Return the settings of pulls (`rayapp.extras.images.pull.Wanted`) for images that tasks name."""
+    return load_extra("images.pull:wanted_by_tasks")(section.image_registries, section.images)
+
+
 def image_source(section: LocalConfig) -> ImageCache:
     source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
+        wanted=wanted_images(section),
         aliases=section.images,
     )
     return source
@@ -136,7 +144,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
     except ImageError as error:
         return str(error)
     if reference.kind == "build" and image_source(section).find(wanted) is None:
-        return "the local provider has not built this image: run `rayapp images build FOLDER`"
+        return "the local provider has no such image: build it, then run `rayapp images pull archive:FILE --name NAME`"
     return why_no_images_here()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rayapp.extras.images.pull import pull
+from rayapp.extras.images.pull import Wanted, pull
 from rayapp.extras.images.store import Hold, Store, open_store
 from rayapp.sandbox.images import Image, parse
 
@@ -27,6 +27,7 @@ class ImageSource:
         *,
         folder: str = "",
         max_gib: float = 50.0,
+        wanted: Wanted | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -34,6 +35,7 @@ class ImageSource:
         pinned.
         """
         self._folder, self._max_gib = folder, max_gib
+        self._wanted = wanted
         self._aliases = aliases or {}
         self._opened: Store | None = None
         self._pulls: dict[str, asyncio.Future[None]] = {}
@@ -95,7 +97,7 @@ class ImageSource:
             self._threads = self._threads or ThreadPoolExecutor(_PULLS_AT_ONCE, thread_name_prefix="pull-image")
             reference = parse(self._aliases.get(template, template))
             loop = asyncio.get_running_loop()
-            task = loop.run_in_executor(self._threads, lambda: pull(self.store, reference).release())
+            task = loop.run_in_executor(self._threads, lambda: pull(self.store, reference, self._wanted).release())
             task.add_done_callback(lambda _: self._pulls.pop(template, None))
             self._pulls[template] = task
         return self._pulls[template]
