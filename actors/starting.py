@@ -235,7 +235,7 @@ async def spawn_learners(config: Config, started: Started, placement: Placement)
         name = f"learner-{rank}"
         await name_is_free(name)
         actor = started.spawn("learner", name, config, rank, world_size, address, port, share=placement.learner(rank))
-        handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+        handles.append(started.add(LearnerHandle(actor, name, config.recovery.step_timeout_s)))
     return tuple(handles)
 
 

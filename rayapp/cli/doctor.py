@@ -327,7 +327,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         return
     from rayapp.learner.memory.plan import plan_gpu, without_autos
     from rayapp.learner.memory.shape import gpu_here, model_shape
-    from rayapp.learner.memory.speed import generate, late, step_load
+    from rayapp.learner.memory.speed import late_generation
 
     try:
         gpu, shape = gpu_here(), model_shape(config)
@@ -340,8 +340,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if not plan.fits:
         cure = "rayapp plan CONFIG shows which part is too large"
         yield Finding("problem", "GPU memory", "the config does not fit", cure=cure)
-    speed = generate(shape, config.server, step_load(config), gpu, plan.server)
-    for missed in late(config, speed.seconds):
+    for missed in late_generation(shape, config, gpu, plan.server):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 
 

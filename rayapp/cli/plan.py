@@ -16,16 +16,7 @@ from rayapp.core.machine import available_memory
 from rayapp.learner.memory.host import plan_host, plan_node
 from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_model_servers, without_autos
 from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
-from rayapp.learner.memory.speed import (
-    ASSUMPTIONS,
-    HOLDERS,
-    PhaseRow,
-    generate,
-    late,
-    seconds_on_cpu,
-    step_load,
-    step_timeline,
-)
+from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, late_generation, seconds_on_cpu, step_timeline
 
 app = typer.Typer()
 
@@ -56,8 +47,7 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
             f"working, {server.kv_tokens} tokens of KV cache, on {section.tensor_parallel_size} GPU(s)"
         )
     wrong = gpu_problems(config, CAPABILITIES[gpu.name]) if gpu.name in CAPABILITIES else []
-    speed = generate(shape, config.server, step_load(config), gpu, plan.server)
-    missed = list(late(config, speed.seconds))
+    missed = list(late_generation(shape, config, gpu, plan.server))
     for line in (*(f"CAN'T RUN {problem}" for problem in wrong), *(f"TOO LATE {each}" for each in missed)):
         print(line)
     print(*filter(None, [config.profile_note]), CALIBRATION, sep="\n")

@@ -12,12 +12,10 @@ from rayapp.config.base import FrozenModel
 from rayapp.core.http import Endpoint, server_named
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
-MODEL_SERVER_SHARE = 0.9
-"""Share of each GPU's memory that a model server takes, unless its `options` have another one."""
-TEACHER_TIMEOUT_S = 300.0
-"""Deadline of one trajectory's request to a teacher's server."""
+MODEL_SERVER_SHARE = 0.9  # share of each GPU's memory that a model server takes, unless its `options` have another one
+TEACHER_TIMEOUT_S = 300.0  # deadline of one trajectory's request to a teacher's server
+# Longest verdict that only the teacher reads, in tokens: a status, a reward and one failed test.
 MAX_VERDICT_TOKENS = 256
-"""Longest verdict that only the teacher reads, in tokens: a status, a reward and one failed test."""
 
 
 class ModelServerSection(FrozenModel):

@@ -385,6 +385,11 @@ class RecoverySection(FrozenModel):
     all complete work, and stops. Learners that take half of it for one step are replaced. Keep it longer than twice the
     slowest healthy step."""
 
+    @property
+    def step_timeout_s(self) -> float:
+        """Time limit of one training step. Learners that exceed it are replaced."""
+        return self.stall_stop_s / 2
+
 
 class TrackingSection(FrozenModel):
     """Metrics, traces, trajectories and logs of the run (docs/operate.md)."""

@@ -86,8 +86,8 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     )
     if device.type == "cpu":
         keep_freed_memory()
-    # If a rank fails, the other ranks wait in a collective until this timeout.
-    timeout = timedelta(seconds=config.recovery.stall_stop_s / 2)
+    # If a rank fails, the other ranks wait in a collective until this timeout, the driver's deadline.
+    timeout = timedelta(seconds=config.recovery.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
     if world_size == 1:

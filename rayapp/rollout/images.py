@@ -32,9 +32,11 @@ _ASKED_AT_ONCE = 8
 def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[PromptImages, ...]:
     """Return the images that the tasks of each source need, for training or (`held_out`) for evaluation."""
     own = [source.config for source in sources_of(config)]
-    named = [each.eval.tasks if held_out else each.tasks for each in own]
-    plain = [each.uses_data or each.agent_name == SINGLE_TURN_AGENT for each in own]
-    return tuple(() if is_plain else _images_of_tasks(names) for names, is_plain in zip(named, plain, strict=True))
+    without = [each.uses_data or each.agent_name == SINGLE_TURN_AGENT for each in own]
+    named = [
+        () if none else each.eval.tasks if held_out else each.tasks for each, none in zip(own, without, strict=True)
+    ]
+    return tuple(_images_of_tasks(names) for names in named)
 
 
 def _images_of_tasks(names: Sequence[str]) -> PromptImages:

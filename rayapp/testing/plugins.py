@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.names import PREFIX, Kind, Plugin, giving
@@ -153,7 +152,7 @@ def check_loss(function: Any) -> None:
     from rayapp.learner.algo.losses import LossScale, make_actor_config
 
     scale = LossScale(num_tokens=6, num_trajectories=2, dp_size=1, max_response_tokens=3)
-    actor = make_actor_config(AlgorithmSection(), scale, group_size=1)
+    actor = make_actor_config(Config().algorithm, scale, group_size=1)
     extra = {"loss_agg_mode": "token-mean", "config": actor, "rollout_is_weights": None}
     loss, metrics = function(**arguments, **extra)
     assert loss.ndim == 0, f"a loss must be one number, not an array of shape {tuple(loss.shape)}"

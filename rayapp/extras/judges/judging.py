@@ -198,8 +198,7 @@ async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
     return _Opinion(score=(shown_first + shown_last) / 2, terms=terms, reason=there[1].reason, bill=bill)
 
 
-NUM_OPPONENTS = 4
-"""Responses of the group with which each response is compared, in both orders."""
+NUM_OPPONENTS = 4  # responses of the group with which each response is compared, in both orders
 
 
 def _pairs(number: int, num_opponents: int) -> Iterator[tuple[int, int]]:

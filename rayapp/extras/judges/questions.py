@@ -29,8 +29,7 @@ _CONTROL = re.compile(
 """Beginnings of chat templates' control words, such as <|im_end|>, </s>, <end_of_turn> and [INST]."""
 _FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
 _MAX_ANSWER_CHARS = 1 << 16
-MAX_SCORE = 10
-"""Highest score of a criterion of a rubric; the lowest is 0."""
+MAX_SCORE = 10  # highest score of a criterion of a rubric; the lowest is 0
 _SYSTEM = """\
 You judge {subject}. The criteria:
 {criteria}

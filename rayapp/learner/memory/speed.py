@@ -137,6 +137,11 @@ def _products_per_s(shape: ModelShape, dtype: str, rows: int = 128) -> float:
     return 3 * 2 * rows * layer.weight.numel() / min(times)
 
 
+def late_generation(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Iterator[str]:
+    """Yield a message for each deadline that a step's estimated generation misses."""
+    return late(config, generate(shape, config.server, step_load(config), gpu, server).seconds)
+
+
 def late(config: Config, generate_s: float) -> Iterator[str]:
     """Yield a message, with the way out, for each deadline that a step's generation misses."""
     deadlines = {

@@ -61,11 +61,10 @@ def build_pool(
     return pool
 
 
-_BURST_S = 5.0
-"""Seconds whose creations may come at once after a pause; services allow such bursts."""
+_BURST_S = 5.0  # seconds whose creations may come at once after a pause; services allow such bursts
 _TEND_EVERY_S = 5.0
+# Seconds between comparisons of the provider's list of sandboxes with the pool's; unknown sandboxes are ended.
 SWEEP_EVERY_S = 60.0
-"""Seconds between comparisons of the provider's list of sandboxes with the pool's; unknown sandboxes are ended."""
 
 
 @asynccontextmanager

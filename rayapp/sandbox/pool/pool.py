@@ -25,8 +25,7 @@ __all__ = ["Fate", "Lease", "LeasePool"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
-MAX_WAITING = 10_000
-"""Callers that may wait at once; further ones are refused at once instead of at their deadlines."""
+MAX_WAITING = 10_000  # callers that may wait at once; further ones are refused at once instead of at their deadlines
 Turn = asyncio.Future[Lease]
 
 

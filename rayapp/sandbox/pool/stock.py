@@ -84,8 +84,8 @@ async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
+# Lifetime that providers are asked for, extended while a sandbox is in use. A killed run's ones end within it.
 SANDBOX_TTL_S = 900.0
-"""Lifetime that providers are asked for, extended while a sandbox is in use. A killed run's ones end within it."""
 _KILL_ATTEMPTS = 3
 _CLOSE_ROUNDS = 3
 _MAX_CALLS_AT_ONCE = 32

@@ -41,8 +41,7 @@ from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _MOST_CALLS_TOLD = 3
 _MOST_TOLD_CHARS = 300
-COMPILE_TIMEOUT_S = 30.0
-"""Time limit of compiling an answer that is not Python, once before its tests."""
+COMPILE_TIMEOUT_S = 30.0  # time limit of compiling an answer that is not Python, once before its tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,6 @@ class CodeProblem:
     ground_truth: str  # JSON text in one of the formats of `formats.py`
     comparison: Comparison = "lines"
     rules: CodeSection = field(default_factory=CodeSection)
-    compile_timeout_s: float = COMPILE_TIMEOUT_S
 
     async def tests(self) -> CodeTests:
         """Return the tests. A run checks all rows for an InputError before it starts."""
@@ -103,14 +101,9 @@ class CodeProblem:
         if (language := tests.language) is not None:
             code, status, detail = await on_text(screen_program, final_text, language.fences)
             screened = Screened(code=code, status=status, detail=detail, line=0, needs_imports=False)
-            return self._as_candidate(screened, code, tests)
+            return _Candidate(screened=screened, code=code, tests=tests, rules=self.rules)
         found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
-        return self._as_candidate(found, _with_imports(found, tests), tests)
-
-    def _as_candidate(self, screened: Screened, code: str, tests: CodeTests) -> _Candidate:
-        return _Candidate(
-            screened=screened, code=code, tests=tests, rules=self.rules, compile_timeout_s=self.compile_timeout_s
-        )
+        return _Candidate(screened=found, code=_with_imports(found, tests), tests=tests, rules=self.rules)
 
     async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
         if problem := await candidate.compile(sandbox):
@@ -150,14 +143,13 @@ class _Candidate:
     code: str  # with its preamble and imports
     tests: CodeTests
     rules: CodeSection
-    compile_timeout_s: float = COMPILE_TIMEOUT_S
 
     async def compile(self, sandbox: Sandbox) -> str:
         """Compile the code, if it is not Python. Return the compiler's first error messages; empty on success."""
         if (language := self.tests.language) is None:
             return ""
         await write_program(language, self.code, sandbox)
-        ran = await compile_program(language, self.code, sandbox, timeout_s=self.compile_timeout_s)
+        ran = await compile_program(language, self.code, sandbox, timeout_s=COMPILE_TIMEOUT_S)
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:

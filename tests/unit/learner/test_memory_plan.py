@@ -31,7 +31,17 @@ from rayapp.learner.memory.plan import (
     working_bytes,
 )
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
-from rayapp.learner.memory.speed import Speed, generate, late, score, step_load, step_speeds, step_timeline, train
+from rayapp.learner.memory.speed import (
+    Speed,
+    generate,
+    late,
+    late_generation,
+    score,
+    step_load,
+    step_speeds,
+    step_timeline,
+    train,
+)
 from rayapp.learner.memory.token_budget import compare_with_plan
 from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
@@ -244,8 +254,7 @@ def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None
     plan = plan_gpu(shape, config, gpu)
     assert plan.fits
     assert plan.server.num_sequences >= 8
-    speed = generate(shape, config.server, step_load(config), gpu, plan.server)
-    assert not list(late(config, speed.seconds))
+    assert not list(late_generation(shape, config, gpu, plan.server))
 
 
 def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
