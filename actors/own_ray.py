@@ -126,7 +126,7 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
 
 
 def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
-    # and whether this process started Ray
+    """Return Ray's context, and whether this process started Ray."""
     import ray
 
     common = _options(config)
@@ -292,7 +292,7 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[li
 
 
 def _make_token_folder() -> None:
-    # for the token of a Ray that we start; only its owner can read it
+    """Make the folder of the token of a Ray that we start; only its owner can read it."""
     is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
     if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
@@ -342,8 +342,8 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    # `ray.init` replaces it by one that prints stacks and exits with code 15. Restoring Python's handler also removes
-    # Ray's native one.
+    """Keep the SIGTERM handler: `ray.init` sets one that prints stacks and exits with 15. Ray's native one goes,
+    too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -371,7 +371,7 @@ def _how_to_enter() -> str:
 
 
 def _prometheus_answers(dashboard_url: str) -> bool:
-    # (RAY_PROMETHEUS_HOST); True if unknown
+    """Return whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST); True if that is unknown."""
     from ray._private.authentication.http_token_authentication import (  # Ray has no public function for its own token
         get_auth_headers_if_auth_enabled,
     )

@@ -116,7 +116,7 @@ def _read_table(file: Path) -> Any:
 
 
 def _extremes(row: DataRow, trial: Trial) -> list[str]:
-    # in the rule's form, if the prompt asks for it
+    """Return the right answer, in the rule's form if the prompt asks for it, and an empty text."""
     truth, rule = row.ground_truth, None if trial.has_function else find_rule(row.data_source)
     if rule is not None and rule.is_asked_for(_prompt(row)):
         return [rule.right_answer(truth), ""]

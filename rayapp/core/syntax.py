@@ -17,7 +17,8 @@ from typing import TypeVar
 T = TypeVar("T")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
-# `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings. Both branches begin with `<`: `re` is faster
+# Tags of thoughts. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings. Both branches begin with `<`, as
+# `re` is faster then.
 _THOUGHT_TAG = re.compile(
     r"""<(?<!["'`]<)think(?:ing)?>|<(?!(?<=(["'`])<)/\w+>\1|(?<=[)*?}\]]<)/\w+>["'])(/think(?:ing)?>)"""
 )

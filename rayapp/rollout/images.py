@@ -24,7 +24,7 @@ from rayapp.sandbox.images import Reference, is_image, parse
 from rayapp.sandbox.providers import image_source, wanted_images
 from rayapp.tasks.loading import load_tasks
 
-# of each task of one source, in the order of `tasks`; empty if none needs an image
+# Images of each task of one source, in the order of `tasks`; empty if none needs an image.
 PromptImages = tuple[tuple[str, ...], ...]
 _ASKED_AT_ONCE = 8
 
@@ -73,7 +73,7 @@ def with_pinned_images(sandbox: SandboxConfig, images: Sequence[str], record: Pa
 
 
 def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
-    # with the digest `earlier`, which the run folder has, or else the tag's now
+    """Return the image's name with the digest `earlier`, which the run folder has, or else the tag's now."""
     reference = parse(earlier or name)
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template

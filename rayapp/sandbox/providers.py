@@ -22,7 +22,7 @@ from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
-# place of its class in `rayapp.extras`
+# Type of a provider -> place of its class in `rayapp.extras`.
 REMOTE = {
     "e2b": "providers.e2b:E2BProvider",
     "daytona": "providers.daytona:DaytonaProvider",

@@ -44,7 +44,7 @@ Method = Literal["strict", "flexible"]
 class AnswerRewards:
     """Settings for scoring data rows. Every term is recorded, even with weight 0."""
 
-    # verl's, for GSM8K: of the last 300 characters, `strict` needs `#### N`, `flexible` takes the last number
+    # Method of verl for GSM8K: of the last 300 characters, `strict` needs `#### N`, `flexible` takes the last number.
     method: Method = "strict"
     weights: Weights = PLAIN
     custom: CustomReward | None = None  # replaces the data source's rule

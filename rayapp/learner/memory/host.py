@@ -18,6 +18,7 @@ from rayapp.learner.memory.plan import (
     plan_learner,
     server_weight_bytes,
     shard,
+    tower_bytes,
     weight_bytes,
     with_learner_numbers,
     working_bytes,
@@ -112,11 +113,13 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
+    each += sum(tower_bytes(shape, config).values())
     needs_logits = config.distillation.needs_logits
     head = head_bytes(shape, section, needs_logits=needs_logits, softmax_rows=CPU_SOFTMAX_ROWS)
     batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
-    serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
+    weights = ELEMENT_BYTES[server.dtype] * (shape.num_parameters + shape.num_frozen_in_tower)
+    serving = weights + server.tensor_parallel_size * rank
     return HostPlan(
         learners=shards + section.num_learners * (each + batch),
         activations=section.num_learners * batch,

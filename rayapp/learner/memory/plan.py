@@ -20,9 +20,9 @@ RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 
 GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9  # of a GPU, for learners' `auto` values
-# of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto
+# Largest share of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto.
 LARGEST_SHARE, AUTO_MARGIN = 0.95, 0.03
-# With as many, products are fast: layers are recomputed until a micro-batch may have them, if both are auto.
+# Tokens with which products are fast: layers are recomputed until a micro-batch may have as many, if both are auto.
 ENOUGH_TOKENS = 8192
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
@@ -171,13 +171,24 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
         weights=on_gpu * masters,
-        frozen={name: on_gpu * size for name, size in frozen.items()},
+        frozen={name: on_gpu * size for name, size in frozen.items()} | tower_bytes(shape, config),
         gradients=on_gpu * gradients,
         optimizer=on_gpu * optimizer,
         moments=learner_moments(shape, config.learner, needs_logits=config.distillation.needs_logits),
         host=(1 - on_gpu) * (masters + sum(frozen.values()) + gradients + optimizer),
         is_parked=config.learner.offload_when_idle,
     )
+
+
+def tower_bytes(shape: ModelShape, config: Config) -> dict[str, int]:
+    """Return the bytes of a frozen vision tower, which each learner holds whole, and of a step's features of pictures,
+    if all prompts consist of pictures."""
+    if not shape.num_frozen_in_tower:
+        return {}
+    element, num_ranks = ELEMENT_BYTES[config.learner.compute_dtype], config.learner.num_learners
+    groups = 1 + -(-config.train.groups_per_step * config.learner.sequence_parallel // num_ranks)
+    features = groups * config.rollout.max_prompt_tokens * shape.num_picture_layers * shape.hidden
+    return {"vision tower": element * shape.num_frozen_in_tower, "features of pictures": element * features}
 
 
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
@@ -223,7 +234,7 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
 
 
 def _teacher_bytes(shape: ModelShape, learner: LearnerSection) -> int:
-    # its head, last gathered layer and hidden states, if the loss needs its distribution
+    """Return the bytes of the teacher's head, last gathered layer and hidden states."""
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[learner.compute_dtype]
     weights = teacher.num_root_parameters + teacher.num_layer_parameters
     return element * (weights + learner.token_budget * teacher.hidden)
@@ -301,7 +312,8 @@ def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     recomputed = learner.num_recomputed(shape.num_layers)
     inputs = recomputed * tokens * element * shape.hidden
-    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm
+    tower = tokens * element * shape.tower_values[min(1, recomputed)]
+    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm + tower
 
 
 def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -383,7 +395,7 @@ def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int 
 
 
 def _teacher_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None) -> int:
-    # log-probs of both, their ratio, and the gradient
+    """Return the bytes of log-probs of both, their ratio, and the gradient."""
     rows = min(learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
     return (3 * FLOAT32 + ELEMENT_BYTES[learner.compute_dtype]) * rows * shape.vocabulary
 
@@ -427,7 +439,8 @@ def plan_server(shape: ModelShape, section: ServerSection, max_model_tokens: int
 def server_weight_bytes(shape: ModelShape, server: ServerSection) -> int:
     """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take 1%."""
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
-    whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
+    beside = max(0, shape.num_parameters + shape.num_frozen_in_tower - in_layers)
+    whole = ELEMENT_BYTES[server.dtype] * beside + in_layers
     return whole // server.tensor_parallel_size
 
 

@@ -104,7 +104,7 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    # of an answer whose form is a list of calls; no calls if it was cut off
+    """Return the calls of an answer whose form is a list of calls; none if it was cut off."""
     try:
         # xgrammar lets a string with maxLength hold control characters as they are; json refuses them if strict.
         made: list[dict[str, Any]] = json.loads(said, strict=False)
@@ -114,7 +114,6 @@ def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    # and the stop text
     places = [(text.find(each), each) for each in stop if each in text]
     if not places:
         return text, ""
