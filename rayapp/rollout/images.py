@@ -32,11 +32,9 @@ _ASKED_AT_ONCE = 8
 def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[PromptImages, ...]:
     """Return the images that the tasks of each source need, for training or (`held_out`) for evaluation."""
     own = [source.config for source in sources_of(config)]
-    without = [each.uses_data or each.agent_name == SINGLE_TURN_AGENT for each in own]
-    named = [
-        () if none else each.eval.tasks if held_out else each.tasks for each, none in zip(own, without, strict=True)
-    ]
-    return tuple(_images_of_tasks(names) for names in named)
+    have = [not each.uses_data and each.agent_name != SINGLE_TURN_AGENT for each in own]
+    named = [each.eval.tasks if held_out else each.tasks for each in own]
+    return tuple(_images_of_tasks(names) if has else () for names, has in zip(named, have, strict=True))
 
 
 def _images_of_tasks(names: Sequence[str]) -> PromptImages:

@@ -114,9 +114,8 @@ def evaluation_seed(seed: int) -> int:
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
     """Split the prompts of an evaluation into waves, which run one after the other. A wave has at most as many
     trajectories as a training step: servers, tools and sandboxes are configured for this load."""
-    rollout = config.rollout
-    most = rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER
-    at_once = min(config.train.groups_per_step * rollout.group_size, most)
+    rollout, groups = config.rollout, config.train.groups_per_step
+    at_once = min(groups * rollout.group_size, rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER)
     size = max(1, at_once // config.eval.samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
 

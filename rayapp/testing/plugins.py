@@ -153,8 +153,7 @@ def check_loss(function: Any) -> None:
 
     scale = LossScale(num_tokens=6, num_trajectories=2, dp_size=1, max_response_tokens=3)
     actor = make_actor_config(Config().algorithm, scale, group_size=1)
-    extra = {"loss_agg_mode": "token-mean", "config": actor, "rollout_is_weights": None}
-    loss, metrics = function(**arguments, **extra)
+    loss, metrics = function(**arguments, loss_agg_mode="token-mean", config=actor, rollout_is_weights=None)
     assert loss.ndim == 0, f"a loss must be one number, not an array of shape {tuple(loss.shape)}"
     assert torch.isfinite(loss), f"a loss must be finite, not {loss}"
     loss.backward()

@@ -20,8 +20,7 @@ from rayapp.rollout.gateway.listening import send
 
 _MAX_ERROR_BYTES, _PIECE_BYTES = 64 << 10, 64 << 10
 _MAX_CONNECTIONS, _CONNECT_TIMEOUT_S = 256, 10.0
-# Deadline of one call: the whole answer of a reasoning model, which is not streamed, arrives within it.
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 300.0  # of one call, with the whole answer of a reasoning model
 _SENT_ON = ("accept", "anthropic-beta", "anthropic-version", "content-type", "openai-beta")
 _SENT_BACK = ("content-type", "retry-after")
 
