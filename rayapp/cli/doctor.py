@@ -135,14 +135,14 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
     (check_model if has_weights else check_architecture)(config)
     from rayapp.learner.policy import build_causal_lm
 
-    build_causal_lm(config)  # build the model without its weights
+    build_causal_lm(config.model, config.learner, config.max_model_tokens)  # build the model without its weights
     teacher = frozen_models(config).get("teacher")
     if has_weights and teacher is not None and teacher.model.path.startswith("s3://"):
         check_remote_model(teacher.model.path)
     elif has_weights:
         check_teacher(config)
         if teacher is not None:
-            build_causal_lm(teacher)
+            build_causal_lm(teacher.model, teacher.learner, teacher.max_model_tokens)
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayapp.config.config import Config
-from rayapp.config.learner import LoraSection
+from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
@@ -106,7 +105,7 @@ def read_architecture(model: ModelSection) -> Any:
     return architecture
 
 
-def check_family(architecture: Any, config: Config) -> None:
+def check_family(architecture: Any, model: ModelSection, learner: LearnerSection, max_tokens: int) -> None:
     """Check that the learner computes this model as transformers does; else InputError."""
     reads_pictures = architecture.model_type in PICTURE_FAMILIES
     text = architecture if reads_pictures else architecture.get_text_config()
@@ -114,22 +113,22 @@ def check_family(architecture: Any, config: Config) -> None:
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
     if not reads_pictures:
-        _check_class(architecture, config.model)
-    subject, trusted = f"model_type {text.model_type!r}", config.model.trust_remote_code
-    packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
+        _check_class(architecture, model)
+    subject, trusted = f"model_type {text.model_type!r}", model.trust_remote_code
+    packed = partial(largest_difference, text, num_tokens=max_tokens, trust_remote_code=trusted)
     _check_difference(packed, subject, "packed sequences")
-    if config.learner.lora.rank > 0:
+    if learner.lora.rank > 0:
         adapted = partial(
             _difference_with_adapters,
             text,
-            config.learner.lora,
-            num_tokens=config.max_model_tokens,
+            learner.lora,
+            num_tokens=max_tokens,
             trust_remote_code=trusted,
         )
         _check_difference(adapted, f"{subject} with learner.lora", "packed sequences with adapters")
-    if config.learner.router_replay:
+    if learner.router_replay:
         with _one_thread(), torch.random.fork_rng(devices=[]):
-            check_replay(_small_model(text, trust_remote_code=config.model.trust_remote_code))
+            check_replay(_small_model(text, trust_remote_code=model.trust_remote_code))
 
 
 def _check_difference(measure: Callable[[], float], subject: str, computed: str) -> None:

@@ -268,7 +268,8 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
     if not _evaluates(config.eval, training=training):
         return in_training, text
     # The first wave has the most prompts.
-    wave = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
+    most, samples = train.groups_per_step * rollout.group_size, config.eval.samples_per_task
+    wave = evaluation_waves(most, rollout, train.groups_per_step, samples)[0]
     evaluating = len(wave) * config.eval.samples_per_task
     of_eval = f"{len(wave)} prompts x eval.samples_per_task {config.eval.samples_per_task}"
     if not training:

@@ -47,7 +47,8 @@ class ExternalAgent:
 
     def __init__(
         self,
-        config: Config,
+        settings: ExternalSection,
+        limits: SessionLimits,
         formats: Formats,
         entry: Entry | None,
         *,
@@ -57,9 +58,9 @@ class ExternalAgent:
         from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
         from rayapp.rollout.gateway.server import Gateway
 
-        self._settings = settings = config.agent.external
+        self._settings = settings
         self._forwarder = Forwarder(settings.endpoint) if settings.models == "endpoint" else None
-        self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        self._limits = limits
         self._formats = formats
         self._entry = entry
         self._sandboxes, self._files = sandboxes, files
@@ -71,7 +72,9 @@ class ExternalAgent:
         the function or a file can't be found."""
         entry, files = check_agent(config.agent.external), _own_files(config.agent.external.files)
         formats = await asyncio.to_thread(Formats.of, config.model, config.agent)
-        return await cls(config, formats, entry, sandboxes=sandboxes, files=files).started()
+        limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        agent = cls(config.agent.external, limits, formats, entry, sandboxes=sandboxes, files=files)
+        return await agent.started()
 
     async def started(self) -> ExternalAgent:
         await self._gateway.start()

@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 
-from rayapp.config.config import Config
 from rayapp.config.sections import RolloutSection
 from rayapp.core.types import SamplingParams
 
@@ -111,12 +110,13 @@ def evaluation_seed(seed: int) -> int:
     return _mix(seed, MAX_SEED)
 
 
-def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
+def evaluation_waves(
+    num_prompts: int, rollout: RolloutSection, groups_per_step: int, samples_per_task: int
+) -> list[tuple[int, ...]]:
     """Split the prompts of an evaluation into waves, which run one after the other. A wave has at most as many
     trajectories as a training step: servers, tools and sandboxes are configured for this load."""
-    rollout, groups = config.rollout, config.train.groups_per_step
-    at_once = min(groups * rollout.group_size, rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER)
-    size = max(1, at_once // config.eval.samples_per_task)
+    at_once = min(groups_per_step * rollout.group_size, rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER)
+    size = max(1, at_once // samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
 
 

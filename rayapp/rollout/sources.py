@@ -99,9 +99,17 @@ class Listed:
         self._problem_of = problem_of
 
     @classmethod
-    async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
+    async def open(
+        cls,
+        agent: Agent,
+        train: Sequence[Task],
+        held_out: Sequence[Task],
+        *,
+        weights: Weights,
+        max_prompt_tokens: int,
+        max_eval: int,
+    ) -> Listed:
         """Make the set with the prompts that the agent renders. UserError: a task can't be played."""
-        weights = Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN
 
         def problem_of(task: Task) -> Problem:
             if isinstance(task, EnvironmentRow):
@@ -110,15 +118,10 @@ class Listed:
 
         async def with_prompts(tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
             prompts = [await agent.prompt(problem_of(task)) for task in tasks]
-            check_length(prompts, config.rollout.max_prompt_tokens)
+            check_length(prompts, max_prompt_tokens)
             return list(zip(tasks, prompts, strict=True))
 
-        return cls(
-            await with_prompts(train),
-            await with_prompts(held_out),
-            problem_of=problem_of,
-            max_eval=config.eval.max_problems,
-        )
+        return cls(await with_prompts(train), await with_prompts(held_out), problem_of=problem_of, max_eval=max_eval)
 
     @property
     def num_eval(self) -> int:
@@ -269,7 +272,14 @@ async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agent = await _agent_of_tasks(config, sandboxes, (*train, *held_out))
     try:
-        tasks = await Listed.open(config, agent, train, held_out)
+        tasks = await Listed.open(
+            agent,
+            train,
+            held_out,
+            weights=Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_eval=config.eval.max_problems,
+        )
     except BaseException:
         await agent.close()
         raise

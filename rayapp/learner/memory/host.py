@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, with_number_formats, with_values
+from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
 from rayapp.config.learner import CPU_SOFTMAX_ROWS
 from rayapp.learner.memory.plan import (
     ADAM,
@@ -108,7 +108,7 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     config = with_learner_numbers(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
-    frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
+    frozen = sum(own.num_parameters for own in frozen_shapes(shape, frozen_models(config)).values())
     adapters = MASTER * shape.num_adapter_parameters
     shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
     shards += (ADAM + FLOAT32) * shape.num_trained

@@ -6,7 +6,7 @@ The formulas use only the model's shape and the config; tests on fake tensors fi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
@@ -166,7 +166,8 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     gradients, optimizer = (kind * shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     frozen = {
-        name: element * shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
+        name: element * shard(own.num_parameters, config.learner)
+        for name, own in frozen_shapes(shape, frozen_models(config)).items()
     }
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
@@ -228,9 +229,9 @@ def learner_moments(shape: ModelShape, learner: LearnerSection, *, needs_logits:
     )
 
 
-def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
+def frozen_shapes(shape: ModelShape, names: Iterable[str]) -> dict[str, ModelShape]:
     shapes = {"reference": shape, "teacher": shape.teacher or shape}
-    return {name: shapes[name] for name in frozen_models(config)}
+    return {name: shapes[name] for name in names}
 
 
 def _teacher_bytes(shape: ModelShape, learner: LearnerSection) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, with_number_formats
+from rayapp.config.config import Config, frozen_models, with_number_formats
 from rayapp.config.learner import LearnerSection
 from rayapp.config.sections import ServerSection
 from rayapp.core.machine import num_cores
@@ -99,7 +99,7 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
         speeds["old log-probs"] = scored
     if config.distillation.is_policy:
         speeds["teacher"] = scored
-    for name, own in frozen_shapes(shape, config).items():
+    for name, own in frozen_shapes(shape, frozen_models(config)).items():
         speeds[name] = score(own, learner, load, gpu, is_compiled=is_compiled)
     speeds["train"] = train(shape, learner, load, gpu, is_compiled=is_compiled)
     speeds["optimizer"] = optimizer(shape, learner, config.train.num_minibatches, gpu)
@@ -138,15 +138,15 @@ def _products_per_s(shape: ModelShape, dtype: str, rows: int = 128) -> float:
 
 def late_generation(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Iterator[str]:
     """Yield a message for each deadline that a step's estimated generation misses."""
-    return late(config, generate(shape, config.server, step_load(config), gpu, server).seconds)
-
-
-def late(config: Config, generate_s: float) -> Iterator[str]:
-    """Yield a message, with the way out, for each deadline that a step's generation misses."""
     deadlines = {
         "rollout.group_deadline_s": config.group_deadline_s,
         "recovery.stall_stop_s": config.recovery.stall_stop_s,
     }
+    return late(generate(shape, config.server, step_load(config), gpu, server).seconds, deadlines)
+
+
+def late(generate_s: float, deadlines: Mapping[str, float]) -> Iterator[str]:
+    """Yield a message, with the way out, for each deadline that a step's generation misses, by key."""
     for key, deadline_s in deadlines.items():
         if generate_s > deadline_s:
             yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: use {2 * generate_s:.0f}"

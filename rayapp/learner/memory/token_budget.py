@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, frozen_models
 from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
@@ -191,7 +191,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     on_cpu = ranks.device.type == "cpu"
     frozen = sum(
         gathered_bytes(own, config.learner, own.num_layers if on_cpu else 2)
-        for own in frozen_shapes(shape, config).values()
+        for own in frozen_shapes(shape, frozen_models(config)).values()
     )
     head = head_bytes(
         shape,

@@ -231,9 +231,9 @@ def test_a_learner_that_parks_leaves_its_gpu_to_the_cache_but_for_a_catch_up() -
 
 
 def test_generation_that_misses_a_deadline_is_told_with_the_value_that_does_not() -> None:
-    short = with_values(config(), rollout={"group_deadline_s": 100.0})
-    assert list(late(short, 90.0)) == []
-    assert list(late(short, 300.0)) == [
+    short = {"rollout.group_deadline_s": 100.0}
+    assert list(late(90.0, short)) == []
+    assert list(late(300.0, short)) == [
         "generating takes about 300 s, but rollout.group_deadline_s is 100: use 600",
     ]
 

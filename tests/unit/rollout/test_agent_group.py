@@ -281,9 +281,12 @@ def config_of(*overrides: str) -> Config:
 def test_an_evaluation_runs_in_waves_no_larger_than_a_training_step() -> None:
     config = config_of("train.groups_per_step=2", "rollout.group_size=4", "eval.samples_per_task=3")
 
+    def waves(number: int) -> list[tuple[int, ...]]:
+        return evaluation_waves(number, config.rollout, config.train.groups_per_step, config.eval.samples_per_task)
+
     # 8 trajectories at once are 2 prompts of 3 samples.
-    assert evaluation_waves(config, 5) == [(0, 1), (2, 3), (4,)]
-    assert evaluation_waves(config, 0) == []
+    assert waves(5) == [(0, 1), (2, 3), (4,)]
+    assert waves(0) == []
 
 
 def test_trajectories_at_once_are_told_with_their_arithmetic() -> None:

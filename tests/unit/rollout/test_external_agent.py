@@ -34,6 +34,7 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall, Tail
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, prompted
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
@@ -114,7 +115,8 @@ class Bench:
             template=load_template("chatml_hermes"),
             make_parser=lambda *parts: HermesParser(),
         )
-        agent = ExternalAgent(config, formats, entry, sandboxes=sandboxes, files=files or {})
+        limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        agent = ExternalAgent(config.agent.external, limits, formats, entry, sandboxes=sandboxes, files=files or {})
         await agent._gateway.start()
         try:
             yield agent
@@ -524,7 +526,7 @@ async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
 async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     config = Config.model_validate({"agent": {"name": "external_agent", "external": {"entry": "a:b"}}})
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
-    agent = ExternalAgent(config, formats, None)
+    agent = ExternalAgent(config.agent.external, SessionLimits(max_tokens=1, max_turns=1), formats, None)
 
     with pytest.raises(InputError, match="external agents get only text"):
         row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
