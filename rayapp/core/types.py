@@ -103,6 +103,10 @@ class SamplingParams:
     them."""
     is_streamed: bool = False
     """Report tokens while the completion is sampled."""
+    media: Media = ()
+    """Pictures among the prompt's tokens."""
+    pictures: Mapping[str, Any] = field(default_factory=dict)
+    """SHA-256 -> encoded bytes of these pictures, or a reference to them in the object store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

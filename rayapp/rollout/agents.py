@@ -22,6 +22,7 @@ import numpy as np
 from rayapp.config.agent import AGENTS
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.media import compact
 from rayapp.core.names import is_plugin, load_plugin
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task, Tokenizer
 from rayapp.core.syntax import spoken
@@ -170,7 +171,10 @@ class LoopAgent:
         self._player(problem.agent_name, start.tools)  # make plug-ins now: their errors are reported at the start
         chat = self._loop(problem.agent_name, start.tools).chat
         if bare.token_ids.size:  # a row's prompt was already rendered and cut when the row was read
-            text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
+            ids = bare.token_ids.tolist()
+            if bare.media:  # show one placeholder for a picture, not hundreds
+                ids = compact(ids, bare.media, ids[bare.media[0].start])
+            text = chat.tokenizer.decode(ids, skip_special_tokens=False)
             return replace(bare, text=text, messages=start.messages)
         ids = np.array(chat.prompt_ids(start.messages), np.int32)
         return replace(bare, text=chat.render(start.messages), token_ids=ids, messages=start.messages)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL = "metrics.jsonl", "checkpoints", "trajectories", "final"
 EVALUATIONS, PROFILES = "evaluations", "profiles"
+PICTURES = "pictures"
+"""Folder with each picture once, under its SHA-256."""
 EXPORTED = "rayapp.json"
 """File in `final/` that names the model's run and step."""
 RECORDED = (TRAJECTORIES, EVALUATIONS)

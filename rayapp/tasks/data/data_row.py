@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.core.types import Media
 from rayapp.tasks.answer_rules import TruthKind
 from rayapp.tasks.code.formats import as_json, read_tests
 from rayapp.tasks.code.languages import Language
@@ -37,6 +38,10 @@ class DataRow:
     agent_name: str = ""
     prompt_ids: tuple[int, ...] = ()
     """Token ids of the prompt, truncated if the reading options say so. Empty if no encoder was given."""
+    media: Media = ()
+    """Pictures among `prompt_ids`."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """SHA-256 -> encoded bytes of the row's pictures."""
 
 
 def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
