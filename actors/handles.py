@@ -365,8 +365,5 @@ class RolloutWorkerHandle(Handle):
     async def num_eval_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
         return await self.call("num_eval_prompts", timeout_s=timeout_s)
 
-    async def num_train_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
-        return await self.call("num_train_prompts", timeout_s=timeout_s)
-
     async def close(self, timeout_s: float = 10.0) -> None:
         await self.call("close", timeout_s=timeout_s)

@@ -126,9 +126,6 @@ class RolloutWorker(Restartable):
     async def num_eval_prompts(self) -> tuple[int, ...]:
         return self._ready_sources().num_eval_prompts
 
-    async def num_train_prompts(self) -> tuple[int, ...]:
-        return self._ready_sources().num_train_prompts
-
     async def _sample(
         self, request: GroupRequest, config: Config, *, num_samples: int, sampling: SamplingParams, seed: int
     ) -> tuple[Group, GroupSummary]:

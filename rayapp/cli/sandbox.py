@@ -1,7 +1,7 @@
 """`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
 
 run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
-serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
+serve    offer sandboxes over MCP                                       until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
@@ -85,8 +85,7 @@ KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
 @app.command(
     epilog="Examples:\n\n"
     f"  {KEY_VARIABLE}=secret rayapp sandbox serve\n\n"
-    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --keys-file clients.txt --max-per-client 4\n\n"
-    "  rayapp sandbox serve --no-key          (for verl's reward.sandbox_fusion.url, which sends no key)"
+    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --host 0.0.0.0"
 )
 def serve(
     config: OptionalConfigFile = None,
@@ -96,62 +95,31 @@ def serve(
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with the key that clients send")
     ] = KEY_VARIABLE,
-    keys_file: Annotated[
-        Path | None, typer.Option(help="File of several clients, one NAME KEY a line, in place of one key")
-    ] = None,
     no_key: Annotated[
         bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
     ] = False,
-    max_per_client: Annotated[
-        int, typer.Option(min=0, help="Maximum sandboxes that one client holds at once; 0: no limit")
-    ] = 0,
-    max_memory_mib: Annotated[int, typer.Option(min=64, help="Maximum memory that a request may ask for")] = 4096,
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
-    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit.
-
-    Clients are served in turn, so that one with many requests does not delay the others.
-    """
+    """Serve sandboxes to other programs as MCP tools at /mcp."""
     sandboxes = loaded_config(config, overrides).sandbox
-    if no_key and keys_file is not None:
-        raise InputError("--no-key and --keys-file exclude each other: give one of them")
-    key = os.environ.get(api_key_env, "")
-    keys = {} if no_key else {"default": key}
-    if keys_file is not None:
-        keys = load_extra("service.clients:read_keys")(keys_file)
-    if not all(keys.values()):
-        raise ConfigError(
-            f"clients need a key, but {api_key_env} is not set: set it to a key, name a file of clients with "
-            "--keys-file, or pass --no-key"
-        )
+    key = "" if no_key else os.environ.get(api_key_env, "")
+    if not key and not no_key:
+        raise ConfigError(f"clients need a key, but {api_key_env} is not set: set it to a key, or pass --no-key")
     serving = partial(
-        _serving,
+        load_extra("service.app:serving"),
         sandboxes,
-        keys=keys,
+        key=key,
         host=host,
         port=port,
         lease_timeout_s=lease_timeout_s,
-        max_leases_per_client=max_per_client,
-        max_memory_mib=max_memory_mib,
     )
     asyncio.run(_serve(serving))
 
 
-def _serving(
-    config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
-) -> AbstractAsyncContextManager[str]:
-    routes = load_extra("service.fusion:fusion_routes")(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
-    serving: AbstractAsyncContextManager[str] = load_extra("service.app:serving")(
-        config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings
-    )
-    return serving
-
-
 _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
-MCP            {address}/mcp
-SandboxFusion  {address}/run_code and {address}/submit
-counts         {address}/health and {address}/metrics"""
+MCP     {address}/mcp
+counts  {address}/health and {address}/metrics"""
 
 
 async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:

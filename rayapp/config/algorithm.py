@@ -212,18 +212,6 @@ class DynamicSamplingSection(FrozenModel):
     penalty included. If a reward function returns only a number, acc is that number."""
 
 
-class CurriculumSection(FrozenModel):
-    """Curriculum: prompts of medium difficulty are drawn more often (docs/learner.md#curriculum)."""
-
-    enabled: bool = False
-    """Draw each group's prompt at random instead of in turn, with weight 4 p (1 - p), where p is the share of its
-    trajectories solved so far: prompts that are always or never solved are drawn less often. With several `sources`, a
-    group's source is drawn in the same way: its weight is its ratio times 4 p (1 - p), where p is taken over all its
-    trajectories."""
-    min_weight: float = Field(0.1, gt=0.0, le=1.0)
-    """Weight of a prompt that is always or never solved. A prompt that was never tried has weight 1."""
-
-
 class OverlongSection(FrozenModel):
     """DAPO's treatment of completions that reach rollout.max_completion_tokens."""
 
@@ -273,7 +261,6 @@ class AlgorithmSection(FrozenModel):
     """Weight of the policy's entropy, which the loss rewards. Entropy is measured every step, also with weight 0."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
-    curriculum: CurriculumSection = CurriculumSection()
     overlong: OverlongSection = OverlongSection()
 
     @property

@@ -115,7 +115,7 @@ class DaytonaConfig(_Created):
 
 
 class McpConfig(_Remote):
-    """A remote MCP server with the tools run_code, run_code_once and run_command (streamable HTTP)."""
+    """A remote MCP server with the tools run_code and run_command (streamable HTTP)."""
 
     type: Literal["mcp"] = "mcp"
     url: str = Field(min_length=1)
@@ -126,9 +126,6 @@ class McpConfig(_Remote):
     """Header that carries the key; `Authorization` sends it as a bearer token."""
     template: str = "code-interpreter"
     """Template for tasks that name no template, sent as X-Template."""
-    tool: Literal["session", "once"] = "session"
-    """Tools to call. session: run_command in the session's sandbox, and run_code for stateful code. once: run_code_once
-    for every program, each in a fresh sandbox that ends with it; no files and no state."""
     execution_timeout_s: int = Field(60, ge=1, le=3600)
     """The server's time limit for one execution, sent as X-Execution-Timeout. Must exceed any task's time limit."""
 

@@ -1,10 +1,10 @@
 """Pictures: names by content, limits, decoding, and their places among tokens.
 
-    encoded bytes --sha256_of--> name       Picture(sha256, start, end) -- a run of tokens that the model's processor made
+    encoded bytes --sha256_of--> name       Picture(sha256, start, end) -- a run of tokens, made by the processor
     p q [v v v v] r  --compact-->  p q v r  -- the engine's form, in which one placeholder stands for a picture
 
-Only `opened` and `size_of` need Pillow. `size_of` decodes the whole picture, so a damaged or hostile file must be read in
-the text process (`tasks.text_process`), which has limits of time and memory.
+Only `opened` and `size_of` need Pillow. `size_of` decodes the whole picture, so a damaged or hostile file must be read
+in the text process (`tasks.text_process`), which has limits of time and memory.
 """
 
 from __future__ import annotations

@@ -136,8 +136,6 @@ async def feed(run: Training) -> None:
 
 async def _prefetch(run: Training, ids: Sequence[int]) -> None:
     """Let the rollout workers pull the images of these groups, and of as many groups as a step has after them."""
-    if run.curriculum is not None:
-        return  # the curriculum chooses a prompt only when its group starts
     last = run.cluster.config.train.num_steps * run.cluster.config.train.groups_per_step
     coming = range(ids[0], min(ids[-1] + 1 + run.cluster.config.train.groups_per_step, last))
     for index, images in run.cluster.images.ahead(coming).items():
@@ -158,8 +156,7 @@ def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.
 def _requests(run: Training, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
     for place, group_id in enumerate(together):
         cohort = Cohort(place=place, size=len(together)) if len(together) > 1 else None
-        request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
-        yield request if run.curriculum is None else run.curriculum.drawn(request)
+        yield GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
 
 
 async def _generate(run: Training, request: GroupRequest) -> None:
@@ -185,7 +182,5 @@ async def _generate(run: Training, request: GroupRequest) -> None:
         run.failures.lost_group(run.cluster.config, str(error))
         await run.store.drop(group_id, GROUP_FAILED)
         return
-    if run.curriculum is not None:
-        run.curriculum.record(request.place if request.source is None else request.source, summary)
     await run.store.finish(summary, ref)
     run.tracker.progress(run.store.progress)

@@ -78,8 +78,6 @@ async def _train_step(
     learned = await _learn(run, step, groups, phases)
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
-    if run.curriculum is not None:
-        run.curriculum.end_step()  # before slots are freed: a curriculum draws the next groups by these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -117,7 +115,6 @@ def _state_metrics(run: Training) -> dict[str, float]:
         run.cluster.recovery_metrics()
         | ledger_metrics(run.store)
         | run.cluster.router.metrics()
-        | (run.curriculum.metrics() if run.curriculum is not None else {})
         | run.failures.metrics()
         | run.folder.storage_metrics()
     )
@@ -141,12 +138,8 @@ async def begin_checkpoint(run: Training, version: int, *, score: float | None =
     """
     store, next_group_id = run.store, run.store.next_untrained_id
     waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
-    kept_ids = {*done_ahead, *(group.summary.group_id for group in waiting)}
-    files: dict[str, str] = {}
-    if run.curriculum is not None:
-        files = run.curriculum.state(lambda group_id: group_id < next_group_id or group_id in kept_ids)
     kept = KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
-    await run.saver.begin(version, next_group_id=next_group_id, score=score, kept=kept, files=files)
+    await run.saver.begin(version, next_group_id=next_group_id, score=score, kept=kept)
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:

@@ -24,13 +24,11 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
-from rayapp.core.names import load_extra
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
-from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.layout import PROFILES
@@ -99,8 +97,6 @@ class Training:
     failures: FailureBudget
     watchdog: Watchdog
     best: BestMetric
-    curriculum: Curriculum | None
-    """Chooses the prompts of groups; None if prompts come in order."""
     profiles: list[Profile] = field(default_factory=list)
     """Profiles of the present step; empty if it is not in `train.profile_steps`."""
 
@@ -112,7 +108,6 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
     note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
-    curriculum = await open_curriculum(cluster, folder)
     return Training(
         cluster=cluster,
         folder=folder,
@@ -123,7 +118,6 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
         best=BestMetric(config),
-        curriculum=curriculum,
     )
 
 
@@ -149,17 +143,6 @@ def straggler_window(config: Config) -> int:
     train = config.train
     steps = train.max_staleness if train.partial_rollouts else 1
     return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
-
-
-async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """Return the curriculum, restored from the last checkpoint if there is one; None if prompts come in order."""
-    if not cluster.config.algorithm.curriculum.enabled:
-        return None
-    checkpoint = folder.checkpoints.latest()
-    num_prompts = await cluster.rollout_workers[0].num_train_prompts()
-    kept = checkpoint.path if checkpoint is not None else None
-    curriculum: Curriculum = load_extra("curriculum.curriculum:Curriculum").open(cluster.config, num_prompts, kept)
-    return curriculum
 
 
 async def restore(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from rayapp.core.aio import end_process_after, finish_then_cancel, let_process_live, when_stopped
@@ -25,7 +24,6 @@ from rayapp.core.errors import (
     StalledError,
     TrainingAbortedError,
 )
-from rayapp.core.files import write_text
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 
@@ -37,7 +35,6 @@ SAVE_S = 900.0
 CLOSE_S = 300.0
 """Deadline in seconds, after the save of a stopping run, for the actors to end and release their resources."""
 NOTHING_KEPT = KeptGroups()
-NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 class SavingLearners(Protocol):
@@ -72,17 +69,12 @@ class CheckpointSaver:
         next_group_id: int,
         score: float | None = None,
         kept: KeptGroups = NOTHING_KEPT,
-        files: Mapping[str, str] = NO_FILES,
     ) -> None:
-        """Begin a checkpoint; returns when training may go on. A resumed run need not generate the groups `kept` again;
-        `files` are other state of the driver, as text by file name."""
+        """Begin a checkpoint. A resumed run need not generate the groups `kept` again."""
         await self.finish()
         pending = self._folder.checkpoints.begin(version)
         started = time.monotonic()
         async with self._explained():
-            with self._folder.explain_full_disk(pending):
-                for name, text in files.items():
-                    write_text(pending / name, text)
             await self._learners.begin_checkpoint(pending / "learner", version)
         self._writing = asyncio.create_task(
             self._write(version, next_group_id, score, started, kept, pending), name=f"checkpoint={version}"

@@ -44,6 +44,6 @@ def check_expansion(
     if sampling.media and read is not None and list(read) != list(prompt_ids):
         raise EngineError(
             f"{request_id}: vLLM expands the prompt's {len(sampling.media)} pictures to {len(read)} tokens, but the "
-            f"learner's processor to {len(prompt_ids)}, or with other ids. Training on them would be wrong: install the "
-            "same transformers for both, and remove mm_processor_kwargs from server.engine_args"
+            f"learner's processor to {len(prompt_ids)}, or with other ids. Training on them would be wrong: install "
+            "the same transformers for both, and remove mm_processor_kwargs from server.engine_args"
         )

@@ -138,7 +138,7 @@ class ImagePlacement:
         """Return the images that a training group needs. The first one is the image of the workspaces."""
         if request.purpose == "eval" or not self._numbers:
             return ()
-        source, place = self._mixing.placed(request)
+        source, place = self._mixing.place(request.group_id)
         prompts = self._images[source]
         return prompts[prompt_index(place, num_prompts=len(prompts), seed=self._seed)] if prompts else ()
 

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from rayapp.config.config import Config
-from rayapp.core.types import GroupSummary, SamplingParams
+from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
@@ -67,10 +67,8 @@ class GroupRequest:
     cohort: Cohort | None = None
     """Cohort of the group; None if the group starts alone."""
     prompt: int | None = None
-    """Index of the prompt in its source's order of the first epoch, if a curriculum chose the prompt. None: the next
-    prompt in order."""
-    source: int | None = None
-    """Index of the source, if a curriculum chose the source. None: the ratios determine the source."""
+    """Position of the group's prompt in the order of its source, counted through all epochs. None until `Sources.of`
+    has found the source."""
     server: int | None = None
     """Index of the server that samples all turns. None until the driver's `Router` has chosen a server."""
     has_greedy_baseline: bool = False
@@ -80,28 +78,8 @@ class GroupRequest:
 
     @property
     def place(self) -> int:
-        """Position of the group's prompt in the order of its source, counted through all epochs."""
+        """Return `prompt`, or in a run with one source the group's id."""
         return self.group_id if self.prompt is None else self.prompt
-
-
-class Curriculum(Protocol):
-    """Chooses the prompts of groups by the results of earlier groups (`rayapp.extras.curriculum`)."""
-
-    def drawn(self, request: GroupRequest) -> GroupRequest:
-        """Return the request with a prompt or source that was drawn for it."""
-        ...
-
-    def record(self, place: int, summary: GroupSummary) -> None:
-        """Record the result of a group. Draws depend on it from the next `end_step` on."""
-        ...
-
-    def end_step(self) -> None: ...
-
-    def state(self, is_kept: Callable[[int], bool]) -> dict[str, str]:
-        """Return the file that a checkpoint keeps: file name -> text."""
-        ...
-
-    def metrics(self) -> dict[str, float]: ...
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
@@ -232,12 +210,6 @@ class Mixing:
         source = owned[slot]
         count = self._before[number][source] + owned[:slot].count(source)
         return source, count - self._round(0)[: self._first].count(source)
-
-    def placed(self, request: GroupRequest) -> tuple[int, int]:
-        """Return the index of a training group's source, and the group's index among the groups of this source."""
-        if request.source is None and request.prompt is None:
-            return self.place(request.group_id)
-        return request.source or 0, request.place
 
     def _round(self, number: int) -> tuple[int, ...]:
         """Return the source of each slot of a round."""

@@ -51,11 +51,6 @@ class ProblemSet(Protocol):
     """The problems of one source. Which problem a group gets depends only on the seed and the request's `place`."""
 
     @property
-    def num_train(self) -> int:
-        """Number of problems in one training epoch."""
-        ...
-
-    @property
     def num_eval(self) -> int:
         """Number of problems in one evaluation. In a request with purpose `eval`, `place` is the index of a problem."""
         ...
@@ -90,15 +85,9 @@ class RowFiles:
             return 0
         return min(len(self.held_out), self.max_eval or len(self.held_out))
 
-    @property
-    def num_train(self) -> int:
-        return len(self.train) if self.train is not None else 0
-
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         rows = self.train if request.purpose == "group" else self.held_out
-        assert rows is not None, (
-            "num_train of a source without training files: the driver should have refused this command"
-        )
+        assert rows is not None, "a source without training files: the driver should have refused this command"
         # Read one problem at a time: otherwise two groups that need the same window of rows would both load it.
         async with self._reading:
             row = await asyncio.to_thread(rows.row, request.place)
@@ -158,10 +147,6 @@ class Listed:
     @property
     def num_eval(self) -> int:
         return len(self._held_out)
-
-    @property
-    def num_train(self) -> int:
-        return len(self._train)
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         if request.purpose == "group":
@@ -262,11 +247,6 @@ class Sources:
         """
         return tuple(source.problems.num_eval for source in self.opened)
 
-    @property
-    def num_train_prompts(self) -> tuple[int, ...]:
-        """Number of prompts that each source has in one epoch."""
-        return tuple(source.problems.num_train for source in self.opened)
-
     def of(self, request: GroupRequest) -> tuple[OpenSource, GroupRequest]:
         """Return the source of a group, and the request with the group's index among the groups of this source."""
         index, place = self._place(request)
@@ -278,7 +258,7 @@ class Sources:
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
             return index, request.group_id - starts[index]
-        return self._mixing.placed(request)
+        return self._mixing.place(request.group_id)
 
     async def close(self) -> None:
         """Close the agents and judges of all sources, even if closing one of them fails."""

@@ -405,16 +405,6 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     return count
 
 
-def solve_rates(run: Path) -> dict[str, float]:
-    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept."""
-    files = _step_files(run)
-    solved: dict[str, list[float]] = {}
-    for group in (group for file in files for group in read_groups(file)):
-        rewards = [each.reward for each in group.trajectories if each.reward.valid]
-        solved.setdefault(group.prompt.task, []).extend(each.terms.get("solved", each.value) for each in rewards)
-    return {task: sum(value >= 1.0 for value in values) / len(values) for task, values in solved.items() if values}
-
-
 def _step_files(run: Path) -> list[Path]:
     """Return the files of a run's recorded steps, in order. Raises InputError: there are none."""
     files = steps_in(run / TRAJECTORIES, PARQUET)

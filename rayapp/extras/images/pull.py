@@ -3,8 +3,7 @@
     name -> skopeo inspect: its digest -> skopeo copy: a folder in OCI's layout -> umoci: a tree -> record
 
 skopeo knows registries, credentials (Docker's `config.json`), folders and archives. umoci unpacks as an
-unprivileged user that can write to one folder only (`tree.py`). `pull` blocks; `cache.py` calls it in threads. `build`
-builds a Dockerfile into the cache.
+unprivileged user that can write to one folder only (`tree.py`). `pull` blocks; `cache.py` calls it in threads.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import shutil
 import subprocess
 import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import IO, Any
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
 from rayapp.extras.images.store import Hold, Store, tree_of
-from rayapp.sandbox.images import Image, Reference, parse
+from rayapp.sandbox.images import Image, Reference
 
 _SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -110,7 +108,9 @@ def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
         if reference.digest not in ("", digest):
             raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
         return source, digest
-    raise problem or ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
+    raise problem or ImageError(
+        f"image {reference} is not in the cache: build it, and run `rayapp images pull archive:FILE --name NAME`"
+    )
 
 
 def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iterator[_Source]:
@@ -193,54 +193,3 @@ def _config(layout: Path, what: str) -> dict[str, Any]:
     if not all(isinstance(word, str) and "\0" not in word for word in words) or not workdir.startswith("/"):
         raise ImageError(f"{what} is malformed: its environment, user and working folder must be texts, without NUL")
     return dict(config)
-
-
-TOOLS = ("buildah", "podman", "docker")
-"""Tools that build Dockerfiles, in the order in which they are looked for. The tool runs the Dockerfile's commands with
-its own network and isolation, so build only Dockerfiles that you trust."""
-
-
-def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
-    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool writes to this
-    process's stdout and stderr.
-
-    Args:
-        tool: one of `TOOLS`; empty: the first that is installed.
-        options: passed to the tool's build command.
-    Raises:
-        ImageError: no tool is installed, or the build failed.
-    """
-    reference = parse(f"build:{name}")
-    if not (folder / "Dockerfile").is_file():
-        raise ImageError(f"image {reference}: there is no file {folder / 'Dockerfile'}")
-    chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
-    if not chosen or shutil.which(chosen) is None:
-        known = ", ".join(TOOLS)
-        raise ImageError(
-            f"image {reference} can't be built: {f'{chosen} is not' if chosen else f'none of {known} is'} installed"
-        )
-    with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
-        tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
-        for argv in _commands(chosen, folder, tag, archive, options):
-            _run(argv, f"image {reference}")
-        with pull(store, parse(f"archive:{archive}")) as hold:
-            store.put(hold.image, reference)
-            return hold.image
-
-
-def _commands(tool: str, folder: Path, tag: str, archive: str, options: Sequence[str]) -> list[list[str]]:
-    """Return the commands that build an image and write it to an archive."""
-    if tool == "buildah":
-        return [
-            ["buildah", "build", "-t", tag, *options, str(folder)],
-            ["buildah", "push", tag, f"oci-archive:{archive}"],
-        ]
-    form = ["--format", "oci-archive"] if tool == "podman" else []
-    return [[tool, "build", "-t", tag, *options, str(folder)], [tool, "save", *form, "-o", archive, tag]]
-
-
-def _run(argv: Sequence[str], what: str) -> None:
-    try:
-        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ImageError(f"{what} can't be built: {one_line(error)}") from error

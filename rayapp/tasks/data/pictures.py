@@ -3,8 +3,8 @@
     {"prompt": [{"content": "<image>Find x."}], "images": [{"bytes": b"…", "path": None}]}
       -> [{"content": [{"type": "image"}, {"type": "text", "text": "Find x."}]}], encoded bytes, (width, height)
 
-A picture is bytes, a path relative to the data file, a data URI, or, with `data.image_urls`, an https:// address. Each is
-decoded once in a text process, which has limits of time and memory, so a hostile file ends only its row.
+A picture is bytes, a path relative to the data file, a data URI, or, with `data.image_urls`, an https:// address. Each
+is decoded once in a text process, which has limits of time and memory, so a hostile file ends only its row.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ class PictureRows:
             raise InputError(f"{where}: {error}") from None
 
     def place(self, ids: Sequence[int], row: Pictured, where: str) -> tuple[list[int], Media]:
-        """Return the prompt's ids with the tokens of its pictures, and their places. Raises InputError: the chat template
-        wrote another number of placeholders."""
+        """Return the prompt's ids with the tokens of its pictures, and their places.
+
+        Raises:
+            InputError: the chat template wrote another number of placeholders.
+        """
         try:
             return self.processor.expand(ids, row.encoded, row.sizes)
         except InputError as error:
@@ -162,8 +165,8 @@ class PictureRows:
     def _fetched(self, url: str) -> bytes:
         if not self.fetches or not url.startswith("https://"):
             raise InputError(
-                f"picture {url!r:.80} is an address: download it and name the file, or set data.image_urls: true, which "
-                "fetches https:// addresses"
+                f"picture {url!r:.80} is an address: download it and name the file, or set data.image_urls: true, "
+                "which fetches https:// addresses"
             )
         path = self.cache / "pictures" / hashlib.sha256(url.encode()).hexdigest()
         if not path.exists():

@@ -152,8 +152,8 @@ class TrainingData:
         if encode is not None and pictures is None and (shown := [each for each in groups if each.has_pictures]):
             raise InputError(
                 f"{shown[0].path}: its rows have images, but the model reads only text. Choose a model that reads "
-                "pictures (docs/pictures.md), leave those rows out, or drop the column `images` if the text says enough "
-                "without them."
+                "pictures (docs/pictures.md), leave those rows out, or drop the column `images` if the text says "
+                "enough without them."
             )
         if any(group.has_pictures for group in groups):
             self._options = replace(options, window_rows=min(options.window_rows, _PICTURED_ROWS))
