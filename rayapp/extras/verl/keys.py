@@ -84,6 +84,7 @@ DATA: dict[str, Rule] = {
     "data.seed": optional("run.seed", int),
     "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
     "data.tool_config_path": optional("agent.tool_file"),
+    "data.image_key": rules.image_key,
 }
 
 ALGORITHM: dict[str, Rule] = {

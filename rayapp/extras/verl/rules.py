@@ -48,6 +48,16 @@ def template_variable(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={f"agent.chat_template_kwargs.{name}": value})
 
 
+def image_key(key: str, value: Any, values: Values) -> Landing:
+    """Map the column of pictures. A command that names it trains on pictures, and verl then also trains the tower."""
+    if value not in ("images", "image"):
+        raise ConfigError(f"{key} = {value!r} can't be imported: name the column images (docs/pictures.md).")
+    is_frozen = bool(values.get("actor_rollout_ref.actor.freeze_vision_tower"))
+    return Landing(
+        settings={"model.freeze_vision": is_frozen}, note="the vision tower is trained unless verl freezes it"
+    )
+
+
 def reward_manager(key: str, value: Any, values: Values) -> Landing:
     """Map the reward manager. verl's managers give the same rewards, except `dapo`, which can penalize long answers:
     see `reward_kwargs`."""

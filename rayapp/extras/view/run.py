@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from rayapp.core.errors import StorageError
 from rayapp.extras.view.curves import PANELS, Metrics, curve, keys_of, keys_of_panel
 from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups, neighbours
 from rayapp.extras.view.trajectory import Advantages, group_advantages, load_tokenizer, read_group, read_trajectory
-from rayapp.runs.layout import PICTURES
 from rayapp.runs.source import RunSource
 from rayapp.runs.tracking.metrics import warning_of
 

@@ -21,7 +21,7 @@ from rayapp.core.errors import InputError, StorageNotFoundError, first_line
 from rayapp.core.files import Location, aside, json_lines
 from rayapp.storage.opening import open_storage
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
-from rayapp.tasks.data.pictures import listed
+from rayapp.tasks.data.pictures import as_stored, listed
 
 COLUMNS = ("prompt", "data_source", "reward_model")
 """Columns that every file must have."""
@@ -103,7 +103,7 @@ def _with_whole_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the row with its pictures in the column `images`, as whole paths or addresses."""
     if not any(row.get(name) for name in PICTURES):
         return row
-    paths = [each if isinstance(each, str) else each.get("path") or each.get("url") or "" for each in listed(row)]
+    paths = [as_stored(each)["path"] for each in listed(row)]
     whole = [name if ":" in name.partition("/")[0] else str((folder / name).resolve()) for name in paths]
     others = {key: value for key, value in row.items() if key not in PICTURES}
     return others | {"images": [{"bytes": None, "path": path} for path in whole]}

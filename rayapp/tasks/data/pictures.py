@@ -9,7 +9,6 @@ is decoded once in a text process, which has limits of time and memory, so a hos
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import urllib.request
@@ -62,8 +61,24 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
     return tuple(each if IMAGE_PART in each["content"] else {**each, "content": _text(each)} for each in parted)
 
 
+def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages whose contents are texts again, with `<image>` for each picture: the form of a file's column."""
+    return tuple(each if isinstance(each["content"], str) else {**each, "content": _text(each)} for each in messages)
+
+
+def as_stored(picture: Any) -> dict[str, Any]:
+    """Return a picture in verl's form, `{bytes, path}`. Raises InputError: it has neither bytes nor a path."""
+    match picture:
+        case bytes() | {"bytes": bytes()}:
+            return {"bytes": picture if isinstance(picture, bytes) else picture["bytes"], "path": None}
+        case str() | {"path": str()} | {"url": str()} | {"image": str()}:
+            named = picture if isinstance(picture, str) else picture.get("path") or next(iter(picture.values()))
+            return {"bytes": None, "path": named}
+    raise InputError(f"an image must be bytes or a path, not {picture!r:.60}")
+
+
 def _text(message: Message) -> str:
-    return "".join(part["text"] for part in message["content"])
+    return "".join(part.get("text", MARK) for part in message["content"])
 
 
 def _parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
@@ -93,66 +108,57 @@ class Pictured:
 
 
 @dataclass(slots=True)
-class PictureRows:
-    """Reads and places the pictures of rows for a model."""
+class PictureFiles:
+    """Reads pictures, and decodes each once to find out its size."""
 
-    processor: PictureProcessor
     cache: Path
     """Folder for fetched pictures."""
     fetches: bool = False
     """True fetches https:// addresses."""
     _child: TextProcess = field(default_factory=lambda: TextProcess(cpu_limit_s=_DECODE_CPU_S))
 
-    def read(self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path, where: str) -> Pictured:
-        """Return the messages with parts, and the row's pictures, which were decoded.
+    def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, tuple[int, int]]:
+        """Return the encoded bytes, and width and height.
 
         Args:
-            folder: folder of the data file, for relative paths.
+            picture: bytes, a path, or a mapping with one of them.
+            folder: folder of relative paths.
+            index: number of the picture in its row, for messages.
         Raises:
-            InputError: a picture can't be read, or the number of places differs.
+            InputError: the picture can't be read, is damaged or too large.
         """
+        stored = as_stored(picture)
+        data = stored["bytes"]
+        encoded = check_bytes(data) if data is not None else self._from(stored["path"], folder)
         try:
-            pictures = listed(row)
-            parts = with_parts(messages, len(pictures))
-            encoded = tuple(self._encoded(each, folder) for each in pictures)
-            return Pictured(parts, encoded, tuple(self._size(each, i) for i, each in enumerate(encoded)))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
+            width, height = self._child.run(size_of, encoded)
+        except (TextTooCostlyError, TextReadingFailedError) as error:
+            raise InputError(f"picture {index} can't be decoded: {error}") from None
+        return encoded, (width, height)
 
-    def place(self, ids: Sequence[int], row: Pictured, where: str) -> tuple[list[int], Media]:
-        """Return the prompt's ids with the tokens of its pictures, and their places.
+    def embedded(self, row: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Return a row in verl's schema with the bytes of its pictures in place of paths. Addresses are kept, unless
+        this object fetches them.
 
         Raises:
-            InputError: the chat template wrote another number of placeholders.
+            InputError: a picture can't be read.
         """
-        try:
-            return self.processor.expand(ids, row.encoded, row.sizes)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
+        if not row.get("images"):
+            return row
+        kept = [_is_address(each["path"] or "") and not self.fetches for each in row["images"]]
+        pictures = [
+            each if is_kept else {"bytes": self.read(each, folder, i)[0], "path": None}
+            for i, (each, is_kept) in enumerate(zip(row["images"], kept, strict=True))
+        ]
+        return row | {"images": pictures}
 
     def close(self) -> None:
         self._child.close()
 
-    def _size(self, encoded: bytes, index: int) -> tuple[int, int]:
-        try:
-            width, height = asyncio.run(self._child.call(size_of, encoded))
-        except (TextTooCostlyError, TextReadingFailedError) as error:
-            raise InputError(f"picture {index} can't be decoded: {error}") from None
-        return width, height
-
-    def _encoded(self, picture: Any, folder: Path) -> bytes:
-        match picture:
-            case bytes() | {"bytes": bytes()}:
-                return check_bytes(picture if isinstance(picture, bytes) else picture["bytes"])
-            case str() | {"path": str()} | {"image": str()} | {"url": str()}:
-                named = picture if isinstance(picture, str) else picture.get("path") or next(iter(picture.values()))
-                return self._from(named, folder)
-        raise InputError("a picture has neither bytes nor a path")
-
     def _from(self, name: str, folder: Path) -> bytes:
         if name.startswith("data:"):
             return from_data_uri(name)
-        if re.match(r"[a-z][a-z0-9+.-]*://", name) and not name.startswith("file://"):
+        if _is_address(name):
             return self._fetched(name)
         path = folder / name.removeprefix("file://")
         try:
@@ -179,3 +185,42 @@ class PictureRows:
             with aside(path) as pending:
                 pending.write_bytes(encoded)
         return path.read_bytes()
+
+
+def _is_address(name: str) -> bool:
+    return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None and not name.startswith("file://")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureRows:
+    """Reads and places the pictures of rows for a model."""
+
+    processor: PictureProcessor
+    files: PictureFiles
+
+    def read(self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path, where: str) -> Pictured:
+        """Return the messages with parts, and the row's pictures.
+
+        Args:
+            folder: folder of the data file, for relative paths.
+        Raises:
+            InputError: a picture can't be used, or the number of places differs.
+        """
+        try:
+            pictures = listed(row)
+            parts = with_parts(messages, len(pictures))
+            found = [self.files.read(each, folder, i) for i, each in enumerate(pictures)]
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        return Pictured(parts, tuple(encoded for encoded, _ in found), tuple(size for _, size in found))
+
+    def place(self, ids: Sequence[int], row: Pictured, where: str) -> tuple[list[int], Media]:
+        """Return the prompt's ids with the tokens of its pictures, and their places.
+
+        Raises:
+            InputError: the chat template wrote another number of placeholders.
+        """
+        try:
+            return self.processor.expand(ids, row.encoded, row.sizes)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
