@@ -72,7 +72,7 @@ def _install(options: argparse.Namespace, stamp: Path, wanted: str) -> int:
 
 _DECLARED = """
 
-# Added by rayapp's install.py: this build's operators need CUDA. Declare those that torchvision's own files describe, so
+# Added by rayapp's install.py: this build's operators need CUDA. Declare those that torchvision's files describe, so
 # that its transforms can be imported. Calls of the operators still fail.
 if not _has_ops():
     _declared = torch.library.Library("torchvision", "DEF")
