@@ -113,7 +113,7 @@ class ServerLimits:
     sandbox_ttl_s: float = 300.0
     max_sandbox_ttl_s: float = 3600.0
     max_output_bytes: int = 65536  # Largest stdout, and stderr. Code that writes more is stopped.
-    # Whether the header X-Template is passed to the provider; the local one has no templates.
+    # True if the header X-Template is passed to the provider; the local one has no templates.
     passes_templates: bool = False
 
 
