@@ -11,8 +11,8 @@ from typing import Any
 
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import EngineError
-from rayapp.core.media import compact, opened
 from rayapp.core.types import RequestId, SamplingParams
+from rayapp.storage.media import compact, opened
 from rayapp.storage.models.pictures import reads_pictures
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from rayapp.config.agent import AGENTS
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.media import compact
 from rayapp.core.names import is_plugin, load_plugin
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task, Tokenizer
 from rayapp.core.syntax import spoken
@@ -27,6 +26,7 @@ from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.problem import Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder
+from rayapp.storage.media import compact
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import RawCall
 from rayapp.tools.toolset import ToolSet

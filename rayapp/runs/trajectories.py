@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import aside
-from rayapp.core.media import write_pictures
 from rayapp.core.types import (
     AllowedTokens,
     CallRecord,
@@ -42,6 +41,7 @@ from rayapp.core.types import (
     VersionSpan,
 )
 from rayapp.runs.layout import PARQUET, PICTURES, TRAJECTORIES, step_of, steps_in
+from rayapp.storage.media import write_pictures
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"rayapp.schema_version"

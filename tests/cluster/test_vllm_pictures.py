@@ -11,9 +11,9 @@ import torch
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineError
-from rayapp.core.media import opened, sha256_of
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
+from rayapp.storage.media import opened, sha256_of
 from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from support.picture_models import picture, save_picture_model

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from rayapp.core.media import opened
+from rayapp.storage.media import opened
 from support.picture_models import picture, save_picture_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.media import opened, sha256_of
+from rayapp.storage.media import opened, sha256_of
 from rayapp.core.types import Media, Picture
 from rayapp.storage.models.families import refuse_pictures
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import aside
-from rayapp.core.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, size_of
 from rayapp.core.types import Media
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, size_of
 from rayapp.storage.models.pictures import PictureProcessor
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 

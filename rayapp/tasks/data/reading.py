@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayapp.core.errors import InputError
-from rayapp.core.media import sha256_of
 from rayapp.core.types import Media
+from rayapp.storage.media import sha256_of
 from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
 from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_files, read_group, read_groups
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES

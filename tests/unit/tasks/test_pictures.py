@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayapp.core.errors import InputError
-from rayapp.core.media import MAX_PIXELS, compact, from_data_uri, sha256_of
 from rayapp.core.types import Media, Picture
+from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri, sha256_of
 from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
