@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 2964, "api": 827, "cli": 2747, "config": 3063, "core": 3128, "driver": 2643, "engine": 2124,
-    "extras": 14730, "learner": 7649, "rollout": 6789, "runs": 2462, "sandbox": 7195, "storage": 1474, "tasks": 5280,
+    "actors": 3038, "api": 827, "cli": 2747, "config": 3182, "core": 3131, "driver": 2686, "engine": 2183,
+    "extras": 13981, "learner": 7670, "rollout": 6826, "runs": 2490, "sandbox": 7196, "storage": 1688, "tasks": 5595,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
