@@ -34,6 +34,7 @@ from rayapp.learner.memory.plan import (
     gathered_bytes,
     head_bytes,
     head_bytes_per_token,
+    kept_in_tower,
     longest_part,
     plan_learner,
     tower_bytes,
@@ -193,10 +194,9 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         for own in frozen_shapes(shape, config).values()
     )
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None)
-    return MemoryNeed(
-        fixed=first - few * per_token + head + frozen,
-        per_token=per_token.clip(0) + head_bytes_per_token(shape, config.learner),
-    )
+    unseen = head_bytes_per_token(shape, config.learner) + kept_in_tower(shape, config.learner)
+    fixed = first - few * per_token + head + frozen
+    return MemoryNeed(fixed=fixed, per_token=per_token.clip(0) + unseen)
 
 
 def _marks_of_layers(
