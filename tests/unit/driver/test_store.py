@@ -74,6 +74,21 @@ async def test_fewer_groups_than_staleness_allows_may_be_in_flight_and_unfinishe
     assert [group.ref for group in await s.take(2)] == [0, 5]
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_a_group_that_is_too_old_is_never_trained(max_staleness: int) -> None:
+    s = store(groups_per_step=1, max_staleness=max_staleness)
+    await s.reserve()
+    await s.finish(summary(0, -max_staleness), 0)
+    assert [group.ref for group in await s.take(1)] == [0]
+    await s.release(1)
+
+    s = store(groups_per_step=1, max_staleness=max_staleness)
+    await s.reserve()
+    await s.finish(summary(0, -max_staleness - 1), 0)
+    with pytest.raises(AssertionError, match="is too old to be trained"):
+        await s.take(1)
+
+
 async def test_groups_come_back_in_id_order_whatever_order_they_finish_in() -> None:
     s = store(groups_per_step=3)
     await s.reserve()
