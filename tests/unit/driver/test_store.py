@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.types import GroupSummary
-from rayapp.driver.store import TrajectoryStore
+from rayapp.driver.store import StoredGroup, TrajectoryStore, _oldest_versions
 from support import make
 
 
@@ -87,6 +87,14 @@ async def test_a_group_that_is_too_old_is_never_trained(max_staleness: int) -> N
     await s.finish(summary(0, -max_staleness - 1), 0)
     with pytest.raises(AssertionError, match="is too old to be trained"):
         await s.take(1)
+
+
+def test_a_kept_group_counts_as_admitted_no_later_than_the_groups_above_it() -> None:
+    """Group 5 was lost and sampled again by newer weights."""
+    sampled_by = {3: 1, 5: 4, 7: 2, 8: 6}
+    kept = [StoredGroup(summary=summary(group_id, version), ref=0) for group_id, version in sampled_by.items()]
+
+    assert _oldest_versions(kept) == {3: 1, 5: 2, 7: 2, 8: 6}
 
 
 async def test_groups_come_back_in_id_order_whatever_order_they_finish_in() -> None:
