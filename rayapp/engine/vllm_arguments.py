@@ -149,7 +149,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **_profiler_args(config.train),
         **_transfer_args(choose_transport(config, on_gpu=on_gpu)),
         **adapter_args(config.learner.lora),
-        **picture_args(config.model),
+        **picture_args(config.model, on_gpu=on_gpu),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
