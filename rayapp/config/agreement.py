@@ -34,6 +34,7 @@ def check_agreement(config: Keys) -> None:
     _teacher_fits(config)
     _teacher_price_fits(config)
     _rounding_is_corrected(config)
+    _packed_weights_are_frozen(config)
     _repeats(config)
 
 
@@ -462,6 +463,14 @@ def _rounding_is_corrected(config: Keys) -> None:
             f"server.{key} is {getattr(server, key)}, but algorithm.rollout_correction.level is {level}: the servers "
             "would sample from a rounded policy without a correction. Set algorithm.rollout_correction.level: token; "
             "the metrics rollout_probs_diff/* show the difference."
+        )
+
+
+def _packed_weights_are_frozen(config: Keys) -> None:
+    if config.model.quantization != "none" and config.learner.lora.rank == 0:
+        raise ValueError(
+            f"model.quantization is {config.model.quantization}, but learner.lora.rank is 0: 4 bits can't be "
+            "trained, only adapters on them. Set learner.lora.rank, e.g. to 32, or model.quantization: none."
         )
 
 

@@ -107,6 +107,18 @@ class Keys(FrozenModel):
         )
 
     @property
+    def rounding_note(self) -> str:
+        """Sentence about formats in which servers and learners differ, and their correction; empty without any."""
+        keys = {"quantization": "none", "kv_cache_dtype": "auto"}
+        found = [f"{key}={value}" for key in keys if (value := getattr(self.server, key)) != keys[key]]
+        if not found:
+            return ""
+        return (
+            f"servers round what learners don't (server.{', server.'.join(found)}): importance weights correct every "
+            "token (algorithm.rollout_correction.level=token); rollout_probs_diff/* measure the difference"
+        )
+
+    @property
     def judges_read_references(self) -> bool:
         """True if a judge of this source reads its rows' ground truths."""
         return any(judge.reference for judge in self.judges if judge.name in self.reward.judges)
@@ -207,6 +219,20 @@ class Keys(FrozenModel):
         evaluated = section.get("tasks") if isinstance(section, dict) else ()
         has_files = any(isinstance(task, str) and is_data_file(task) for task in evaluated or ())
         return values | {"tasks": []} if has_files or values.get("sources") else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rounded_servers_are_corrected(cls, values: Any) -> Any:
+        """Correct token by token if servers round what learners don't, and the user sets no level."""
+        if not isinstance(values, dict) or not isinstance(server := values.get("server"), dict):
+            return values
+        algorithm = values.get("algorithm") or {}
+        correction = algorithm.get("rollout_correction") or {} if isinstance(algorithm, dict) else algorithm
+        is_set = not isinstance(correction, dict) or "level" in correction
+        usual = {"quantization": "none", "kv_cache_dtype": "auto"}
+        if is_set or all(server.get(key, default) == default for key, default in usual.items()):
+            return values
+        return values | {"algorithm": algorithm | {"rollout_correction": correction | {"level": "token"}}}
 
     @model_validator(mode="before")
     @classmethod

@@ -78,6 +78,10 @@ class ModelSection(FrozenModel):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
     model's own training lower its quality."""
+    quantization: Literal["none", "nf4"] = "none"
+    """Format of the frozen weights under adapters. nf4: learners keep the matrices of the decoder's layers in 4 bits
+    (QLoRA); norms, embeddings and head keep learner.compute_dtype. Servers compute with the same rounded weights. Needs
+    learner.lora.rank, and the package bitsandbytes (docs/learner.md#four-bits)."""
 
 
 class RolloutSection(FrozenModel):

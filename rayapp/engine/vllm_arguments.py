@@ -15,15 +15,18 @@ from typing import Any
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
-from rayapp.config.sections import ClusterSection, TrainSection
+from rayapp.config.sections import ClusterSection, ModelSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
+from rayapp.storage.models.nf4 import kernels
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+NF4 = "rayapp_nf4"
+"""Name by which vLLM knows the loader of `nf4_loader`."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers; another rank uses part of the next larger one."""
 
@@ -157,6 +160,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **_profiler_args(config.train),
         **_transfer_args(config),
         **adapter_args(config.learner.lora),
+        **_rounding_args(config.model),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
@@ -187,6 +191,13 @@ def _profiler_args(train: TrainSection) -> dict[str, Any]:
         max_iterations=MOST_ITERATIONS,
     )
     return {"profiler_config": profiler}
+
+
+def _rounding_args(model: ModelSection) -> dict[str, Any]:
+    if model.quantization == "none":
+        return {}
+    kernels()  # refuse here: in the engine's process the error would be one of vLLM's
+    return {"load_format": NF4, "worker_extension_cls": "rayapp.engine.nf4_loader.RoundedWeightsExtension"}
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from rayapp.learner.sequence import (
     register_sequence_attention,
 )
 from rayapp.learner.state.lora import add_adapters
+from rayapp.learner.state.packed import pack_linears
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
 log = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     section = config.learner
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
-    model = policy_of(causal_lm, config.learner, trainable=trainable)
+    model = policy_of(causal_lm, config.learner, trainable=trainable, is_packed=config.model.quantization == "nf4")
     if section.expert_parallel_size > 1:
         split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
@@ -220,9 +221,9 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     return model
 
 
-def policy_of(causal_lm: Any, learner: LearnerSection, *, trainable: bool) -> PolicyModel:
-    """Add adapters and freeze other parameters, before sharding. Frozen ones get the compute dtype; trained ones stay
-    float32."""
+def policy_of(causal_lm: Any, learner: LearnerSection, *, trainable: bool, is_packed: bool = False) -> PolicyModel:
+    """Add adapters, freeze and pack other parameters, before sharding. Frozen ones get the compute dtype; trained ones
+    stay float32."""
     if trainable:
         recompute(causal_lm, learner.num_recomputed(len(causal_lm.get_decoder().layers)))
     model = PolicyModel(causal_lm)
@@ -234,8 +235,10 @@ def policy_of(causal_lm: Any, learner: LearnerSection, *, trainable: bool) -> Po
     if trainable and learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, learner.lora)
+    if is_packed:
+        pack_linears(causal_lm)
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(DTYPES[learner.compute_dtype])
     return model
 

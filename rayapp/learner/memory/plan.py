@@ -16,6 +16,7 @@ from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
 from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
+from rayapp.storage.models.nf4 import BYTES_PER_VALUE
 
 RUNTIME_BYTES = 3 * GIB // 2
 """Assumed bytes of the CUDA context, kernels and NCCL's buffers. On one H100, without NCCL, 0.8 GiB were measured."""
@@ -197,7 +198,8 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     gradients, optimizer = (kind * _shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     frozen = {
-        name: element * _shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
+        name: stored_bytes(own, element, _shard(own.num_parameters, config.learner))
+        for name, own in frozen_shapes(shape, config).items()
     }
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
@@ -214,19 +216,25 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
     """Return the bytes of some of the policy's own weights: in the compute dtype if only adapters are trained, else in
     float32."""
-    return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
+    element = ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER
+    return stored_bytes(shape, element, num_parameters)
+
+
+def stored_bytes(shape: ModelShape, element: int, num_parameters: int) -> int:
+    """Return the bytes of some of a model's weights, of which those in 4 bits are an equal share."""
+    saved = (element - BYTES_PER_VALUE) * shape.num_packed / shape.num_parameters
+    return int((element - saved) * num_parameters)
 
 
 def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
     element = ELEMENT_BYTES[config.learner.compute_dtype]
-    layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
     return (
         # All layers have run; the buffer of the last gathered layer still exists.
         Moment(
             name="the head's forward and backward",
-            gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
+            gathered=gathered_bytes(shape, config.learner, 1) + _teacher_bytes(shape, config),
             activations=kept_bytes(shape, config.learner),
             head=head_bytes(shape, config, config.learner.token_budget),
         ),
@@ -234,7 +242,9 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         Moment(
             name="the backward of a layer",
             gathered=gathered_bytes(shape, config.learner) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config.learner) + working_bytes(shape, config.learner),
+            activations=kept_bytes(shape, config.learner)
+            + working_bytes(shape, config.learner)
+            + (element * shape.hidden * shape.intermediate if shape.num_packed else 0),  # the matrix being unpacked
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
             # that is computed.
@@ -436,7 +446,9 @@ def head_bytes_per_token(shape: ModelShape, learner: LearnerSection) -> int:
 def gathered_bytes(shape: ModelShape, learner: LearnerSection, num_layers: int = 2) -> int:
     """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and some layers."""
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
-    return ELEMENT_BYTES[learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
+    element = ELEMENT_BYTES[learner.compute_dtype]
+    saved = int((element - BYTES_PER_VALUE) * shape.num_packed / shape.num_layers)
+    return element * shape.num_root_parameters + num_layers * (element * layer - saved)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
@@ -562,11 +574,13 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     config = with_learner_numbers(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
-    frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
+    models = frozen_shapes(shape, config).values()
+    frozen = sum(stored_bytes(own, element, own.num_parameters) for own in models)
     adapters = MASTER * shape.num_adapter_parameters
-    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
+    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
-    each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
+    gathered = stored_bytes(shape, element, shape.num_parameters) + frozen
+    each = LEARNER_BYTES + gathered + element * shape.num_trained
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
     batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)

@@ -130,6 +130,8 @@ class ModelShape:
     """0 if all weights are trained."""
     adapter_rank_sum: int = 0
     """Ranks of one layer's adapters: values that they keep for each token."""
+    num_packed: int = 0
+    """Parameters in 4 bits, over all layers (`model.quantization`)."""
     teacher: ModelShape | None = None
 
     @property
@@ -165,6 +167,7 @@ def model_shape(config: Config) -> ModelShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rayapp.learner.families.experts import check_expert_parallel
+    from rayapp.storage.models.nf4 import is_packed
 
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code
@@ -183,6 +186,7 @@ def model_shape(config: Config) -> ModelShape:
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters())
     check_expert_parallel(model, config.learner)
+    packed = [p.numel() for name, p in model.named_parameters() if is_packed(name, p.shape)]
     adapters = _adapters(model, config.learner)
     return ModelShape(
         num_parameters=num_parameters,
@@ -197,6 +201,7 @@ def model_shape(config: Config) -> ModelShape:
         norms_heads=any(".q_norm." in name for name, _ in model.named_parameters()),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
+        num_packed=sum(packed) if config.model.quantization == "nf4" else 0,
         teacher=_teacher_shape(config),
         **_experts(model, config.learner.expert_parallel_size),
     )

@@ -33,6 +33,7 @@ from rayapp.learner.memory.plan import (
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
 from rayapp.learner.memory.token_budget import compare_with_plan
+from scripts import fit_table
 from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
 SHAPE = ModelShape(
@@ -234,6 +235,13 @@ def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None
     assert plan.fits
     assert plan.server.num_sequences >= 8
     assert not list(late(config, generate(shape, config, gpu, plan.server).seconds))
+
+
+def test_the_table_of_cards_and_models_is_that_of_the_plan() -> None:
+    page = Path("docs/scale.md").read_text()
+
+    assert fit_table.table() in page, "stale: run python -m scripts.fit_table"
+    assert "| 24 GB | 0.5B | 3B | 7B (2) |" in page
 
 
 def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -765,10 +765,14 @@ def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_a_checkpoint_of_adapters_holds_them_alone_and_goes_on_to_the_last_digit(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, quantization: str
 ) -> None:
-    changes = {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}
+    changes = {
+        "model": {"path": str(tiny_model), "quantization": quantization},
+        "learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1},
+    }
     with learner_of(tiny_model, changes) as learner:
         step(learner, 1, two_groups(1))
         save(learner, str(tmp_path / "c"), 1)
