@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
+from rayapp.learner.policy import _compile
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.packed import PackedLinear
 from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, rounded, shape_of, unpack
@@ -78,15 +80,20 @@ def test_log_probs_and_gradients_are_those_of_a_dense_model_of_the_rounded_weigh
     assert all(torch.equal(tensor, weights[n].bfloat16()) for n, tensor in final.items())
 
 
-def test_recomputed_layers_and_a_packed_reference_change_nothing(tmp_path: Path) -> None:
+def test_recomputed_and_compiled_layers_have_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial.save_tiny(subject_of("qwen2").architecture, tmp_path)
-    groups = trial.trial_groups(VOCABULARY)
-    scores = []
-    for recomputed in (False, True):
-        with trial.learner_of(packed_config(tmp_path, activation_checkpointing=recomputed)) as learner:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    _compile.cache_clear()
+    groups, scores = trial.trial_groups(VOCABULARY), []
+    for changes in ({}, {"activation_checkpointing": True}, {"compile": True}):
+        with trial.learner_of(packed_config(tmp_path, **changes)) as learner:
             scores.append(trial.learner_scores(learner, groups))
+    _compile.cache_clear()
 
-    assert all(torch.equal(scores[0].gradients[name], g) for name, g in scores[1].gradients.items())
+    plain, *others = (each.gradients for each in scores)
+    assert all(torch.equal(plain[name], other[name]) for other in others for name in plain)
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:
