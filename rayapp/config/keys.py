@@ -45,6 +45,7 @@ from rayapp.config.sections import (
     TrackingSection,
     TrainSection,
     WarmupSection,
+    rounded_keys,
 )
 from rayapp.core.files import Location
 
@@ -109,13 +110,12 @@ class Keys(FrozenModel):
     @property
     def rounding_note(self) -> str:
         """Sentence about formats in which servers and learners differ, and their correction; empty without any."""
-        keys = {"quantization": "none", "kv_cache_dtype": "auto"}
-        found = [f"{key}={value}" for key in keys if (value := getattr(self.server, key)) != keys[key]]
+        found = [f"server.{key}={value}" for key, value in rounded_keys(self.server.model_dump()).items()]
         if not found:
             return ""
         return (
-            f"servers round what learners don't (server.{', server.'.join(found)}): importance weights correct every "
-            "token (algorithm.rollout_correction.level=token); rollout_probs_diff/* measure the difference"
+            f"servers round what learners don't ({', '.join(found)}): importance weights correct every token "
+            "(algorithm.rollout_correction.level=token); rollout_probs_diff/* measure the difference"
         )
 
     @property
@@ -223,14 +223,12 @@ class Keys(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _rounded_servers_are_corrected(cls, values: Any) -> Any:
-        """Correct token by token if servers round what learners don't, and the user sets no level."""
-        if not isinstance(values, dict) or not isinstance(server := values.get("server"), dict):
+        """Correct every token if servers round what learners don't, and the user sets no level."""
+        if not isinstance(values, dict) or not rounded_keys(values.get("server")):
             return values
         algorithm = values.get("algorithm") or {}
-        correction = algorithm.get("rollout_correction") or {} if isinstance(algorithm, dict) else algorithm
-        is_set = not isinstance(correction, dict) or "level" in correction
-        usual = {"quantization": "none", "kv_cache_dtype": "auto"}
-        if is_set or all(server.get(key, default) == default for key, default in usual.items()):
+        correction = algorithm.get("rollout_correction") or {} if isinstance(algorithm, dict) else None
+        if not isinstance(correction, dict) or "level" in correction:
             return values
         return values | {"algorithm": algorithm | {"rollout_correction": correction | {"level": "token"}}}
 

@@ -200,6 +200,16 @@ class WarmupSection(FrozenModel):
     """Learning rate of the supervised steps. GRPO starts with a fresh optimizer."""
 
 
+def rounded_keys(server: Any) -> dict[str, Any]:
+    """Return the keys and values of a server's section, as a mapping, that make it round what learners don't."""
+    usual = {"quantization": "none", "kv_cache_dtype": "auto"}
+    return (
+        {key: server[key] for key in usual if server.get(key, usual[key]) != usual[key]}
+        if isinstance(server, dict)
+        else {}
+    )
+
+
 class ServerSection(FrozenModel):
     """vLLM servers that sample, and the transport of new weights to them (docs/scale.md)."""
 
@@ -258,7 +268,7 @@ class ServerSection(FrozenModel):
     @property
     def is_rounded(self) -> bool:
         """True if servers round weights, or keys and values, that the learner does not round."""
-        return self.quantization != "none" or self.kv_cache_dtype != "auto"
+        return bool(rounded_keys(self.model_dump()))
 
     def is_eager(self, *, on_gpu: bool) -> bool:
         """Return True if vLLM neither compiles nor captures graphs."""
