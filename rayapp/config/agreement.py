@@ -469,8 +469,8 @@ def _rounding_is_corrected(config: Keys) -> None:
 def _packed_weights_are_frozen(config: Keys) -> None:
     if config.model.quantization != "none" and config.learner.lora.rank == 0:
         raise ValueError(
-            f"model.quantization is {config.model.quantization}, but learner.lora.rank is 0: 4 bits can't be "
-            "trained, only adapters on them. Set learner.lora.rank, e.g. to 32, or model.quantization: none."
+            f"model.quantization is {config.model.quantization}, but learner.lora.rank is 0: weights in 4 bits stay "
+            "frozen, so nothing would be trained. Set learner.lora.rank, e.g. to 32, or model.quantization: none."
         )
 
 
