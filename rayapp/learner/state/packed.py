@@ -45,8 +45,10 @@ def pack_linears(causal_lm: Any) -> None:
     linears = {f"{name}.weight": causal_lm.get_submodule(name) for name in names}
     inside = {id(p) for layer in causal_lm.get_decoder().layers for p in layer.parameters() if p.ndim > 1}
     for name, parameter in causal_lm.named_parameters():
-        fits = name in linears and is_packed(name.replace(BASE, ""), parameter.shape)
-        if id(parameter) in inside and ADAPTER not in name and not fits:
+        hub_name = name.replace(BASE, "")
+        is_asked = id(parameter) in inside or is_packed(hub_name, parameter.shape)
+        fits = name in linears and is_packed(hub_name, parameter.shape)
+        if is_asked and ADAPTER not in name and not fits:
             raise InputError(
                 f"model.quantization is nf4, but {type(causal_lm).__name__} has {name} {tuple(parameter.shape)}, which "
                 "can't be packed: it is no weight of a linear layer with a multiple of 64 inputs. Experts can't be "

@@ -552,7 +552,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         return Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": {"providers": providers}})
 
     with pytest.raises(
-        ConfigError, match=r"task mine needs sandboxes of image:build:mine .*line 2, `RUN pip .*`rayapp images build"
+        ConfigError, match=r"task mine needs sandboxes of image:build:mine .*line 2, `RUN pip .*`rayapp images pull"
     ):
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(
