@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.handles import VllmServerHandle
+from actors.progress import Progress
 from actors.spawn import free_address
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
@@ -97,7 +98,7 @@ class ServersClient:
             if not answered:
                 raise WeightSyncError(
                     f"{', '.join(f'{name_of[ref]}.{what}' for ref in late)} did not answer within "
-                    f"server.sync_timeout_s = {self._timeout_s:g} s"
+                    f"{self._timeout_s:g} s (a fifth of server.start_timeout_s)"
                 )
             for ref in answered:
                 try:
@@ -134,6 +135,8 @@ class Learner:
             ) from None
         try:
             self._learner = build_learner(config, ranks)
+            if rank == 0:
+                self._learner.on_micro_batch = Progress().tell
             self._idle = IdleMemory()
             self._rest()
         except BaseException:

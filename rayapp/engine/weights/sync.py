@@ -156,8 +156,8 @@ class StoreCarrier:
                 buckets = [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
         except TimeoutError:
             raise WeightSyncError(
-                f"the learners did not export version {version} within server.sync_timeout_s = {self._timeout_s:g} s. "
-                "If the model is large, raise this timeout."
+                f"the learners did not export version {version} within {self._timeout_s:g} s, a fifth "
+                "of server.start_timeout_s. If the model is large, raise this timeout."
             ) from None
         exported = time.monotonic()
         answers = await asyncio.gather(*(self._load(version, server, buckets) for server in servers))
@@ -181,7 +181,8 @@ class StoreCarrier:
             return error
         except TimeoutError:
             return WeightSyncError(
-                f"{server.name} did not load version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+                f"{server.name} did not load version {version} within {self._timeout_s:g} s (a fifth of "
+                "server.start_timeout_s)"
             )
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
@@ -231,8 +232,8 @@ class GroupCarrier:
     async def _without(
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
-        # When every learner has finished sending: only then may servers take back memory of shared GPUs. The error of
-        # each server without the version.
+        """Let servers take back memory of shared GPUs, after every learner has sent; return errors of those without the
+        version."""
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
         held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]

@@ -23,12 +23,13 @@ from rayapp.core.syntax import answer_of
 from rayapp.core.types import Prompt
 
 Messages = list[dict[str, Any]]
+# Beginnings of control words of chat templates, such as <|im_end|>, </s>, <end_of_turn> and [INST].
 _CONTROL = re.compile(
     r"(<)(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|(?:start|end)_of_\w+|think)>|<SYS>>|</SYS>>)|(\[)(?=/?[A-Z][A-Z_]+\])"
 )
-"""Beginnings of chat templates' control words, such as <|im_end|>, </s>, <end_of_turn> and [INST]."""
 _FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
 _MAX_ANSWER_CHARS = 1 << 16
+MAX_SCORE = 10  # highest score of a criterion of a rubric; the lowest is 0
 _SYSTEM = """\
 You judge {subject}. The criteria:
 {criteria}
@@ -47,15 +48,13 @@ class Asked:
 
     messages: tuple[Mapping[str, Any], ...]
     response: str
-    reference: str = ""
-    """The row's ground truth; empty if the judge must not see it."""
+    reference: str = ""  # Row's ground truth; empty if the judge must not see it.
 
     @classmethod
     def of(cls, prompt: Prompt, completion_text: str, judge: JudgeSection) -> Asked:
-        """Make the object for a completion. The prefill counts as part of the response; thoughts don't.
+        """Make the object for a completion, whose prefill counts as response, and whose thoughts don't.
 
-        Raises:
-            RewardFailedError: of kind judge_reference: the judge needs the ground truth, and the row has none.
+        Raises RewardFailedError (judge_reference): the judge needs the ground truth, and the row has none.
         """
         reference = ""
         if judge.reference:
@@ -71,7 +70,7 @@ class Asked:
 
     @property
     def chat(self) -> Messages:
-        """The conversation of prompt and response, as reward models read it."""
+        """Return the conversation of prompt and response, as reward models read it."""
         said = [*self.messages, {"role": "assistant", "content": self.response}]
         return [{"role": str(each["role"]), "content": harmless(_text(each["content"]))} for each in said]
 
@@ -80,10 +79,10 @@ def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[s
     """Return messages that ask for a score, and the JSON schema of the answer:
     `{"question": 4829, "reason": "", "scores": {"a": 7}}`.
     """
-    score = {"type": "integer", "enum": list(range(judge.max_score + 1))}
-    names = [each.name for each in judge.rubric]
+    score = {"type": "integer", "enum": list(range(MAX_SCORE + 1))}
+    names = list(judge.rubric)
     scores = _object(dict.fromkeys(names, score))
-    task = f"Give the response a whole number from 0 (worst) to {judge.max_score} (best) for each criterion."
+    task = f"Give the response a whole number from 0 (worst) to {MAX_SCORE} (best) for each criterion."
     parts = [*_given(asked), ("RESPONSE", asked.response)]
     return _asked(judge, "a response to a prompt", task, ("scores", dict.fromkeys(names, 0), scores), parts)
 
@@ -99,11 +98,9 @@ def pairwise_question(judge: JudgeSection, first: Asked, second: Asked) -> tuple
 
 
 def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON object that a judge answered, without `question`. The object is the whole text, or its only
-    fenced block.
+    """Return the JSON object of an answer, without `question`. It is the whole text, or its only fenced block.
 
-    Raises:
-        RewardFailedError: of kind judge_answer: the text is prose, does not match the schema, or has a key twice.
+    Raises RewardFailedError (judge_answer): the text is prose, does not match the schema, or has a key twice.
     """
     text = answer_of(text)
     if len(text) > _MAX_ANSWER_CHARS:
@@ -146,7 +143,6 @@ def _given(asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def question_number() -> int:
-    """Draw the number that the answer to a question has to repeat."""
     return 10_000 + secrets.randbelow(90_000)
 
 
@@ -157,10 +153,10 @@ def _asked(
     answer: tuple[str, Any, Mapping[str, Any]],
     parts: Sequence[tuple[str, str]],
 ) -> tuple[Messages, dict[str, Any]]:
-    """Return the messages of a question and the JSON schema of its answer.
+    """Return a question's messages and its answer's JSON schema.
 
     Args:
-        answer: the key of the judgement in the answer, an example of its value, and the value's schema.
+        answer: key of the judgement in the answer, an example of its value, and the value's schema.
     """
     number, (key, shown, schema) = question_number(), answer
     example = {"question": number, "reason": "one sentence", key: shown}
@@ -173,7 +169,7 @@ def _messages(
     judge: JudgeSection, subject: str, task: str, example: Mapping[str, Any], parts: Sequence[tuple[str, str]]
 ) -> Messages:
     nonce = secrets.token_hex(8)
-    criteria = "\n".join(f"- {each.name} (weight {each.weight:g}): {each.text}" for each in judge.rubric)
+    criteria = "\n".join(f"- {name}: {text}" for name, text in judge.rubric.items())
     system = _SYSTEM.format(
         subject=subject,
         criteria=criteria,
@@ -189,9 +185,7 @@ def _messages(
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object in OpenAI's strict form: all of these properties are required, no others are
-    allowed.
-    """
+    """Return an object's schema in OpenAI's strict form: all properties are required, and no others allowed."""
     return {
         "type": "object",
         "properties": dict(properties),

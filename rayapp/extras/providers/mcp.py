@@ -2,9 +2,8 @@
 
     McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
 
-MCP has no call to list, extend or end a sandbox: a session is a sandbox's only handle. So the process that uses the
-sandbox opens the session, and the pool only counts sandboxes. A sandbox ends after the time to live that was sent when
-its session began.
+A session is a sandbox's only handle, and MCP can't list, extend or end sandboxes. So the process that uses the sandbox
+opens the session, and the pool only counts. A sandbox ends after the time to live that its session began with.
 """
 
 from __future__ import annotations
@@ -31,24 +30,22 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.remote import RemoteSandbox, Sink, run_session
-from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
 from rayapp.sandbox.verdict.program import command_of
 from rayapp.tools.mcp_session import McpSession, RpcError
 
-_AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
-"""Error codes of OpenKruise's server that JSON-RPC does not define."""
+_AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005  # Codes of OpenKruise's server that JSON-RPC does not define.
 _CHUNK_BYTES = 48_000
 
 
 class McpProvider:
-    """Provider that makes a sandbox by opening a session. `core.protocols.SandboxProvider` describes its methods;
-    `list` and `kill` know only the sandboxes of this object.
-    """
+    """Provider that makes a sandbox by opening a session. `list` and `kill` know only this object's sandboxes."""
 
     name = "mcp"
 
-    def __init__(self, config: McpConfig, *, api_key: str) -> None:
+    def __init__(self, config: McpConfig, *, api_key: str, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         self._config = config
+        self._answer_within_s = answer_within_s
         self._api_key = api_key
         self._living: dict[str, tuple[McpChannel, dict[str, str]]] = {}
 
@@ -62,9 +59,7 @@ class McpProvider:
         return self._sandbox(Connection(sandbox_id=sandbox_id), channel, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        """Return a sandbox that this object created. Sandboxes of other processes can't be used, because sessions can't
-        be passed on.
-        """
+        """Return a sandbox that this object created: sessions can't be passed on to other processes."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
             raise SandboxGoneError(
@@ -74,18 +69,16 @@ class McpProvider:
         return self._sandbox(connection, known[0], spec)
 
     def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:
-        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._config.answer_within_s)
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._answer_within_s)
 
     def _headers(self, spec: SandboxSpec, ttl_s: float) -> dict[str, str]:
         headers = {
             "X-Template": self._config.template_of(spec.template) or self._config.template,
             "X-Sandbox-TTL": str(math.ceil(ttl_s)),
-            "X-Execution-Timeout": str(self._config.execution_timeout_s),
+            "X-Execution-Timeout": str(math.ceil(ttl_s)),
         }
-        if self._api_key:
-            is_bearer = self._config.api_key_header.lower() == "authorization"
-            headers[self._config.api_key_header] = f"Bearer {self._api_key}" if is_bearer else self._api_key
-        return headers
+        keys = {"E2B-API-KEY": self._api_key, "Authorization": f"Bearer {self._api_key}"}
+        return headers | (keys if self._api_key else {})
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
         for sandbox_id, (_, own) in tuple(self._living.items()):
@@ -105,7 +98,7 @@ class McpProvider:
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpChannel:
-    """Data plane of one session's sandbox. `remote.Channel` describes its methods."""
+    """Data plane of one session's sandbox."""
 
     id: str
     session: McpSession
@@ -116,11 +109,6 @@ class McpChannel:
     _is_env_set: bool = False
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
-        if timeout_s > self.config.execution_timeout_s + 60:
-            raise SandboxConfigError(
-                f"the task needs {timeout_s:g} s, but the MCP server stops code after "
-                f"{self.config.execution_timeout_s} s. Raise sandbox.providers[].execution_timeout_s"
-            )
         command = await command_of(program, lambda path: self.write_file(path, program.encode(), timeout_s=timeout_s))
         return await self._command(command, timeout_s)
 
@@ -172,11 +160,7 @@ class McpChannel:
         self.on_end(self.id)
 
     async def _call(self, tool: str, arguments: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
-        """Call a tool and return its structured answer.
-
-        Raises:
-            SandboxError: there is no answer, or the answer is an error.
-        """
+        """Call a tool and return its structured answer. Raises SandboxError: it has none, or an error."""
         try:
             answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
         except Exception as error:  # boundary: the SDK and its transport raise errors of many types
@@ -189,9 +173,7 @@ class McpChannel:
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:
-        """Set the spec's environment variables in the interpreter before it runs code, because the tool has no argument
-        for them.
-        """
+        """Set the spec's environment variables before code runs, because the tool has no argument for them."""
         if self.spec.env and not self._is_env_set:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
@@ -214,13 +196,7 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
 
 
 async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession:
-    """Open a session and return it.
-
-    Raises:
-        SandboxConfigError: the server refuses the key.
-        SandboxDeadlineError: the server did not answer in time.
-        SandboxUnavailableError: the server can't be reached, or does not speak MCP.
-    """
+    """Open a session and return it. Raises SandboxError: SandboxConfigError if the server refuses the key."""
     try:
         await session.open(timeout_s=timeout_s)
     except TimeoutError:
@@ -228,7 +204,7 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
     except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
         text = f"MCP server {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
         if session.status in (401, 403) or getattr(error, "code", None) == _AUTH:
-            cure = "Check the key: sandbox.providers[].api_key_env and api_key_header"
+            cure = "Check the key: sandbox.providers[].api_key_env"
             raise SandboxConfigError(f"{text}. {cure}") from error
         raise SandboxUnavailableError(text) from error
     return session
@@ -248,9 +224,7 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 
 def _tool_error(text: str, tool: str) -> SandboxError:
-    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code in the same way.
-    But rayapp's watcher catches failures of code, so a tool that fails means a failed sandbox.
-    """
+    """Convert a tool's failure, which means a failed sandbox: rayapp's watcher catches failures of code."""
     said = f"MCP tool {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code and run_command")

@@ -1,8 +1,7 @@
 """Trackers for TensorBoard and Weights & Biases.
 
-TensorBoard gets one event file in `<run>/tensorboard` (`tensorboard --logdir`), written with its own event writer, so
-that neither torch nor TensorFlow is loaded into the driver. Weights & Biases is offline unless the configuration says
-otherwise: files in `<run>/wandb`, sent with `wandb sync`.
+TensorBoard gets one event file in `<run>/tensorboard`, written with its own event writer, which loads neither torch nor
+TensorFlow into the driver. Weights & Biases is offline by default: files in `<run>/wandb`, sent with `wandb sync`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
 
 
 def wandb(config: Config, path: Path, first_step: int) -> Tracker:
-    section = config.tracking
-    return WandbTracker(path, project=section.project, mode=_wandb_mode(), parameters=flattened(config))
+    parameters = flattened(config.model_dump(mode="json"))
+    return WandbTracker(path, project=config.tracking.project, mode=_wandb_mode(), parameters=parameters)
 
 
 def _wandb_mode() -> Literal["offline", "online"]:

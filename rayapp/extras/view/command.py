@@ -22,9 +22,7 @@ app = typer.Typer()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address. Raises: InputError: the port is taken or needs other rights, or the
-    host is not this machine.
-    """
+    """Return a socket that listens on this address. Raises InputError."""
     try:
         return listen(host, port, backlog=128)
     except OSError as error:
@@ -96,17 +94,15 @@ def view(
 
 def _row(run: ViewedRun) -> tuple[str, ...]:
     """Return the cells of a run's line; `-` for an unknown value."""
-    said, config = run.summary(), run.config()
+    said = run.summary()
     last = said["last"] or {}
     shown = (f"{last[key]:.3g}" if key in last else "-" for key in ("reward/mean", "reward/solved/mean", "cost/total"))
-    currency = (config.get("budget") or {}).get("currency", "") if "cost/total" in last else ""
     steps = f"{last.get('step', 0)}/{said['num_steps'] or '?'}"
-    return (run.name, said["state"], steps, *shown, currency)
+    return (run.name, said["state"], steps, *shown)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines with aligned columns."""
-    everything = [("run", "state", "step", "reward", "solved", "cost", ""), *rows]
+    everything = [("run", "state", "step", "reward", "solved", "cost"), *rows]
     widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
     for row in everything:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

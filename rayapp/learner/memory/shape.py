@@ -172,6 +172,9 @@ def model_shape(config: Config) -> ModelShape:
     check_expert_parallel(model, config.learner)
     packed = [p.numel() for name, p in model.named_parameters() if is_packed(name, p.shape)]
     adapters = _adapters(model, config.learner)
+    teacher = frozen_models(config).get("teacher")
+    if teacher is not None:
+        teacher = with_values(teacher, distillation={"teacher": ""}, learner={"lora": LoraSection()})
     return ModelShape(
         num_parameters=num_parameters,
         num_layer_parameters=max(layers),
@@ -187,13 +190,13 @@ def model_shape(config: Config) -> ModelShape:
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
         num_packed=sum(packed) if config.model.quantization == "nf4" else 0,
         **(_tower(model.config.vision_config, tower, is_frozen=config.model.freeze_vision) if tower else {}),
-        teacher=_teacher_shape(config),
+        teacher=None if teacher is None else model_shape(teacher),
         **_experts(model, config.learner.expert_parallel_size),
     )
 
 
 def _tower(vision: Any, num_parameters: int, *, is_frozen: bool) -> dict[str, Any]:
-    # Of the patches that make one token, each layer keeps what a decoder's layer keeps.
+    # Each layer keeps for each patch of a token what a decoder's layer keeps.
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     patches = layers * getattr(vision, "spatial_merge_size", 2) ** 2
     kept = patches * (10 * vision.hidden_size + 3 * vision.intermediate_size), patches * vision.hidden_size
@@ -202,13 +205,6 @@ def _tower(vision: Any, num_parameters: int, *, is_frozen: bool) -> dict[str, An
         "num_picture_layers": 1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         "tower_values": (0, 0) if is_frozen else kept,
     }
-
-
-def _teacher_shape(config: Config) -> ModelShape | None:
-    own = frozen_models(config).get("teacher")
-    if own is None:
-        return None
-    return model_shape(with_values(own, distillation={"teacher": ""}, learner={"lora": LoraSection()}))
 
 
 def _experts(model: Any, size: int) -> dict[str, Any]:
