@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "32B": ("qwen2.5-7b", _LARGE | {"num_hidden_layers": 64, "intermediate_size": 27648}),
 }
 """Qwen2.5-Coder's sizes: architecture, and what differs from it."""
-WAYS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "all weights": (
         ("model.quantization=none", "learner.lora.rank=0"),
         {"num_packed": 0, "num_adapter_parameters": 0, "adapter_rank_sum": 0},

@@ -163,7 +163,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: Config) -> N
         target_modules=sorted({name.removeprefix(PEFT_PREFIX).partition(ADAPTER)[0] for name in tensors}),
         base_model_name_or_path=config.model.path,
         task_type="CAUSAL_LM",
-    ).save_pretrained(folder)
+    ).save_pretrained(str(folder))
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

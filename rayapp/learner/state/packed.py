@@ -15,10 +15,11 @@ from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, kernels, unpac
 class PackedLinear(nn.Linear):
     """Linear layer whose weight is packed bytes. Forward and backward each unpack it, so that no matrix is kept."""
 
-    @torch.compiler.disable  # a compiled MLP calls it as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled MLP calls it as it is
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = _Product.apply(inputs, self.weight)  # type: ignore[no-untyped-call]
-        return outputs if self.bias is None else outputs + self.bias
+        bias: Tensor | None = self.bias
+        return outputs if bias is None else outputs + bias
 
 
 class _Product(torch.autograd.Function):

@@ -45,7 +45,7 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     import torch
 
     shape = shape_of(packed)
-    codes, scales = packed.split([shape[1] // 2, shape[1] // BLOCK * 4], dim=1)
+    codes, scales = packed[:, : shape[1] // 2], packed[:, shape[1] // 2 :]
     absmax = scales.contiguous().view(torch.float32).view(-1)
     bits = kernels()
     state = bits.QuantState(absmax, shape=shape, dtype=dtype, blocksize=BLOCK, quant_type="nf4")
