@@ -39,7 +39,7 @@ LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room i
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
     "actors": 3036, "api": 827, "cli": 2760, "config": 3112, "core": 3131, "driver": 2647, "engine": 2228,
-    "extras": 14000, "learner": 7797, "rollout": 6853, "runs": 2480, "sandbox": 7195, "storage": 1771, "tasks": 5661,
+    "extras": 14000, "learner": 7798, "rollout": 6853, "runs": 2480, "sandbox": 7195, "storage": 1771, "tasks": 5661,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
