@@ -8,17 +8,14 @@ from typing import Any
 
 import yaml
 
-from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, rules_of, to, tracked
+from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, choice, rules_of, to, tracked
 from rayapp.core.errors import ConfigError
 
-NUM_GPUS, NUM_ROWS, TERMS = "num_gpus", "number of rows", "reward_funcs"
+NUM_GPUS, NUM_ROWS = "num_gpus", "number of rows"
 """Names under which rules read arguments of `trl_config`, in addition to the fields."""
 
 
 def _batch(key: str, value: Any, values: Values) -> Landing:
-    """Translate the batch: the number of prompts in a generation batch, and the number of optimizer steps that train on
-    it.
-    """
     groups, minibatches, note = _sizes(values)
     settings = {
         "rollout.group_size": int(values["num_generations"]),
@@ -29,9 +26,7 @@ def _batch(key: str, value: Any, values: Values) -> Landing:
 
 
 def _sizes(values: Values) -> tuple[int, int, str]:
-    """Return the number of prompts in a generation batch, the number of its optimizer steps, and the arithmetic as
-    text.
-    """
+    """Return the prompts of a generation batch, its optimizer steps, and the arithmetic as text."""
     per_pass = int(values["per_device_train_batch_size"]) * int(values[NUM_GPUS])
     accumulated = int(values["gradient_accumulation_steps"])
     sampled = values["generation_batch_size"] or per_pass * int(values["steps_per_generation"] or accumulated)
@@ -54,9 +49,7 @@ def _sizes(values: Values) -> tuple[int, int, str]:
 
 
 def _num_steps(key: str, value: Any, values: Values) -> Landing:
-    """Translate max_steps, which counts optimizer steps, or epochs into a number of steps. rayapp counts generation
-    batches as steps.
-    """
+    """Translate optimizer steps, or epochs: rayapp counts generation batches as steps."""
     groups, minibatches, _ = _sizes(values)
     if int(value) > 0:
         steps = -(-int(value) // minibatches)
@@ -76,8 +69,6 @@ def _num_steps(key: str, value: Any, values: Values) -> Landing:
 
 
 def _every(target: str, strategy: str) -> Rule:
-    """Return a rule that translates the number of optimizer steps between two saves, or between two evaluations."""
-
     def rule(key: str, value: Any, values: Values) -> Landing:
         when = str(getattr(values[strategy], "value", values[strategy]))
         if when == "no":
@@ -108,25 +99,8 @@ def _warmup(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"learner.optimizer.warmup_steps": int(share * total)}, note=f"{share:g} of {total}")
 
 
-def _schedule(key: str, value: Any, values: Values) -> Landing:
-    more = dict(values["lr_scheduler_kwargs"] or {})
-    floor = more.pop("min_lr_rate", 0.0) if value in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") else 0.0
-    names = {
-        "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-        "cosine_with_min_lr": "cosine",
-    }  # fmt: skip
-    if value not in names:
-        raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {', '.join(names)}")
-    if more:
-        raise ConfigError(f"lr_scheduler_kwargs has {', '.join(more)}, which can't be imported for {key} = {value!r}")
-    settings = {"learner.optimizer.schedule": names[value], "learner.optimizer.min_lr_ratio": float(floor)}
-    return Landing(settings=settings)
-
-
 def _lengths(key: str, value: Any, values: Values) -> Landing:
-    """Translate the maximum length of a completion. The maximum length of a prompt follows from vLLM's maximum sequence
-    length.
-    """
+    """Translate the length of a completion; that of a prompt follows from vLLM's maximum sequence length."""
     completion = int(value)
     settings = {"rollout.max_completion_tokens": completion}
     whole = values["vllm_max_model_length"]
@@ -194,9 +168,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def _clip(key: str, value: Any, values: Values) -> Landing:
-    """Translate both sides of the clip range. TRL's cispo clips the importance weight itself, and only from above, at
-    epsilon_high.
-    """
+    """Translate both sides of the clip range. TRL's cispo clips the importance weight itself, only at epsilon_high."""
     low = float(values["epsilon"])
     high = float(values["epsilon_high"] if values["epsilon_high"] is not None else low)
     if values["loss_type"] == "cispo":
@@ -210,18 +182,14 @@ def _delta(key: str, value: Any, values: Values) -> Landing:
 
 
 def _kl(key: str, value: Any, values: Values) -> Landing:
-    """Translate the coefficient and the estimator of the KL. At an importance ratio of 1, TRL's bias correction has the
-    gradient of verl's estimator `k3+`.
-    """
+    """Translate the KL. At an importance ratio of 1, TRL's bias correction has the gradient of verl's `k3+`."""
     corrected = bool(values["use_bias_correction_kl"])
     settings = {"algorithm.kl_loss_coef": float(value), "algorithm.kl_loss_type": "k3+" if corrected else "k3"}
     return Landing(settings=settings, note="" if float(value) else "no reference is loaded")
 
 
 def _correction(key: str, value: Any, values: Values) -> Landing:
-    """Translate the importance weights between vLLM and the learner. TRL's mask modes set weights outside the bounds to
-    0.
-    """
+    """Translate the weights between vLLM and the learner. TRL's mask modes set those outside the bounds to 0."""
     section = "algorithm.rollout_correction"
     if not values["use_vllm"] or not values["vllm_importance_sampling_correction"]:
         return Landing(
@@ -260,24 +228,8 @@ def _std(key: str, value: Any, values: Values) -> Landing:
     )
 
 
-def _several(key: str, value: Any, values: Values) -> Landing:
-    if value == "sum_then_normalize":
-        return Landing(note="rewards are summed, and the sums are compared within the group")
-    weights = values["reward_weights"] or [1.0]
-    if value != "normalize_then_sum":
-        raise ConfigError(f"{key} = {value!r} can't be imported: it must be sum_then_normalize or normalize_then_sum")
-    if set(weights) != {1.0}:
-        raise ConfigError(
-            f"reward_weights = {weights} can't be imported with {key} = {value!r}: all weights must then be 1"
-        )
-    settings = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_terms": values[TERMS]}
-    return Landing(settings=settings)
-
-
 def _turns(key: str, value: Any, values: Values) -> Landing:
-    """Translate the number of rounds of tool calls into a number of turns, which is one more: the last turn is the
-    answer.
-    """
+    """Translate the rounds of tool calls; the last turn is the answer."""
     settings = {"agent.max_assistant_turns": 32 if value is None else int(value) + 1}
     return Landing(
         settings=settings,
@@ -310,24 +262,20 @@ def _model_options(key: str, value: Any, values: Values) -> Landing:
     return Landing(note="the learner has its own attention, and its parameters are float32")
 
 
-def _resume(key: str, value: Any, values: Values) -> Landing:
-    if isinstance(value, str):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: a run resumes only from its own folder; give the checkpoint's model "
-            "as `model`"
-        )
-    return Landing(note="the same call continues from the last checkpoint")
-
-
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _YAML = yaml.safe_load((Path(__file__).parent / "fields.yaml").read_text())
 DEFAULTS: Mapping[str, Any] = _YAML["defaults"]
 """TRL's defaults of the fields that rayapp reads, for mappings that omit these fields."""
+ARGUMENTS: Mapping[str, str] = _YAML["arguments"]
+"""Argument of GRPOTrainer that rayapp doesn't have -> what to use in its place."""
+PEFT: Mapping[str, Any] = _YAML["peft"]
+"""Field of peft's LoraConfig -> the only value that rayapp supports."""
 FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "output_dir": lambda key, value, values: Landing(settings={"run.output_dir": str(value or "trainer_output")}),
     "model_init_kwargs": _model_options,
     "num_generations": _batch,
     "max_steps": _num_steps,
-    "lr_scheduler_type": _schedule,
+    "lr_scheduler_type": choice("learner.optimizer.schedule", _SCHEDULES),
     "warmup_steps": _warmup,
     "adam_beta1": lambda key, value, values: Landing(
         settings={"learner.optimizer.betas": [float(value), float(values["adam_beta2"])]}
@@ -344,7 +292,6 @@ FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "epsilon": _clip,
     "delta": _delta,
     "loss_type": _loss,
-    "multi_objective_aggregation": _several,
     "scale_rewards": _std,
     "vllm_importance_sampling_mode": _correction,
     "max_tool_calling_iterations": _turns,
@@ -353,7 +300,6 @@ FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
         settings={"eval.samples_per_task": int(value or values["num_generations"])}
     ),
     "save_steps": _every("checkpoint.every_steps", "save_strategy"),
-    "resume_from_checkpoint": _resume,
     "report_to": _trackers,
 }
 """Every field of TRL 1.16's GRPOConfig -> its rule."""

@@ -15,7 +15,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, Fate, Lease, RemoteProvider
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.pool.stock import GRACE_S, Stock, StockRules
+from rayapp.sandbox.pool.stock import GRACE_S, Stock
 from rayapp.sandbox.pool.supply import Supply
 from rayapp.sandbox.providers import local_provider, num_local_sandboxes, remote_provider, remote_providers
 
@@ -36,32 +36,27 @@ def build_pool(
     deadline."""
     section = config.provider
     limit = num_local_sandboxes(config) if isinstance(section, LocalConfig) else section.max_sandboxes
-    supply = Supply(section.type, max_sandboxes=limit, clock=clock)
+    max_leases = config.max_leases or limit
+    if isinstance(section, LocalConfig | McpConfig):  # the lease holders make these sandboxes
+        max_leases = min(max_leases, limit)
     pool = LeasePool(
-        max_leases=config.max_leases or limit,
+        max_leases=max_leases,
         max_waiting=config.max_waiting,
         ttl_s=config.lease_ttl_s,
-        supply=supply,
+        provider=section.type,
         min_ready=config.min_ready,
-        holder_timeout_s=config.holder_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
         clock=clock,
     )
-    if isinstance(section, LocalConfig | McpConfig):  # lease holders make these sandboxes
+    if isinstance(section, LocalConfig | McpConfig):
         return pool
-    supply.bucket = TokenBucket(rate_per_s=section.creations_per_s, burst=section.creation_burst, clock=clock)
+    bucket = TokenBucket(rate_per_s=section.creations_per_s, burst=section.creation_burst, clock=clock)
     pool.stock = Stock(
-        supply,
+        Supply(section.type, max_sandboxes=limit, clock=clock, bucket=bucket),
         provider or remote_provider(section),
-        StockRules(
-            create_timeout_s=config.create_timeout_s,
-            sandbox_ttl_s=config.sandbox_ttl_s,
-            idle_timeout_s=config.idle_timeout_s,
-            min_ready=config.min_ready,
-            max_uses=config.max_uses,
-            kill_timeout_s=section.answer_within_s,
-            grace_s=grace_s,
-        ),
+        config,
+        kill_timeout_s=section.answer_within_s,
+        grace_s=grace_s,
         labels=labels_of(run_name),
         clock=clock,
         on_change=pool.pump,
@@ -70,7 +65,7 @@ def build_pool(
     return pool
 
 
-_TEND_EVERY_S = 5.0
+TEND_EVERY_S = 5.0
 
 
 @asynccontextmanager
@@ -88,7 +83,7 @@ async def open_pool(
         ttl_s=config.lease_ttl_s,
         create_timeout_s=config.create_timeout_s,
     )
-    tending = asyncio.create_task(_tend(pool, config), name=f"tend sandboxes of {name}")
+    tending = asyncio.create_task(tend_for_ever(pool, config), name=f"tend sandboxes of {name}")
     try:
         yield client, pool
     finally:
@@ -103,15 +98,18 @@ async def _close(client: PoolClient, pool: LeasePool) -> None:
         await pool.close()
 
 
-async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
-    num_rounds = 0
-    sweep_every = max(1, round(config.sweep_every_s / _TEND_EVERY_S))
+async def tend_for_ever(
+    pool: LeasePool, config: SandboxConfig, report: Callable[[dict[str, float]], None] = lambda metrics: None
+) -> None:
+    """Do the pool's periodic work: reclaim expired leases, extend sandboxes, sweep strays, report the metrics."""
+    swept_at = time.monotonic()
     while True:
-        await asyncio.sleep(_TEND_EVERY_S)
+        await asyncio.sleep(TEND_EVERY_S)
         pool.tend()
-        num_rounds += 1
-        if num_rounds % sweep_every == 0 and pool.stock is not None:
+        report(pool.stats())
+        if pool.stock is not None and time.monotonic() >= swept_at + config.sweep_every_s:
             await pool.stock.sweep()
+            swept_at = time.monotonic()
 
 
 class PoolHere:
@@ -125,6 +123,3 @@ class PoolHere:
 
     async def release(self, lease_id: int, fate: Fate) -> None:
         self._pool.release(lease_id, fate)
-
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import (
     SandboxConfigError,
     SandboxDeadlineError,
@@ -91,25 +93,14 @@ _CHECK_TIMEOUT_S = 15.0
 _LIST_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockRules:
-    """Settings of a stock, as in `SandboxConfig`."""
-
-    create_timeout_s: float
-    sandbox_ttl_s: float
-    idle_timeout_s: float
-    min_ready: int
-    max_uses: int
-    kill_timeout_s: float = 20.0  # `answer_within_s` of the provider
-    grace_s: float = GRACE_S  # after the provider's own deadline
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Stock:
     supply: Supply
     provider: RemoteProvider
-    rules: StockRules
+    config: SandboxConfig
     _: KW_ONLY
+    kill_timeout_s: float  # `answer_within_s` of the provider
+    grace_s: float = GRACE_S  # after the provider's own deadline
     labels: Mapping[str, str]  # by them its sandboxes are found if the pool dies
     clock: Callable[[], float]
     on_change: Callable[[], None]  # a sandbox is ready, or there is room for another
@@ -118,11 +109,9 @@ class Stock:
     num_ended: int = 0
     num_strays_ended: int = 0
     num_soiled: int = 0
-    num_late: int = 0
     _lived_s: float = 0.0
     _counted_at: float = field(default=0.0, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
     _stray_since: dict[str, float] = field(default_factory=dict)
     _calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CALLS_AT_ONCE))
     _has_asked: bool = False
@@ -144,7 +133,7 @@ class Stock:
     def give_back(self, item: StockItem, *, is_clean: bool) -> None:
         """Take back a sandbox whose lease ended: check it for the next lease, or end it."""
         item.num_uses += 1
-        if is_clean and item.num_uses < self.rules.max_uses and not self._is_closing:
+        if is_clean and item.num_uses < self.config.max_uses and not self._is_closing:
             item.state = StockState.CHECKING
             self._spawn(self._check(item), "check a sandbox")
         else:
@@ -161,30 +150,27 @@ class Stock:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=error)
 
     async def _create(self, spec: SandboxSpec) -> None:
-        arrival = asyncio.ensure_future(self._ask(spec))
-        self._arrivals.add(arrival)
-        arrival.add_done_callback(self._arrivals.discard)
-        wait_s = self.rules.create_timeout_s + self.rules.grace_s
+        wait_s = self.config.create_timeout_s + self.grace_s
         try:
-            done, _ = await asyncio.wait({arrival}, timeout=wait_s)
-        finally:
-            self._count_down(spec)
-        try:
-            if not done:
-                self._adopt_later(arrival, spec)
-                raise SandboxDeadlineError(f"sandbox provider {self.supply.name} did not answer within {wait_s:g} s")
-            await self._welcome(arrival.result(), spec)
+            # The provider ends a sandbox that arrives after this; a sweep ends one whose answer was lost.
+            async with asyncio.timeout(wait_s):
+                with self._asking():
+                    sandbox = await self.provider.create(
+                        spec,
+                        labels=self.labels,
+                        ttl_s=self.config.sandbox_ttl_s,
+                        timeout_s=self.config.create_timeout_s,
+                    )
+            await self._welcome(sandbox, spec)
+        except TimeoutError as error:
+            late = SandboxDeadlineError(f"sandbox provider {self.supply.name} did not answer within {wait_s:g} s")
+            self._failed(error if isinstance(error, SandboxError) else late, spec)
         except SandboxError as error:
             self._failed(error, spec)
         finally:
+            self.supply.num_creating[spec] -= 1
+            self.supply.num_creating += Counter()  # drops kinds without creations
             self.on_change()
-
-    async def _ask(self, spec: SandboxSpec) -> ConnectedSandbox:
-        rules = self.rules
-        with self._asking():
-            return await self.provider.create(
-                spec, labels=self.labels, ttl_s=rules.sandbox_ttl_s, timeout_s=rules.create_timeout_s
-            )
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -198,17 +184,12 @@ class Stock:
                 f"sandbox provider {self.supply.name} failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _count_down(self, spec: SandboxSpec) -> None:
-        self.supply.num_creating[spec] -= 1
-        if not self.supply.num_creating[spec]:
-            del self.supply.num_creating[spec]
-
     async def _welcome(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
         now = self.clock()
         item = StockItem(
             connection=sandbox.connection,
             spec=spec,
-            expires_at=now + self.rules.sandbox_ttl_s,
+            expires_at=now + self.config.sandbox_ttl_s,
             idle_since=now,
             state=StockState.CHECKING,
         )
@@ -219,33 +200,13 @@ class Stock:
         if self._is_closing:
             self.retire(item)
             return
-        if self.rules.max_uses > 1:
+        if self.config.max_uses > 1:
             try:
                 item.fingerprint = await self._look(lambda: sandbox)
             except SandboxError:
                 self.retire(item)
                 raise
         self.supply.put_ready(item)
-
-    def _adopt_later(self, arrival: asyncio.Task[ConnectedSandbox], spec: SandboxSpec) -> None:
-        def arrived(task: asyncio.Task[ConnectedSandbox]) -> None:
-            if task.cancelled() or task.exception() is not None:
-                return
-            self.num_late += 1
-            self._spawn(self._take_in(task.result(), spec), "take in a late sandbox")
-
-        arrival.add_done_callback(arrived)
-
-    async def _take_in(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
-        has_room = self.supply.has_room
-        try:
-            await self._welcome(sandbox, spec)
-        except SandboxError as error:
-            self._failed(error, spec)
-        else:
-            if not has_room:
-                self.retire(self.supply.items[sandbox.connection.sandbox_id])
-        self.on_change()
 
     def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
         self.supply.note(error)
@@ -280,7 +241,6 @@ class Stock:
             f"{prefix}/ended": float(self.num_ended),
             f"{prefix}/lived_s": self.lived_s(),
             f"{prefix}/strays_ended": float(self.num_strays_ended),
-            f"{prefix}/late": float(self.num_late),
             f"{prefix}/soiled": float(self.num_soiled),
             **{f"{prefix}/failed_{kind}": float(count) for kind, count in supply.failures.items()},
         }
@@ -296,8 +256,8 @@ class Stock:
         """End a sandbox; try a few times. A SandboxError says that it may still be alive."""
         for attempt in range(_KILL_ATTEMPTS):
             try:
-                async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
-                    await self.provider.kill(sandbox_id, timeout_s=self.rules.kill_timeout_s)
+                async with self._calls, asyncio.timeout(self.kill_timeout_s + self.grace_s):
+                    await self.provider.kill(sandbox_id, timeout_s=self.kill_timeout_s)
                 return
             except Exception as error:  # boundary: a provider's SDK may raise anything; the last error is raised
                 if attempt == _KILL_ATTEMPTS - 1:
@@ -323,53 +283,51 @@ class Stock:
         with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
 
-    def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
-        """Extend the sandboxes in use, and end surplus ones; `min_ready` of `kinds_in_use` are kept. Called every few
-        seconds."""
+    def tend(self, kinds_in_use: Collection[SandboxSpec], *, num_kept: int) -> None:
+        """Extend the sandboxes in use, and end idle ones but `num_kept` of each kind in use."""
         now = self.clock()
         for item in tuple(self.supply.items.values()):
             if (
                 item.state in (StockState.READY, StockState.LEASED)
-                and item.expires_at - now < self.rules.sandbox_ttl_s / 2
+                and item.expires_at - now < self.config.sandbox_ttl_s / 2
             ):
                 # Set the new end before the answer arrives, so that the next call of `tend` does not extend the sandbox
                 # again.
-                item.expires_at = now + self.rules.sandbox_ttl_s
+                item.expires_at = now + self.config.sandbox_ttl_s
                 self._spawn(self._extend(item), "extend a sandbox")
         for item in self.supply.idle_items():
-            num_kept = self.rules.min_ready if item.spec in kinds_in_use else 0
-            is_spare = self.supply.num_ready(item.spec) > num_kept
-            if is_spare and now - item.idle_since > self.rules.idle_timeout_s:
+            is_spare = self.supply.num_ready(item.spec) > (num_kept if item.spec in kinds_in_use else 0)
+            if is_spare and now - item.idle_since > self.config.idle_timeout_s:
                 self.retire(item)
 
     async def _extend(self, item: StockItem) -> None:
         try:
             sandbox = self.provider.attach(item.connection, item.spec)
-            async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
-                await sandbox.extend(self.rules.sandbox_ttl_s, timeout_s=self.rules.kill_timeout_s)
+            async with self._calls, asyncio.timeout(self.kill_timeout_s + self.grace_s):
+                await sandbox.extend(self.config.sandbox_ttl_s, timeout_s=self.kill_timeout_s)
         # boundary: a provider's SDK may raise anything; `tend` replaces a ready sandbox that could not be extended
         except Exception as error:
             self.supply.failures[type(error).__name__] += 1
             if item.state is StockState.READY:
                 self.retire(item)
 
-    async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
+    async def sweep(self, *, stray_after_s: float | None = None) -> int:
         """End sandboxes at the provider that this stock does not know for `stray_after_s` (None: longer than a creation
         takes). Return their number."""
-        patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
+        patience_s = self.config.create_timeout_s + 2 * self.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.items)
         try:
-            living = await self.living(labels)
+            living = await self.living()
         except SandboxError as error:
             self.supply.note(error, "list")
             return 0
         self._bury(known_before - living)
         return await self._end_strays(living - set(self.supply.items), patience_s)
 
-    async def living(self, labels: Mapping[str, str] | None = None) -> set[str]:
+    async def living(self) -> set[str]:
         with self._asking():
-            async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
-                return {found async for found in self.provider.list(labels or self.labels, timeout_s=_LIST_TIMEOUT_S)}
+            async with asyncio.timeout(_LIST_TIMEOUT_S + self.grace_s):
+                return {found async for found in self.provider.list(self.labels, timeout_s=_LIST_TIMEOUT_S)}
 
     def _bury(self, gone: set[str]) -> None:
         for sandbox_id in gone:
@@ -397,7 +355,7 @@ class Stock:
         # Wait for creations in progress: a cancelled creation may leave a sandbox that this stock does not know. A
         # sandbox that arrives meanwhile is ended at once.
         await self._settle(min(timeout_s / 2, 10.0))
-        for task in (*self._arrivals, *self._tasks):
+        for task in self._tasks:
             task.cancel()
         left = await self._end_all(deadline)
         await self.provider.close()
@@ -420,5 +378,5 @@ class Stock:
     async def _settle(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (pending := {*self._arrivals, *self._tasks}) and loop.time() < deadline:
+        while (pending := {*self._tasks}) and loop.time() < deadline:
             await asyncio.wait(pending, timeout=deadline - loop.time())

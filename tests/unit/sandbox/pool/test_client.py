@@ -43,9 +43,6 @@ class FarPool:
             raise DeadlineError("sandbox-pool.release did not answer")
         self._pool.release(lease_id, fate)
 
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)
-
 
 def make() -> tuple[LeasePool, FakeProvider, PoolClient]:
     return make_far()[:3]
