@@ -254,8 +254,6 @@ class JudgeSection(ClientSection):
     that the server may answer with status 429."""
     max_concurrent: int = Field(32, ge=1)
     """Maximum number of requests in flight at once, over the whole run."""
-    cache: bool = True
-    """Keep answers in judgements/ of the run folder, so that the same request is not sent to the same model again."""
     input_price: float = Field(0.0, ge=0.0)
     """Price in dollars per million tokens that the judge reads."""
     output_price: float = Field(0.0, ge=0.0)

@@ -78,8 +78,7 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
         words: of the files outside the workspace, only those that contain one of these words are returned. Words of
             fewer than 4 letters are ignored.
     Raises:
-        SandboxError: the sandbox failed.
-    """
+        SandboxError: the sandbox failed."""
     asked = start.spec or SandboxSpec()
     spec = replace(asked, packages=(*asked.packages, *start.packages))
     told = json.dumps(sorted(word for word in words if len(word.removeprefix("def ")) >= _MIN_WORD_CHARS))
@@ -101,8 +100,7 @@ def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[st
     """Return the paths of texts that contain a secret.
 
     Args:
-        public: texts whose Python functions don't count as secret, even if a secret contains them.
-    """
+        public: texts whose Python functions don't count as secret, even if a secret contains them."""
     secrets = tuple(secrets)
     known = {_bare(secret) for secret in secrets}
     shapes = {shape for secret in secrets for shape in _shapes(secret)}

@@ -46,7 +46,6 @@ def repository_subject(task: Any) -> Subject:
         name=task.name,
         kind="repository",
         prompt=folder.instruction,
-        tests_key="\n".join(_tests(task)),
         score=score_of(task),
         solution=None,
         solve=task.solve if folder.solution else None,
@@ -138,8 +137,7 @@ def _secrets(task: Any) -> Iterator[str]:
 
     A line is secret if it is not in the repository. A passage or file is secret if it is not in the files that the
     solution replaces. A `solve.sh` does not name the files that it changes, so its passages are secret if they are not
-    in the repository. Of a diff, only passages that it adds are secret.
-    """
+    in the repository. Of a diff, only passages that it adds are secret."""
     base = task.folder.repository
     shown, tests = "\n".join(base.values()), _tests(task)
     if task.folder.named is not None:
@@ -165,8 +163,7 @@ def _replaced(task: Any) -> tuple[str, ...]:
 
 def _passages(text: str, known: str) -> Iterator[str]:
     """Yield the passages of a text that are too long to occur elsewhere by chance. Blank lines, imports and lines of
-    `known` separate passages.
-    """
+    `known` separate passages."""
     known_lines = {line.strip() for line in known.splitlines()}
     run: list[str] = []
     for line in [*text.splitlines(), ""]:

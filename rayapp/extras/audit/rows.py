@@ -42,8 +42,7 @@ async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit
 
     Raises:
         InputError: the file or a row can't be used.
-        StorageError: a remote file can't be fetched.
-    """
+        StorageError: a remote file can't be fetched."""
     data = await open_data((file,), ReadOptions(shuffle=False), cache=cache, truth_kind=rewards.truth_kind)
     rows = islice(data.rows(), len(data) if limit is None else min(limit, len(data)))
     return [await _row_subject(row, f"{Path(file).name}:{index}", rewards) for index, row in enumerate(rows)]
@@ -68,12 +67,10 @@ async def _row_subject(row: DataRow, name: str, rewards: AnswerRewards) -> Subje
     score = partial(_score_row, row, rewards)
     problem = rewards.code_problem(row.data_source, row.ground_truth)
     if problem is None:
-        truth = f"{row.data_source}: {row.ground_truth}"
         return Subject(
             name=name,
             kind="row",
             prompt=prompt,
-            tests_key=f"{truth} {prompt}",
             score=score,
             solution=None,
             nothing=PROSE,
@@ -98,7 +95,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
             name=name,
             kind="code row",
             prompt=prompt,
-            tests_key=problem.ground_truth,
             score=score,
             solution=solution,
             nothing=(*PROSE, nothing),
@@ -111,7 +107,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         name=name,
         kind="code row",
         prompt=prompt,
-        tests_key=problem.ground_truth,
         score=score,
         solution=solution,
         nothing=nothing_of_function(function, _ANY_INPUTS) if function else NOTHING_OF_PROGRAM,

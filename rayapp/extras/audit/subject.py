@@ -67,8 +67,6 @@ class Subject:
     kind: str
     prompt: str
     """The policy's prompt. The audit searches it for leaks and compares it with other tasks' prompts."""
-    tests_key: str
-    """Key of the hidden tests: equal for tasks with the same tests."""
     score: Score
     solution: str | None
     """Answer that must earn 1; None if the task has no solution."""

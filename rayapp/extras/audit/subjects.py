@@ -47,8 +47,7 @@ def coding_subject(task: CodingTask) -> Subject:
     """Return a coding task as a subject.
 
     The solution is the first demonstration. Without demonstrations the solution is the reference, which may use banned
-    names.
-    """
+    names."""
     name, parameters = task.func_name, task.parameters
     free = task.model_copy(update={"banned_patterns": ()})
     with_reference = not task.demonstrations
@@ -56,7 +55,6 @@ def coding_subject(task: CodingTask) -> Subject:
         name=task.name,
         kind="coding",
         prompt=task.prompt,
-        tests_key=repr((task.tests, task.helpers, task.reference)),
         score=score_of(free if with_reference else task),
         solution=fenced(_reference(task) if with_reference else task.demonstrations[0]),
         nothing=nothing_of_function(name, parameters),
@@ -139,8 +137,7 @@ async def subjects_of(
         sandboxes: the providers of the sandboxes.
     Raises:
         InputError: a source can't be used.
-        StorageError: a remote file can't be fetched.
-    """
+        StorageError: a remote file can't be fetched."""
     found: list[Subject] = []
     for source in sources:
         if is_data_file(source):
@@ -154,8 +151,7 @@ async def subjects_of(
 
 def _task_subjects(source: str, limit: int | None) -> list[Subject]:
     """Return the tasks of a source as subjects. If one task in a folder of many can't be loaded, the `cannot_run` of
-    its subject has the reason.
-    """
+    its subject has the reason."""
     singles = single_tasks(source)[:limit]
     if len(singles) < 2:
         return list(map(task_subject, load_source(source)[:limit]))
@@ -176,7 +172,6 @@ def _unusable(source: str, why: str) -> Subject:
         name=Path(source.partition("?")[0]).name,
         kind="unusable",
         prompt=source,
-        tests_key=source,
         score=score,
         solution=None,
         nothing=(),
@@ -214,7 +209,6 @@ def _other_subject(task: Task) -> Subject:
         name=task.name,
         kind=type(task).__name__,
         prompt=prompt,
-        tests_key=prompt,
         score=score_of(task),
         solution=solution if isinstance(solution, str) else None,
         nothing=PROSE,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -53,13 +52,11 @@ class Episode(Protocol):
 
     Raises, from any method:
         ToolFailedError: the policy made a mistake. The policy reads the message.
-        ToolUnavailableError: the environment is lost.
-    """
+        ToolUnavailableError: the environment is lost."""
 
     async def reset(self, columns: Columns) -> str:
         """Begin the episode. Return the environment's first message, which is appended to the prompt. It may be
-        empty.
-        """
+        empty."""
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
@@ -71,11 +68,8 @@ class Episodes(Protocol):
     """Makes the episodes of one environment."""
 
     async def open(self) -> Sequence[ToolSchema]:
-        """Return the policy's tools, which are the same for all trajectories.
-
-        Raises:
-            ConfigError: the environment can't be used.
-        """
+        """Return the policy's tools, which are the same for all trajectories. Raises ConfigError: the environment can't
+        be used."""
         ...
 
     def episode(self) -> AbstractAsyncContextManager[Episode]:
@@ -105,8 +99,7 @@ class EpisodeTool(ToolBase):
     """One tool of an environment. Its state is the trajectory's episode.
 
     Args:
-        timeout_s: deadline of a call, which the agent loop enforces. The episode's own deadline is shorter.
-    """
+        timeout_s: deadline of a call, which the agent loop enforces. The episode's own deadline is shorter."""
 
     ends_episode = True  # run calls in the last turn too: they may change the reward
 
@@ -122,7 +115,6 @@ class EpisodeTool(ToolBase):
         return await episode.call(self.schema.name, arguments)
 
 
-log = logging.getLogger(__name__)
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
 """Function that makes an agent loop from an environment's tools. The second argument is a parser if the policy doesn't
 write tool calls, else None."""
@@ -214,8 +206,7 @@ class EnvironmentAgents:
         config: config of the source.
         make_loop: function that makes an agent loop; see `OpenLoop`.
         make_agent: function that makes the external agent for an environment that needs the gateway, given a
-            trajectory's time limit in seconds.
-    """
+            trajectory's time limit in seconds."""
 
     def __init__(
         self, config: Config, make_loop: OpenLoop, make_agent: Callable[[float], Awaitable[ExternalAgent]]
@@ -285,31 +276,20 @@ def row_of(problem: Problem) -> EnvironmentTask:
 
 def episodes_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Episodes:
     """Return the object that makes an environment's episodes. Raises ConfigError: the environment's class can't be
-    found.
-    """
+    found."""
     return TrlEpisodes(environment) if isinstance(environment, TrlEnvironment) else OpenEnvEpisodes(environment)
 
 
 def check_environments(tasks: Sequence[Task]) -> None:
     """Check, before a run starts, that each environment answers. Environments of verifiers have already answered, when
-    they listed their rows.
-
-    Raises:
-        UserError: an environment does not answer.
-    """
+    they listed their rows. Raises UserError: an environment does not answer."""
     found = {id(task.environment): task.environment for task in tasks if isinstance(task, EnvironmentTask)}
 
     async def check() -> None:
         for environment in found.values():
             if isinstance(environment, VerifiersEnvironment):
                 continue
-            episodes = episodes_of(environment)
-            await episodes.open()
-            if isinstance(episodes, OpenEnvEpisodes) and await episodes.holds_one_session():
-                log.warning(
-                    "task %s: the OpenEnv server %s serves one session at a time, so trajectories wait for each other: "
-                    "raise max_concurrent_envs in its create_app", environment.name, episodes.environment.url,
-                )  # fmt: skip
+            await episodes_of(environment).open()
 
     asyncio.run(check())
 

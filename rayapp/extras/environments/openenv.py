@@ -57,16 +57,6 @@ class OpenEnvEpisodes:
                 "the server are in use, raise max_concurrent_envs in the server's create_app"
             ) from error
 
-    async def holds_one_session(self) -> bool:
-        """Return True if the server refuses a second concurrent session, as servers made by `openenv init` do."""
-        async with self.episode() as first, self.episode() as second:
-            await first.reset(self._first)
-            try:
-                await second.ask("reset", self._first)
-            except _ServerFullError:
-                return True
-            return False
-
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[OpenEnvEpisode]:
         """Yield a new episode with an open session, as `Episodes.episode` demands."""
@@ -198,8 +188,7 @@ class OpenEnvEpisode:
 
         Raises:
             ToolFailedError: the server refuses the action as invalid.
-            ToolUnavailableError: the server is gone, answers too late, or breaks the protocol.
-        """
+            ToolUnavailableError: the server is gone, answers too late, or breaks the protocol."""
         url = self.environment.url
         try:
             async with asyncio.timeout(self.environment.timeout_s):
@@ -248,8 +237,7 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
     """Make the tool `step`, whose arguments are the fields of an action.
 
     Args:
-        action: JSON schema of an action.
-    """
+        action: JSON schema of an action."""
     properties = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
     required = [name for name in action.get("required", ()) if name in properties]
     kept = {name: action[name] for name in ("$defs", "additionalProperties") if name in action}
@@ -262,8 +250,7 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
 
 def _shown(observation: Mapping[str, Any]) -> str:
     """Return an observation as text for the policy. If its only value is a string, return this string, otherwise the
-    observation as JSON.
-    """
+    observation as JSON."""
     result = observation.get("result")
     if result is not None:  # the result of an MCP tool
         data = result.get("data", result) if isinstance(result, dict) else result

@@ -137,8 +137,7 @@ class TrlEpisode:
 
 def _is_lost(error: BaseException | None) -> bool:
     """Return True if this error or its cause is a lost connection. HTTP and WebSocket clients have no common class for
-    it.
-    """
+    it."""
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
             return True
@@ -171,11 +170,8 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
     """Call a method of the user's class and return its result. A method that isn't a coroutine runs in a thread. At the
-    deadline, the thread is left running, because it can't be stopped.
-
-    Raises:
-        ToolUnavailableError: the method took too long, or raised an error, which is then this error's `__cause__`.
-    """
+    deadline, the thread is left running, because it can't be stopped. Raises ToolUnavailableError: the method took too
+    long, or raised an error, which is then this error's `__cause__`."""
     try:
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(function):

@@ -47,11 +47,7 @@ def environment_tasks(data: Mapping[str, Any], file: Path) -> tuple[EnvironmentT
 
 def python_with(packages: Sequence[str]) -> Path:
     """Return the path of an interpreter that has these packages (pip requirements). The first call for a list installs
-    them, which takes about a minute.
-
-    Raises:
-        InputError: the packages can't be installed.
-    """
+    them, which takes about a minute. Raises InputError: the packages can't be installed."""
     digest = hashlib.sha256(json.dumps([sorted(packages), sys.version, sys.prefix]).encode()).hexdigest()[:16]
     folder = _root() / digest
     python, stamp = folder / "bin" / "python", folder / ".installed"
@@ -106,11 +102,7 @@ _ALSO_PASSED_ON = (
 
 
 def verifiers_tasks(environment: VerifiersEnvironment) -> tuple[EnvironmentTask, ...]:
-    """Return the rows of an environment as tasks.
-
-    Raises:
-        InputError: the environment can't be installed or loaded.
-    """
+    """Return the rows of an environment as tasks. Raises InputError: the environment can't be installed or loaded."""
     try:
         done = subprocess.run(
             _command(environment, plays=False),
@@ -166,8 +158,7 @@ def _unusable(environment: VerifiersEnvironment, why: str) -> InputError:
 
 def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
     """Return a row's messages. They serve for display and to measure prompts: the environment itself sends the prompt
-    to the policy.
-    """
+    to the policy."""
     if not isinstance(prompt, list):
         return ({"role": "user", "content": str(prompt or "")},)
     return tuple({"role": str(each.get("role", "user")), "content": str(each.get("content") or "")} for each in prompt)
@@ -197,8 +188,7 @@ class VerifiersProcess:
         Returns:
             `reward`, and the environment's metrics.
         Raises:
-            ToolUnavailableError: the environment failed or died.
-        """
+            ToolUnavailableError: the environment failed or died."""
         child = await self._started()
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()

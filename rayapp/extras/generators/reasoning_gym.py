@@ -79,11 +79,8 @@ class GeneratedTask:
         return f"{self.prompt}\n\n{_INSTRUCTION}"
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the generator's own score, from 0 to 1, as reward. The term `solved` is 1 if the score is 1.
-
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
-        """
+        """Return the generator's own score, from 0 to 1, as reward. The term `solved` is 1 if the score is 1. Raises
+        SandboxConfigError: this configuration can never give a sandbox."""
         started = time.monotonic()
         answer = _answer_in(answer_of(completion_text))
         if answer is None:
@@ -125,8 +122,7 @@ def _answer_in(text: str) -> str | None:
 
 def _compared(answer: str, wanted: str) -> float:
     """Return the score by the package's default rule: 1 if the answer equals `wanted`, a fraction if it contains
-    `wanted`.
-    """
+    `wanted`."""
     if answer == wanted:
         return 1.0
     return len(wanted) / len(answer) if wanted and wanted in answer else 0.0
@@ -142,8 +138,7 @@ def load_generated(source: str) -> tuple[GeneratedTask, ...]:
     Args:
         source: `reasoning_gym:NAME`, optionally with `?size=…&seed=…` and options of the generator.
     Raises:
-        InputError: the package is not installed, the generator doesn't exist, or it refuses an option.
-    """
+        InputError: the package is not installed, the generator doesn't exist, or it refuses an option."""
     name, _, query = source.removeprefix(GENERATED).partition("?")
     options = {"size": _SIZE, "seed": _SEED, **{key: _value(text) for key, text in parse_qsl(query)}}
     data = _dataset(source, name, options)

@@ -19,8 +19,7 @@ _PULLS_AT_ONCE, _AHEAD_AT_ONCE = 4, 2
 
 class ImageSource:
     """The cache of images for asyncio code. It pulls missing images in threads; callers that need the same image share
-    one pull.
-    """
+    one pull."""
 
     def __init__(
         self,
@@ -32,8 +31,7 @@ class ImageSource:
     ) -> None:
         """
         Args: aliases: template -> the template to use in its place, e.g. with a tag -> with the digest that the run has
-        pinned.
-        """
+        pinned."""
         self._folder, self._max_gib = folder, max_gib
         self._wanted = Wanted(mirrors=mirrors)
         self._aliases = aliases or {}
@@ -60,8 +58,7 @@ class ImageSource:
 
         Raises:
             ImageError: the image is missing, damaged, too large, or for another platform.
-            SandboxUnavailableError: the registry can't be reached.
-        """
+            SandboxUnavailableError: the registry can't be reached."""
         reference = parse(self._aliases.get(template, template))
         while True:
             if (found := self.store.named(reference)) is not None and (hold := self.store.hold(found)) is not None:
@@ -74,8 +71,7 @@ class ImageSource:
 
     def prefetch(self, templates: Sequence[str]) -> None:
         """Pull missing images in the background, in this order. Only two are pulled at a time, so that threads are left
-        for images that sandboxes wait for now. A failed pull is logged, and raised when the image is used.
-        """
+        for images that sandboxes wait for now. A failed pull is logged, and raised when the image is used."""
         self._ahead.extend(template for template in templates if template not in self._ahead)
         self._pull_ahead()
 

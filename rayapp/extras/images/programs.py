@@ -117,8 +117,7 @@ def skopeo(
 
     Raises:
         ImageError: the image is missing, damaged or too large.
-        SandboxUnavailableError: the registry can't be reached.
-    """
+        SandboxUnavailableError: the registry can't be reached."""
     what = f"image {reference}"
     system, _, machine = this_platform().partition("/")
     login = Path(os.environ.get("DOCKER_CONFIG", ""), "config.json") if os.environ.get("DOCKER_CONFIG") else None

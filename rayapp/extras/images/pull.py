@@ -57,8 +57,7 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
 
     Raises:
         ImageError: the image is missing, damaged, too large, or for another platform.
-        SandboxUnavailableError: the registry can't be reached.
-    """
+        SandboxUnavailableError: the registry can't be reached."""
     wanted = wanted or Wanted()
     if reference.digest or reference.kind == "build":
         found = store.named(reference)
@@ -87,8 +86,7 @@ def resolve(reference: Reference, mirrors: Mapping[str, Sequence[str]] | None = 
 
     Raises:
         ImageError: the image is missing.
-        SandboxUnavailableError: the registry can't be reached.
-    """
+        SandboxUnavailableError: the registry can't be reached."""
     if reference.kind != "registry":
         return reference
     return reference.pinned(_resolved(reference, Wanted(mirrors=mirrors))[1])

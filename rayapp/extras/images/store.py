@@ -215,8 +215,7 @@ def tree_of(digest: str) -> str:
 
 def open_store(folder: str = "", max_gib: float = 50.0) -> Store:
     """Open the cache of images; make its folders if they are missing. The default folder is one that the users of
-    sandboxes can enter: root's home is closed to them. Raises ImageError: the folders can't be made.
-    """
+    sandboxes can enter: root's home is closed to them. Raises ImageError: the folders can't be made."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     default = Path("/var/cache/rayapp/images") if os.geteuid() == 0 else home / "rayapp/images"
     return Store(Path(folder).expanduser() if folder else default, max_bytes=int(max_gib * _GIB)).prepare()

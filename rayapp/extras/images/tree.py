@@ -38,8 +38,7 @@ class BadImageError(Exception):
 
 def finish(root: int) -> int:
     """Give the owner of every file its rights, drop set-id bits, and make the mount points. Return the bytes of the
-    tree as they lie on the disk.
-    """
+    tree as they lie on the disk."""
     for name in MOUNT_POINTS:
         _make_mount_point(root, name)
     num_bytes, seen = 512 * os.fstat(root).st_blocks, set()
@@ -58,11 +57,8 @@ def finish(root: int) -> int:
 
 
 def open_in(root: int, path: str, flags: int) -> int:
-    """Open a path as if the folder `root` were the root of the file system: symbolic links can't lead out of it.
-
-    Raises:
-        OSError: the path can't be opened, as in os.open.
-    """
+    """Open a path as if the folder `root` were the root of the file system: symbolic links can't lead out of it. Raises
+    OSError: the path can't be opened, as in os.open."""
     how = struct.pack("<QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     return kernel.syscall(
         seccomp.number("openat2"),
@@ -86,11 +82,8 @@ def _make_mount_point(root: int, name: str) -> None:
 
 
 def user_of(root: int, user: str) -> tuple[int, int, str]:
-    """Return user id, group id and home of an image's USER: `name`, `id`, `name:group` or `id:group`.
-
-    Raises:
-        BadImageError: the image's /etc/passwd or /etc/group has no such name.
-    """
+    """Return user id, group id and home of an image's USER: `name`, `id`, `name:group` or `id:group`. Raises
+    BadImageError: the image's /etc/passwd or /etc/group has no such name."""
     name, _, group = (user or "0").partition(":")
     uid, gid, home = (int(name), 0, "/") if name.isdecimal() else (-1, 0, "/")
     for fields in _records(root, "etc/passwd", 7):
@@ -123,8 +116,7 @@ def _records(root: int, path: str, num_fields: int) -> Iterator[list[str]]:
 
 def python_in(root: int, search_path: str) -> str:
     """Return the path of the image's python3; empty if there is none, or if its file name says that it is older than
-    3.9.
-    """
+    3.9."""
     for folder in search_path.split(":"):
         path = f"{folder.rstrip('/')}/{_PYTHON}"
         try:
@@ -140,8 +132,7 @@ def python_in(root: int, search_path: str) -> str:
 
 def _is_usable(root: int, file: str) -> bool:
     """Return False if a Python is older than 3.9 or has only a part of the standard library (Debian's
-    python3-minimal).
-    """
+    python3-minimal)."""
     version = file.rpartition("/")[2]
     minor = version.removeprefix(f"{_PYTHON}.")
     if not minor.isdecimal():

@@ -1,29 +1,21 @@
-"""One judge: scores a response, or compares two responses. Answers come from the judge's server or from a cache.
+"""One judge: scores a response, or compares two responses.
 
-Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
-                                            '-- cache: judgements/<ab>/<digest>.json of the run folder
+Asked --questions.py--> messages, schema --core/http.py--> answer --> Judgement
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 from rayapp.config.other_models import JudgeSection
 from rayapp.core.errors import ConfigError, RewardFailedError, one_line
-from rayapp.core.files import aside
 from rayapp.core.http import EndpointClient
 from rayapp.core.trajectories import storable
 from rayapp.extras.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
 
-log = logging.getLogger(__name__)
 Winner = Literal["A", "B", "tie"]
 
 
@@ -32,8 +24,6 @@ class Bill:
     """Cost of a judge's answers."""
 
     requests: int = 0
-    cached: int = 0
-    """Number of answers that came from the cache."""
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
@@ -73,30 +63,22 @@ class Judgement:
 
 
 class Judge:
-    """One judge with its client and its cache. Call `close` at the end.
+    """One judge with its client. Call `close` at the end.
 
     Args:
-        folder: folder for the cache of answers. Answers are not cached if it is None, or if the judge has
-            `cache: false`.
-        num_sharing: number of processes that use the judge at the same time. The rate limits are divided by it.
-    """
+        num_sharing: number of processes that use the judge at the same time. The rate limits are divided by it."""
 
-    def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
+    def __init__(self, section: JudgeSection, *, num_sharing: int = 1) -> None:
         self.section = section
-        self._folder = folder if section.cache else None
         self._client = EndpointClient(section.endpoint, num_sharing=num_sharing)
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
         """Ask a rubric judge or reward model. Return the score, the score of each criterion, and the judge's answer.
-
-        Raises:
-            RewardFailedError: the judge gives no usable answer.
-        """
+        Raises RewardFailedError: the judge gives no usable answer."""
         if self.section.kind == "reward_model":
-            said = await self._remembered((asked,), lambda: self._classified(asked))
+            said = await self._classified(asked)
             return self._of_class(said.answer["probs"]), {}, said
-        said = await self._remembered((asked,), lambda: self._answered(*rubric_question(self.section, asked)))
+        said = await self._answered(*rubric_question(self.section, asked))
         most, scores = self.section.max_score, said.answer["scores"]
         parts = {each.name: scores[each.name] / most for each in self.section.rubric}
         total = sum(each.weight for each in self.section.rubric)
@@ -104,19 +86,12 @@ class Judge:
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
         """Ask a pairwise judge, showing the responses in this order. Return the preferred one, and the judge's answer.
-        Raises RewardFailedError: the judge gives no usable answer.
-        """
-        said = await self._remembered(
-            (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
-        )
+        Raises RewardFailedError: the judge gives no usable answer."""
+        said = await self._answered(*pairwise_question(self.section, first, second))
         return said.answer["winner"], said
 
     async def check(self) -> None:
-        """Ask the judge one question without using the cache.
-
-        Raises:
-            ConfigError: the judge gives no usable answer.
-        """
+        """Ask the judge one question. Raises ConfigError: the judge gives no usable answer."""
         sample = Asked(messages=({"role": "user", "content": "What is 6 times 7?"},), response="42", reference="42")
         try:
             if self.section.kind == "reward_model":
@@ -134,31 +109,9 @@ class Judge:
         """Close the client. Idempotent."""
         await self._client.close()
 
-    async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
-        """Return the answer from the cache or from the server. Concurrent callers with the same question share one
-        request."""
-        if self._folder is None:
-            return await ask()
-        digest = self._digest(about)
-        path = self._folder / digest[:2] / f"{digest}.json"
-        async with self._asking.setdefault(digest, asyncio.Lock()):
-            if (found := await asyncio.to_thread(_read, path)) is not None:
-                return found
-            said = await ask()
-            await asyncio.to_thread(_keep, path, said)
-            return said
-
-    def _digest(self, about: tuple[Asked, ...]) -> str:
-        section = self.section
-        rule = (section.kind, section.model, section.max_score, section.temperature, section.max_tokens)
-        criteria = [each.model_dump() for each in section.rubric]
-        told = json.dumps([rule, criteria, [astuple(each) for each in about]], default=str, sort_keys=True)
-        return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
-
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
         """Ask the judge. Ask again after an unusable answer, but not at temperature 0, at which the answer would be the
-        same.
-        """
+        same."""
         section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
@@ -223,23 +176,6 @@ class Judge:
 
     def _failed(self, what: str) -> RewardFailedError:
         return RewardFailedError(f"judge {self.section.name}: {what}", "judge_answer")
-
-
-def _read(path: Path) -> Judgement | None:
-    try:
-        answer = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return Judgement(answer=answer, bill=Bill(cached=1)) if isinstance(answer, dict) else None
-
-
-def _keep(path: Path, said: Judgement) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside(path) as pending:
-            pending.write_text(json.dumps(said.answer))
-    except OSError as error:  # on a full disk, the same question is only asked again later
-        log.warning("a judge's answer could not be cached: %s", error)
 
 
 def _short(found: Mapping[str, Any]) -> str:

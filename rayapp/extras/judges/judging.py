@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rayapp.config.agent import RewardSection
 from rayapp.config.other_models import JudgeSection
@@ -21,8 +20,6 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.extras.judges.judge import Bill, Judge, JudgeFailedError
 from rayapp.extras.judges.questions import Asked
 
-CACHE = "judgements"
-"""Folder of cached answers, in the run folder."""
 SOLVED = "solved"
 _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
@@ -31,15 +28,12 @@ class Judges:
     """All judges of one process. Call `close` at the end.
 
     Args:
-        run_folder: folder for the cache of answers.
         num_sharing: number of processes that use the judges at the same time. The rate limits are divided by it.
     Raises:
-        ConfigError: the environment variable of a key is not set.
-    """
+        ConfigError: the environment variable of a key is not set."""
 
-    def __init__(self, sections: Iterable[JudgeSection], run_folder: Path, *, num_sharing: int = 1) -> None:
-        folder = run_folder / CACHE
-        self._judges = {each.name: Judge(each, folder, num_sharing=num_sharing) for each in sections}
+    def __init__(self, sections: Iterable[JudgeSection], *, num_sharing: int = 1) -> None:
+        self._judges = {each.name: Judge(each, num_sharing=num_sharing) for each in sections}
 
     async def check(self) -> None:
         """Ask each judge one question. Raises ConfigError: a judge gives no usable answer."""
@@ -60,8 +54,7 @@ class Judging:
 
     Args:
         judges: judges by name.
-        reward: the source's reward settings.
-    """
+        reward: the source's reward settings."""
 
     def __init__(self, judges: Mapping[str, Judge], reward: RewardSection) -> None:
         named = [(judges[name], weight) for name, weight in reward.judges.items()]
@@ -81,8 +74,7 @@ class Judging:
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
         """Add the scores of judges that score single responses to a verdict. Return an invalid verdict unchanged, and
-        any verdict if the source has no judges.
-        """
+        any verdict if the source has no judges."""
         if not verdict.valid or not (self._alone or self._comparing):
             return verdict
         reward = replace(verdict, value=self._verdict_weight * verdict.value)
@@ -93,8 +85,7 @@ class Judging:
 
     async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
         """Add the scores of pairwise judges to the rewards of a group's responses. Invalid rewards are returned
-        unchanged.
-        """
+        unchanged."""
         found = list(rewards)
         there = [place for place, reward in enumerate(rewards) if reward.valid]
         solved = [bool(rewards[place].terms.get(SOLVED)) for place in there]
@@ -123,8 +114,7 @@ class _Opinion:
 
 def _with_opinion(reward: Reward, judge: Judge, weight: float, opinion: _Opinion) -> Reward:
     """Return the reward with a judge's score added. If the score is missing and its weight is not 0, the reward is
-    invalid.
-    """
+    invalid."""
     name = f"judge/{judge.section.name}"
     costs = {key: reward.terms.get(key, 0.0) + value for key, value in opinion.bill.terms.items()}
     if (failure := opinion.failure) is not None:
@@ -156,8 +146,7 @@ def _failed(error: RewardFailedError) -> _Opinion:
 
 async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[bool]) -> list[_Opinion]:
     """Return the score of each response: the mean score of its pairs. Pairs that were not judged in both orders don't
-    count.
-    """
+    count."""
     responses = list(asked.values())
     opinions = [_Opinion() for _ in responses]
     pairs = list(_pairs(len(responses), judge.section.num_opponents))
@@ -184,8 +173,7 @@ async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[b
 
 async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
     """Return the first response's score: 1 if it is better, 0 if it is worse, 0.5 for a tie. It is the mean over both
-    orders of showing the responses.
-    """
+    orders of showing the responses."""
     if first.response == second.response:
         return _Opinion(score=0.5)
     try:
@@ -201,8 +189,7 @@ async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
 def _pairs(number: int, num_opponents: int) -> Iterator[tuple[int, int]]:
     """Pair each response with its neighbours on a ring, so that all have the same number of opponents.
 
-    Example: 4 responses, 2 opponents -> (0, 1), (1, 2), (2, 3), (3, 0).
-    """
+    Example: 4 responses, 2 opponents -> (0, 1), (1, 2), (2, 3), (3, 0)."""
     seen = set()
     for distance in range(1, num_opponents // 2 + 1):
         for place in range(number):

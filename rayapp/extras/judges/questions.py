@@ -52,11 +52,8 @@ class Asked:
 
     @classmethod
     def of(cls, prompt: Prompt, completion_text: str, judge: JudgeSection) -> Asked:
-        """Make the object for a completion. The prefill counts as part of the response; thoughts don't.
-
-        Raises:
-            RewardFailedError: of kind judge_reference: the judge needs the ground truth, and the row has none.
-        """
+        """Make the object for a completion. The prefill counts as part of the response; thoughts don't. Raises
+        RewardFailedError: of kind judge_reference: the judge needs the ground truth, and the row has none."""
         reference = ""
         if judge.reference:
             if prompt.ground_truth is None:
@@ -77,9 +74,8 @@ class Asked:
 
 
 def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[str, Any]]:
-    """Return messages that ask for a score, and the JSON schema of the answer:
-    `{"question": 4829, "reason": "", "scores": {"a": 7}}`.
-    """
+    """Return messages that ask for a score, and the JSON schema of the answer: `{"question": 4829, "reason": "",
+    "scores": {"a": 7}}`."""
     score = {"type": "integer", "enum": list(range(judge.max_score + 1))}
     names = [each.name for each in judge.rubric]
     scores = _object(dict.fromkeys(names, score))
@@ -89,9 +85,8 @@ def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[s
 
 
 def pairwise_question(judge: JudgeSection, first: Asked, second: Asked) -> tuple[Messages, dict[str, Any]]:
-    """Return messages that compare two responses to one prompt, and the JSON schema of the answer:
-    `{"question": 4829, "reason": "", "winner": "A"}`.
-    """
+    """Return messages that compare two responses to one prompt, and the JSON schema of the answer: `{"question": 4829,
+    "reason": "", "winner": "A"}`."""
     parts = [*_given(first), ("RESPONSE A", first.response), ("RESPONSE B", second.response)]
     task = "Say which response is better by the criteria taken together: A, B, or tie. Their order means nothing."
     winner = {"type": "string", "enum": ["A", "B", "tie"]}
@@ -100,11 +95,8 @@ def pairwise_question(judge: JudgeSection, first: Asked, second: Asked) -> tuple
 
 def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON object that a judge answered, without `question`. The object is the whole text, or its only
-    fenced block.
-
-    Raises:
-        RewardFailedError: of kind judge_answer: the text is prose, does not match the schema, or has a key twice.
-    """
+    fenced block. Raises RewardFailedError: of kind judge_answer: the text is prose, does not match the schema, or has a
+    key twice."""
     text = answer_of(text)
     if len(text) > _MAX_ANSWER_CHARS:
         raise RewardFailedError(
@@ -160,8 +152,7 @@ def _asked(
     """Return the messages of a question and the JSON schema of its answer.
 
     Args:
-        answer: the key of the judgement in the answer, an example of its value, and the value's schema.
-    """
+        answer: the key of the judgement in the answer, an example of its value, and the value's schema."""
     number, (key, shown, schema) = question_number(), answer
     example = {"question": number, "reason": "one sentence", key: shown}
     asked = {"type": "integer", "enum": [number]}
@@ -190,8 +181,7 @@ def _messages(
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an object in OpenAI's strict form: all of these properties are required, no others are
-    allowed.
-    """
+    allowed."""
     return {
         "type": "object",
         "properties": dict(properties),

@@ -112,11 +112,8 @@ class DaytonaChannel(SdkChannel):
 @cache
 def sdk() -> ModuleType:
     """Import and return Daytona's SDK, with its client, which the SDK itself imports only when it is named. The import
-    takes seconds, which must not be part of the first call's deadline.
-
-    Raises:
-        SandboxConfigError: the SDK is not installed.
-    """
+    takes seconds, which must not be part of the first call's deadline. Raises SandboxConfigError: the SDK is not
+    installed."""
     for name in _NAMES:
         if find_spec(name) is not None:
             with warnings.catch_warnings():
@@ -135,8 +132,7 @@ def daytona_error(error: Exception, what: str) -> SandboxError:
     class in common with DaytonaError. So the HTTP status decides; if there is none, the type decides.
 
     Args:
-        what: name of the call for the message, e.g. `create`.
-    """
+        what: name of the call for the message, e.g. `create`."""
     text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
     status = _status_of(error)
     if status in (404, 410) and what != _CREATE:
@@ -183,8 +179,7 @@ class DaytonaService:
 
     def client(self) -> Any:
         """Return the SDK's client. The first call makes it, because it belongs to the event loop that runs at that
-        time.
-        """
+        time."""
         if self._client is None:
             named = {"api_url": self._config.api_url, "target": self._config.target}
             given = {name: value for name, value in named.items() if value}
@@ -278,6 +273,5 @@ class DaytonaService:
 
 def _is_image(template: str) -> bool:
     """Return True for a name of an image, e.g. `org/name:tag`. Names of snapshots contain neither a slash nor a
-    colon.
-    """
+    colon."""
     return "/" in template or ":" in template

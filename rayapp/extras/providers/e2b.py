@@ -63,8 +63,7 @@ MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
 
 class _Counted:
     """Counter of a command's output. It ends a command that writes too much, because the SDK keeps everything that it
-    reads.
-    """
+    reads."""
 
     def __init__(self, max_chars: int) -> None:
         self.max_chars = self.room = max_chars
@@ -383,8 +382,7 @@ class SdkService:
 
     async def _template(self, wanted: str) -> str:
         """Return the name of the template for a task's template or image. The first sandbox of an image waits until E2B
-        has built the template; later runs use the same template.
-        """
+        has built the template; later runs use the same template."""
         name = self._config.template_of(wanted) or self._config.template
         image = wanted.removeprefix(PREFIX)
         if not is_image(wanted) or name != image:
@@ -395,11 +393,8 @@ class SdkService:
         return await asyncio.shield(self._builds[image])
 
     async def _build(self, image: str) -> str:
-        """Build the template of an image, if the account does not have it.
-
-        Raises:
-            SandboxConfigError: E2B can't build the template, e.g. because the image does not exist.
-        """
+        """Build the template of an image, if the account does not have it. Raises SandboxConfigError: E2B can't build
+        the template, e.g. because the image does not exist."""
         name = f"rayapp-{hashlib.sha256(image.encode()).hexdigest()[:24]}"
         try:
             async with asyncio.timeout(_BUILD_TIMEOUT_S):
@@ -466,8 +461,7 @@ def control_error(error: Exception, what: str) -> SandboxError:
     those of its transports.
 
     Args:
-        what: name of the call for the message, e.g. `create`.
-    """
+        what: name of the call for the message, e.g. `create`."""
     text = f"e2b {what}: {type(error).__name__}: {error}"[:600]
     if isinstance(error, e2b.AuthenticationException):
         return SandboxConfigError(f"{text}. Check the key in the variable that sandbox.providers[].api_key_env names")

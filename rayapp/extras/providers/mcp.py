@@ -42,8 +42,7 @@ _CHUNK_BYTES = 48_000
 
 class McpProvider:
     """Provider that makes a sandbox by opening a session. `core.protocols.SandboxProvider` describes its methods;
-    `list` and `kill` know only the sandboxes of this object.
-    """
+    `list` and `kill` know only the sandboxes of this object."""
 
     name = "mcp"
 
@@ -63,8 +62,7 @@ class McpProvider:
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
         """Return a sandbox that this object created. Sandboxes of other processes can't be used, because sessions can't
-        be passed on.
-        """
+        be passed on."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
             raise SandboxGoneError(
@@ -172,11 +170,8 @@ class McpChannel:
         self.on_end(self.id)
 
     async def _call(self, tool: str, arguments: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
-        """Call a tool and return its structured answer.
-
-        Raises:
-            SandboxError: there is no answer, or the answer is an error.
-        """
+        """Call a tool and return its structured answer. Raises SandboxError: there is no answer, or the answer is an
+        error."""
         try:
             answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
         except Exception as error:  # boundary: the SDK and its transport raise errors of many types
@@ -190,8 +185,7 @@ class McpChannel:
 
     async def _set_env(self, timeout_s: float) -> None:
         """Set the spec's environment variables in the interpreter before it runs code, because the tool has no argument
-        for them.
-        """
+        for them."""
         if self.spec.env and not self._is_env_set:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
@@ -219,8 +213,7 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
     Raises:
         SandboxConfigError: the server refuses the key.
         SandboxDeadlineError: the server did not answer in time.
-        SandboxUnavailableError: the server can't be reached, or does not speak MCP.
-    """
+        SandboxUnavailableError: the server can't be reached, or does not speak MCP."""
     try:
         await session.open(timeout_s=timeout_s)
     except TimeoutError:
@@ -249,8 +242,7 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 def _tool_error(text: str, tool: str) -> SandboxError:
     """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code in the same way.
-    But rayapp's watcher catches failures of code, so a tool that fails means a failed sandbox.
-    """
+    But rayapp's watcher catches failures of code, so a tool that fails means a failed sandbox."""
     said = f"MCP tool {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code and run_command")

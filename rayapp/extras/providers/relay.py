@@ -36,8 +36,7 @@ class Converse(Protocol):
 
     Args:
         hear: called with the program's output, piece by piece.
-        started: called with the function that writes to the program's standard input.
-    """
+        started: called with the function that writes to the program's standard input."""
 
     async def __call__(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None: ...
 
@@ -49,8 +48,7 @@ async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loop
     Args:
         timeout_s: maximum seconds until the relay listens.
     Raises:
-        SandboxError: the relay did not start, or has ended.
-    """
+        SandboxError: the relay did not start, or has ended."""
     with one_error():
         async with asyncio.TaskGroup() as group:
             relay = _Relay(group)
@@ -125,8 +123,7 @@ class _Relay:
 
     def _check_unread(self) -> None:
         """Check that the unread bytes in memory stay below the limit. Waiting until they are read would stop all
-        connections.
-        """
+        connections."""
         if sum(writer.transport.get_write_buffer_size() for writer in self._writers.values()) > _MOST_UNREAD_BYTES:
             raise SandboxProtocolError(
                 "agent.external.inside: the relay in the sandbox sends faster than rayapp reads: more than "

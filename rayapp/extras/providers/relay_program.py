@@ -34,8 +34,7 @@ def line_of(mark: str, number: int, data: bytes) -> bytes:
 
 def parts_of(line: str) -> tuple[int, bytes]:
     """Parse the part of a line after the mark; return number and piece. Raises ValueError or zlib.error: it is
-    malformed.
-    """
+    malformed."""
     number, _, packed = line.strip().partition(" ")
     data = base64.b64decode(packed, validate=True)
     return int(number), zlib.decompressobj().decompress(data, PIECE_BYTES) if data else b""

@@ -41,8 +41,7 @@ class Channel(Protocol):
         """Run a program in a new interpreter of the sandbox's python3, and return its stdout.
 
         If the program prints more than `max_chars`, its output may be cut or the program ended. A nonzero exit status
-        raises no error; a sandbox that died raises one.
-        """
+        raises no error; a sandbox that died raises one."""
         ...
 
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
@@ -213,8 +212,7 @@ async def run_session(
         alive: the channel's check that the sandbox is alive.
     Raises:
         SandboxGoneError: the sandbox died while the code ran.
-        SandboxProtocolError: the output ended before the code's last line.
-    """
+        SandboxProtocolError: the output ended before the code's last line."""
     mark = new_nonce()
     # Leave room for the mark and for the newline before it.
     output = _CappedOutput(max_output_bytes, len(mark) + 2)

@@ -75,8 +75,7 @@ def error_of(
         text: text of the message.
         status: HTTP status of the answer; None if there was no answer or the status is unknown.
         is_late: True if there was no answer in time.
-        wait_s: pause in seconds that the service asks for.
-    """
+        wait_s: pause in seconds that the service asks for."""
     if is_late:
         return SandboxDeadlineError(text)
     if status is None:
@@ -174,8 +173,7 @@ _CLOSE_WAIT_S = 5.0
 
 class Service(Protocol):
     """The calls of one service. Implementations convert an SDK's exceptions: they raise only errors of
-    `rayapp.core.errors`.
-    """
+    `rayapp.core.errors`."""
 
     name: str
 
@@ -198,8 +196,7 @@ class ServiceProvider:
     """Provider that adds deadlines and clean-up to a service. `leases.RemoteProvider` describes its methods.
 
     Args:
-        answer_within_s: seconds that a call to a sandbox may take in addition to the code's own time limit.
-    """
+        answer_within_s: seconds that a call to a sandbox may take in addition to the code's own time limit."""
 
     def __init__(self, service: Service, *, answer_within_s: float) -> None:
         self._service = service

@@ -43,8 +43,7 @@ _HERE = frozenset({".", "./"})
 
 def why_an_image(dockerfile: str) -> str:
     """Return the first line of a Dockerfile that needs more than a plain Python sandbox, and the reason; empty if there
-    is none.
-    """
+    is none."""
     for number, words in _instructions(dockerfile):
         name, rest = words[0].upper(), words[1:]
         why = ""
@@ -61,8 +60,7 @@ def why_an_image(dockerfile: str) -> str:
 
 def base_image(dockerfile: str) -> str:
     """Return the image in a Dockerfile's FROM, if the Dockerfile otherwise only copies its folder and sets variables;
-    else an empty string.
-    """
+    else an empty string."""
     found = _instructions(dockerfile)
     bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
     others = [words for _, words in found if words[0].upper() != "FROM"]
@@ -114,8 +112,7 @@ def copied_files(dockerfile: str, files: Mapping[str, str], workdir: str) -> dic
     """Return the files that a Dockerfile copies into the folder `workdir`: path there -> text.
 
     Args:
-        files: path -> text of the files beside the Dockerfile.
-    """
+        files: path -> text of the files beside the Dockerfile."""
     return {
         str(place.relative_to(workdir)): files[path]
         for _, path, place in _copies(dockerfile, files, workdir)
@@ -128,8 +125,7 @@ def _copies(dockerfile: str, paths: Iterable[str], workdir: str) -> Iterator[tup
     which the file is copied.
 
     Args:
-        workdir: working folder before the first WORKDIR.
-    """
+        workdir: working folder before the first WORKDIR."""
     at = PurePosixPath(workdir)
     for number, words in _instructions(dockerfile):
         if words[0].upper() == "WORKDIR":
@@ -272,8 +268,7 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
     Args:
         trusts_script: if True and there is a `tests/test.sh`, this script judges.
     Raises:
-        InputError: a part of the folder is missing or can't be used. The message names the part and the way out.
-    """
+        InputError: a part of the folder is missing or can't be used. The message names the part and the way out."""
     where = f"task {name}"
     for part in ("instruction.md", "task.toml", "environment", "tests"):
         found = folder.joinpath(part)
@@ -337,8 +332,7 @@ def _image(section: _TaskEnvironment, recipe: Mapping[str, str], name: str, work
 
     Args:
         recipe: name -> text of the files that say how the image is built.
-        workdir: folder to which the Dockerfile must copy its files, or else an image has to be built; empty for any.
-    """
+        workdir: folder to which the Dockerfile must copy its files, or else an image has to be built; empty for any."""
     if section.docker_image:
         return f"{PREFIX}{section.docker_image}", "task.toml names it"
     dockerfile = recipe.get("Dockerfile", "")
@@ -353,8 +347,7 @@ def _image(section: _TaskEnvironment, recipe: Mapping[str, str], name: str, work
 
 def _copied_elsewhere(dockerfile: str, workdir: str) -> str:
     """Return the first line of a Dockerfile that copies its folder to another folder than `workdir`; empty if there is
-    none.
-    """
+    none."""
     lines = (
         line for line, file, place in _copies(dockerfile, ("file",), workdir) if place.parent != PurePosixPath(workdir)
     )
@@ -365,8 +358,7 @@ def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
     """Return the script, and the reason why it needs its image. The image is the agents' image, or one that Harbor
-    would build from `tests`.
-    """
+    would build from `tests`."""
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(
             f"{where}: its verifier.env.{secret} takes its value from an environment variable of this machine, which "
@@ -420,8 +412,7 @@ def _texts(folder: Traversable, where: str, *, only_texts: bool = False) -> Iter
     """Yield pairs (relative path, text) of every file, in order.
 
     Args:
-        only_texts: True: leave out files that are too large or not text. False: raise InputError for them.
-    """
+        only_texts: True: leave out files that are too large or not text. False: raise InputError for them."""
     for path, entry in _entries(folder):
         try:
             yield path, _decoded(path, _read(entry, where), where)

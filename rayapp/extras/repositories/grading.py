@@ -82,8 +82,7 @@ async def run_tests(
             when the limit is reached fail.
     Raises:
         SandboxError: the sandbox failed.
-        TextReadingFailedError: the text process, which checks the tests' conditions, can't be started.
-    """
+        TextReadingFailedError: the text process, which checks the tests' conditions, can't be started."""
     left_s, outcomes = timeout_s, []
     for test in tests:
         if left_s <= 0:
@@ -103,8 +102,7 @@ async def run_tests(
 def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
     """Return the verdict: 1 if all tests passed, else 0; with `pays_share`, the fraction of tests that passed.
 
-    Terms: `pass_rate` and `solved`.
-    """
+    Terms: `pass_rate` and `solved`."""
     failed = [(test, outcome) for test, outcome in zip(tests, outcomes, strict=True) if outcome.problem]
     share = 1 - len(failed) / len(tests)
     solved = float(not failed)

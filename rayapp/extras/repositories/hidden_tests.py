@@ -50,19 +50,15 @@ class HiddenTest:
 
 def all_hold(conditions: Sequence[Condition], values: object) -> bool:
     """Return True if a test's conditions hold for `values`, which may be any data from a sandbox. If this function
-    raises, they don't hold either.
-    """
+    raises, they don't hold either."""
     if type(values) is not list or len(values) != len(conditions):
         return False
     return all(bool(holds(value)) for holds, value in zip(conditions, values, strict=True))
 
 
 def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
-    """Return the tests of one file.
-
-    Raises:
-        InputError: the file is not Python, or a test can't be separated; the message names file and line.
-    """
+    """Return the tests of one file. Raises InputError: the file is not Python, or a test can't be separated; the
+    message names file and line."""
     tree = parse(source)
     if tree is None:
         raise InputError(f"{file} is not Python")

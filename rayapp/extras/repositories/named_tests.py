@@ -216,8 +216,7 @@ class TestRun:
 
     def outcomes_of(self, name: str) -> list[bool]:
         """Return the outcomes of the tests that a data set's name means. Many names of SWE-bench are cut at a blank,
-        such as `test_x[(AttributeError,`: they mean all tests whose names begin so.
-        """
+        such as `test_x[(AttributeError,`: they mean all tests whose names begin so."""
         if name in self.outcomes or "[" not in name or name.endswith("]"):
             return [self.outcomes[name]] if name in self.outcomes else []
         return [passed for each, passed in self.outcomes.items() if each.startswith(name)]
@@ -258,8 +257,7 @@ class PreparedTests:
             repository: path -> text of the files to write; empty if the sandbox's image has the repository.
         Raises:
             SandboxConfigError: the sandbox lacks Python or git.
-            SandboxError: the sandbox failed.
-        """
+            SandboxError: the sandbox failed."""
         files = {path: text.encode() for path, text in repository.items()}
         files |= {_PATCH: tests.patch.encode()} if tests.patch else {}
         files |= {f"{_LIBRARY}/{path}": data for path, data in pytest_files().items()} if tests.brings_pytest else {}
@@ -292,8 +290,7 @@ class PreparedTests:
             files: path -> text of each changed file; None for a deleted file.
             sentinels: expectations of the tests to replace by wrong ones.
         Raises:
-            SandboxError: the sandbox failed.
-        """
+            SandboxError: the sandbox failed."""
         changed = {path: text.encode() for path, text in files.items() if text is not None}
         # A run with sentinels and a run without do the same: the tests are written last, and all files get one time.
         job = {
@@ -348,8 +345,7 @@ def named_verdict(tests: NamedTests, run: TestRun, *, pays_share: bool) -> Rewar
     passed.
 
     The terms are `solved`, `verdict/forgeable`, and three fractions of passed tests: `pass_rate`, `fail_to_pass` and
-        `pass_to_pass`.
-    """
+        `pass_to_pass`."""
     failed = [name for name in tests.names if not run.passes(name)]
     share = 1 - len(failed) / len(tests.names)
     why = run.problem or (f"{failed[0]}: {why_failed(run, failed[0])}; {len(failed)} failed" if failed else "")
@@ -379,8 +375,7 @@ def _share(names: Sequence[str], run: TestRun) -> float:
 
 def passed_sentinels(sentinels: Sequence[Sentinel], names: Sequence[str], run: TestRun) -> list[Sentinel]:
     """Return the sentinels whose test passes although it has a wrong expectation. All parametrized variants of the test
-    must pass.
-    """
+    must pass."""
     variants = {each.name: [name for name in names if name.partition("[")[0] == each.name] for each in sentinels}
     return [each for each in sentinels if variants[each.name] and all(map(run.passes, variants[each.name]))]
 
@@ -388,11 +383,7 @@ def passed_sentinels(sentinels: Sequence[Sentinel], names: Sequence[str], run: T
 @cache
 def pytest_files() -> dict[str, bytes]:
     """Return path -> bytes of the files of the pytest installed here and of its dependencies, for sandboxes without
-    pytest.
-
-    Raises:
-        InputError: pytest is not installed here.
-    """
+    pytest. Raises InputError: pytest is not installed here."""
     found: dict[str, bytes] = {}
     for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         try:

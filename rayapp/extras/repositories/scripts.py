@@ -105,8 +105,7 @@ class TestScript:
 
 def why_a_script_needs_an_image(script: str) -> str:
     """Return the first line of a test.sh that needs more than a plain Python sandbox, and the reason; empty if there is
-    none.
-    """
+    none."""
     for number, line in enumerate(script.splitlines(), start=1):
         program = interpreter_of(line) if number == 1 else ""
         why = f"this node has no {program}" if program and shutil.which(program) is None else ""
@@ -117,8 +116,7 @@ def why_a_script_needs_an_image(script: str) -> str:
 
 def interpreter_of(first_line: str) -> str:
     """Return the program in a script's first line (`#!`). It is empty if the line names none; the script can't be
-    started then.
-    """
+    started then."""
     words = first_line.removeprefix("#!").split() if first_line.startswith("#!") else []
     return next((word for word in words if PurePosixPath(word).name != "env" and not word.startswith("-")), "")
 
@@ -131,8 +129,7 @@ def without_steering(
 
     The files that control a test runner are its configuration, Python's start-up code, metadata of packages (which
     names plug-ins), and new top-level modules with the name of a module of Python or pytest. Files whose names are in
-    the texts `told` (the task's instruction and solution) may be changed.
-    """
+    the texts `told` (the task's instruction and solution) may be changed."""
     words = "\n".join(told)
     left_out = [
         path
@@ -166,8 +163,7 @@ async def judge_by_script(
         sentinels: expectations of the tests to replace by wrong ones before the script runs.
     Raises:
         SandboxConfigError: Harbor's folders (/tests, /logs and the repository's) can't be made in these sandboxes.
-        SandboxError: the sandbox failed.
-    """
+        SandboxError: the sandbox failed."""
     tests = {f"/tests/{path}": data for path, data in with_sentinels(script.files, sentinels).items()}
     code = {f"{workdir}/{path}": text.encode() for path, text in repository.items() if text is not None}
     rewards = [f"{_LOGS}/reward.json", f"{_LOGS}/reward.txt"]
@@ -192,11 +188,7 @@ async def judge_by_script(
 
 
 async def run_solve_script(sandbox: Sandbox, files: Mapping[str, str], *, workdir: str, timeout_s: float) -> None:
-    """Run `solve.sh` in an agent's workspace.
-
-    Raises:
-        SandboxError: the sandbox failed.
-    """
+    """Run `solve.sh` in an agent's workspace. Raises SandboxError: the sandbox failed."""
     solution = {f"/solution/{path}": text.encode() for path, text in files.items()}
     await _fill(sandbox, solution, folders=("/solution",))
     await sandbox.run_command(in_folder(workdir, f"/solution/{SOLVE}"), timeout_s=timeout_s)
@@ -234,8 +226,7 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """Return the number in a reward file: the number itself, the value of the key `reward`, or else the only
-    value."""
+    """Return the number in a reward file: the number itself, the value of the key `reward`, or else the only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)

@@ -54,8 +54,7 @@ class Sentinel:
 
 def run_by(script: str, files: Sequence[str]) -> list[str]:
     """Return the Python test files that a script's text names. If the text names only a test runner, return all test
-    files.
-    """
+    files."""
     tests = [file for file in files if file.endswith(".py") and file.rpartition("/")[2].startswith("test")]
     named = [file for file in tests if file.rpartition("/")[2].removesuffix(".py") in script]
     return named or (tests if _RUNNERS.search(script) else [])
@@ -102,8 +101,7 @@ def tests_in(file: str, data: bytes) -> dict[str, str]:
 
 def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield pairs (name, function) of test functions and methods. Tests that are marked to be skipped or to fail are
-    left out.
-    """
+    left out."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
@@ -158,8 +156,7 @@ def _of_method(call: ast.Call, rng: random.Random) -> Iterator[_Change]:
 
 def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
     """Return a change to the side of a comparison that is a literal. If neither is, the change replaces the right side
-    by a random number.
-    """
+    by a random number."""
     for side in (right, left):
         if (found := _leaf(side, rng)) is not None:
             return found

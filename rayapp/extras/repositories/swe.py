@@ -97,8 +97,7 @@ class SweOptions(BaseModel):
 @dataclass(frozen=True, slots=True)
 class MirrorFiles(Mapping[str, str]):
     """Text files of a repository at a commit. They are read from a local clone at the first use. A pickle has only the
-    clone's path and the commit.
-    """
+    clone's path and the commit."""
 
     mirror: str
     commit: str
@@ -115,11 +114,8 @@ class MirrorFiles(Mapping[str, str]):
 
 @lru_cache(maxsize=8)
 def _files_at(mirror: str, commit: str) -> dict[str, str]:
-    """Return path -> text of the text files of a commit; binary files and links are left out.
-
-    Raises:
-        InputError: git can't read the commit, or its files are too large together.
-    """
+    """Return path -> text of the text files of a commit; binary files and links are left out. Raises InputError: git
+    can't read the commit, or its files are too large together."""
     data = _git(mirror, "archive", "--format=tar", commit)
     if len(data) > _MAX_REPOSITORY_BYTES:
         raise InputError(
@@ -160,11 +156,8 @@ def _git(mirror: str, *words: str, stdin: bytes = b"") -> bytes:
 
 
 def load_swe(source: str) -> tuple[RepositoryTask, ...]:
-    """Return the tasks of a file in SWE-bench's form, in the file's order. Rows that can't be used are left out.
-
-    Raises:
-        InputError: the file or an option can't be used, or too many rows can't be used.
-    """
+    """Return the tasks of a file in SWE-bench's form, in the file's order. Rows that can't be used are left out. Raises
+    InputError: the file or an option can't be used, or too many rows can't be used."""
     file, _, query = source.removeprefix(SWE).partition("?")
     try:
         options = SweOptions.model_validate(dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))))
@@ -367,8 +360,7 @@ def _list_of(text: str) -> Any:
 
 def _names(value: Any, column: str, row: str) -> tuple[str, ...]:
     """Return the names in a column's value, which is a list, or a list as text of JSON or Python. Blanks around names,
-    and empty names, are left out.
-    """
+    and empty names, are left out."""
     names = _list_of(value) if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"its {column.upper()} is {value!r:.80}: it must be a list of names, or its JSON text")

@@ -125,8 +125,7 @@ async def changed_files(
     Raises:
         SandboxConfigError: the sandbox has no git, which `by_git` needs.
         UnusableWorkError: the changes are too large.
-        SandboxError: the sandbox failed.
-    """
+        SandboxError: the sandbox failed."""
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
     start, snapshot = _START if by_git else "", _SNAPSHOT if by_snapshot else ""
     told = json.dumps([{} if by_git else known, MAX_BYTES, _SKIPPED, start, snapshot])
@@ -156,8 +155,7 @@ def as_answer(files: Mapping[str, str | None]) -> str:
 
 def read_answer(text: str) -> dict[str, str | None] | None:
     """Parse an answer: return path -> text of the changed files (None for a deleted file), or None if the text is not
-    an answer.
-    """
+    an answer."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -240,8 +238,7 @@ class RepositoryTask:
 
     def agent_start(self) -> AgentStart:
         """Return what an agent starts with: the instruction, and a workspace with a quota that holds the repository,
-        under git if git is installed.
-        """
+        under git if git is installed."""
         folder = self.folder
         told = f"{folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
         git = _NEW_GIT if folder.named else f"{LINK_WORKDIR}{_GIT}" if folder.workdir else _GIT
@@ -261,8 +258,7 @@ class RepositoryTask:
 
         Raises:
             UnusableWorkError: the changes are too large.
-            SandboxError: the sandbox failed.
-        """
+            SandboxError: the sandbox failed."""
         folder, by_git = self.folder, self.folder.named is not None
         base = {} if by_git else folder.repository
         return as_answer(await changed_files(sandbox, base, by_git=by_git, by_snapshot=folder.is_in_image))
@@ -273,8 +269,7 @@ class RepositoryTask:
 
         Raises:
             UnusableWorkError: the changes of the solution are too large.
-            SandboxError: the sandbox failed.
-        """
+            SandboxError: the sandbox failed."""
         folder = self.folder
         if SOLVE not in folder.solution:
             return as_answer(dict(folder.solution)) if folder.solution else None
@@ -287,12 +282,9 @@ class RepositoryTask:
             return await self.collect(sandbox)
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the verdict: 1 if the changed files pass every hidden test, else 0. If task.toml has
-        `score = "share"`, return the fraction of tests that pass.
-
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
-        """
+        """Return the verdict: 1 if the changed files pass every hidden test, else 0. If task.toml has `score =
+        "share"`, return the fraction of tests that pass. Raises SandboxConfigError: this configuration can never give a
+        sandbox."""
         started = time.monotonic()
         files = read_answer(completion_text)
         if files is None:
@@ -306,8 +298,7 @@ class RepositoryTask:
 
     def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str | None]:
         """Return the repository with these changes: path -> text, None for a deleted file. Changes to files that don't
-        belong to an answer are left out.
-        """
+        belong to an answer are left out."""
         allowed = self.folder.own.answer
         counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
         return {**self.folder.repository, **counted}
@@ -364,8 +355,7 @@ class RepositoryTask:
 
         A single passed sentinel proves a forgery if the solution fails this sentinel. Without a solution, or if the
         script gives a fraction, only passing all sentinels proves it: the script might not run the test of one
-        sentinel.
-        """
+        sentinel."""
         rng = random.Random(f"sentinels/{self.name}/{seed}")
         sentinels = script.sentinels(rng)[: self.folder.own.sentinels]
         if not sentinels:
@@ -397,8 +387,7 @@ class RepositoryTask:
         self, tests: NamedTests, files: Mapping[str, str | None], sandbox: Sandbox, **options: Any
     ) -> TestRun | Reward:
         """Run the named tests and return their outcomes; return an invalid reward if their patch does not apply.
-        `options` are passed to `PreparedTests.run`.
-        """
+        `options` are passed to `PreparedTests.run`."""
         prepared = await self._prepared(tests, sandbox)
         if isinstance(prepared, Reward):
             return prepared
@@ -408,8 +397,7 @@ class RepositoryTask:
         self, tests: NamedTests, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int
     ) -> Reward:
         """Return the verdict of the named tests, or the verdict on a forgery if the code passes the tests and also
-        passes sentinels that the solution fails.
-        """
+        passes sentinels that the solution fails."""
         rng, wrong = random.Random(f"sentinels/{self.name}/{seed}"), list[Sentinel]()
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -446,8 +434,7 @@ class RepositoryTask:
         self, tests: NamedTests, sentinels: list[Sentinel], files: Mapping[str, str | None], sandboxes: SandboxSource
     ) -> list[Sentinel] | Reward:
         """Return the sentinels that the repository with these changes passes; an invalid reward if the sandboxes
-        fail.
-        """
+        fail."""
         found: list[Sentinel] = []
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -468,8 +455,7 @@ class RepositoryTask:
         """Draw the sentinels of a verdict, at most one for each named test.
 
         If the patch adds or changes tests, only these get sentinels: code could recognize a sentinel of a test that its
-        author, the agent, has read.
-        """
+        author, the agent, has read."""
         named = {name.partition("[")[0] for name in tests.names}
         texts = {path: prepared.texts[path] for path in tests.files if path in prepared.texts}
         known = {test for path, data in prepared.before.items() for test in tests_in(path, data).items()}
@@ -484,8 +470,7 @@ class RepositoryTask:
 
     def _counted(self, tests: NamedTests, files: Mapping[str, str | None]) -> dict[str, str | None]:
         """Return the changes that count. Changes to the tests, and to files that control how tests run, are left
-        out.
-        """
+        out."""
         base, told = self.folder.repository, (self.folder.instruction, *self.folder.solution.values())
         own = {path: text for path, text in files.items() if path not in tests.own_files}
         _, left_out = without_steering({path: base[path] for path in own if path in base}, own, told)
@@ -516,8 +501,7 @@ async def _together(runs: Sequence[Callable[[], Coroutine[Any, Any, _T]]], rng: 
     """Run a verdict's runs at the same time, started in random order, and return their results in the order of `runs`.
 
     Code that passed the tests runs again with the true tests and with wrong ones. It could tell the runs apart by the
-    clock if one always came first.
-    """
+    clock if one always came first."""
     order = rng.sample(range(len(runs)), len(runs))
     ended = dict(zip(order, await side_by_side(runs[place]() for place in order), strict=True))
     return [ended[place] for place in range(len(runs))]

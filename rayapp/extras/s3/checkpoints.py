@@ -21,8 +21,7 @@ _AT_ONCE = 4
 
 async def whole_checkpoints(storage: Storage) -> list[Checkpoint]:
     """Return checkpoints with a manifest whose files are all there with their sizes, oldest first. Their `path` is the
-    key of their folder.
-    """
+    key of their folder."""
     sizes = {info.key: info.num_bytes async for info in storage.list(f"{CHECKPOINTS}/")}
     found = []
     for key in sizes:
@@ -45,11 +44,8 @@ async def send_files(storage: Storage, folder: Path, key: str) -> None:
 
 
 async def fetch_newest(storage: Storage, run: Path) -> None:
-    """Read the newest checkpoint with intact files into the run folder `run`, where it appears when complete.
-
-    Raises:
-        StorageCorruptError: there are checkpoints, and all of them are damaged.
-    """
+    """Read the newest checkpoint with intact files into the run folder `run`, where it appears when complete. Raises
+    StorageCorruptError: there are checkpoints, and all of them are damaged."""
     damaged: StorageCorruptError | None = None
     for checkpoint in reversed(await whole_checkpoints(storage)):
         try:
@@ -74,8 +70,7 @@ async def _fetch(storage: Storage, key: str, target: Path) -> None:
 
 async def prune(storage: Storage, keep_last: int, keep_best: int) -> None:
     """Delete checkpoints that are neither among the newest nor among the best, and incomplete ones older than the
-    newest complete one.
-    """
+    newest complete one."""
     whole = await whole_checkpoints(storage)
     kept = {checkpoint.version for checkpoint in to_keep(whole, keep_last, keep_best)}
     keys = [info.key async for info in storage.list(f"{CHECKPOINTS}/")]

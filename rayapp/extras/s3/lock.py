@@ -82,8 +82,7 @@ async def acquire(storage: Storage, *, lease_s: float, settle_s: float) -> RunLo
 
     Raises:
         RunFolderError: another run is alive in it.
-        StorageError: the storage can't be asked.
-    """
+        StorageError: the storage can't be asked."""
     while True:
         names = [info.key.rpartition("/")[2].removesuffix(".json") async for info in storage.list(f"{LOCKS}/")]
         number = max((int(name) for name in names if name.isdigit()), default=0)

@@ -79,8 +79,7 @@ class Patience:
 class RunMirror:
     """The uploads of a run, in a thread with its own event loop: neither uploads nor outages delay a training step.
 
-    Make one with `mirroring`.
-    """
+    Make one with `mirroring`."""
 
     def __init__(
         self, uri: str, folder: Path, lock: RunLock, section: CheckpointSection, settings: S3Settings | None,
@@ -129,8 +128,7 @@ class RunMirror:
         """Upload the remaining files and release the remote folder. Idempotent.
 
         Returns:
-            A message about files that are not stored; empty if all are.
-        """
+            A message about files that are not stored; empty if all are."""
         self._ended.set()
         while self._thread.is_alive():  # a Ctrl-C must get through
             self._thread.join(0.2)
@@ -302,8 +300,7 @@ def mirroring(
     Raises:
         RunFolderError: another run is alive in the remote folder.
         StorageError: it is not reachable or usable; nothing was started.
-        StorageIncompleteError: the block has ended well, but not all files could be uploaded.
-    """
+        StorageIncompleteError: the block has ended well, but not all files could be uploaded."""
     patience = patience or Patience()
     lock = asyncio.run(_open(uri, folder, settings, patience, must_be_new=must_be_new))
     mirror = RunMirror(uri, folder, lock, section, settings, patience)
@@ -344,8 +341,7 @@ async def _prepare(storage: Storage, folder: Path, number: int, *, must_be_new: 
 
     Raises:
         RunFolderError: `must_be_new` and a run exists; or the local run's remote folder is gone.
-        StorageError: the run can't be read completely.
-    """
+        StorageError: the run can't be read completely."""
     try:
         written_by = int(json.loads((folder / RECORD).read_text())["generation"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -372,8 +368,7 @@ async def _prepare(storage: Storage, folder: Path, number: int, *, must_be_new: 
 
 def _clear(folder: Path, *, keeps: bool) -> None:
     """Empty the folder. Files of an interrupted restore are deleted. Files of a run are moved to another name: another
-    machine has continued the run, and they may not have been uploaded.
-    """
+    machine has continued the run, and they may not have been uploaded."""
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.stale-{n}").exists())
     stale = folder.with_name(f"{folder.name}.stale-{number}")
     stale.mkdir()

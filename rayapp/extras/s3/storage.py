@@ -62,8 +62,7 @@ class S3Storage:
 
     Args:
         client: an open client, which must stay open as long as this object is used.
-        root: the folder to which keys are relative.
-    """
+        root: the folder to which keys are relative."""
 
     def __init__(self, client: Any, root: Location, settings: S3Settings) -> None:
         self._client, self._root, self._settings = client, root, settings
@@ -100,8 +99,7 @@ class S3Storage:
 
     async def _upload(self, path: Path, before: os.stat_result, location: Location, metadata: dict[str, str]) -> None:
         """Send a file in parallel parts. aioboto3's own upload holds up to a hundred parts in memory, and hangs where a
-        part fails while its queue is full.
-        """
+        part fails while its queue is full."""
         place = {"Bucket": location.bucket, "Key": location.key}
         size = part_bytes_for(before.st_size, self._settings.transfer.part_bytes)
         parts: dict[int, dict[str, Any]] = {}
@@ -303,11 +301,8 @@ async def opened(location: Location, settings: S3Settings) -> AsyncIterator[S3St
 
 @asynccontextmanager
 async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
-    """Yield an open client, which is closed at the end of the block.
-
-    Raises:
-        StorageConfigError: the endpoint or region is invalid.
-    """
+    """Yield an open client, which is closed at the end of the block. Raises StorageConfigError: the endpoint or region
+    is invalid."""
     session = aioboto3.Session(
         aws_access_key_id=settings.access_key_id,
         aws_secret_access_key=settings.secret_access_key,

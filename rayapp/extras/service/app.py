@@ -58,8 +58,7 @@ async def serving(
         lease_timeout_s: maximum seconds to wait for a sandbox.
     Raises:
         ConfigError: the address is not available.
-        SandboxConfigError: a provider's package or key is missing.
-    """
+        SandboxConfigError: a provider's package or key is missing."""
     limits = limits or ServerLimits(max_sandbox_ttl_s=config.lease_ttl_s, passes_templates=config.local is None)
     with _listening(host, port) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
@@ -128,8 +127,7 @@ class _Guard:
 
     Only the listed routes need no key; all others do. A list of the routes that need a key would be unsafe, because the
     router accepts unexpected spellings of a path: its pattern ends in `$`, which also matches before a newline, so
-    `/mcp%0A` reaches `/mcp`.
-    """
+    `/mcp%0A` reaches `/mcp`."""
 
     def __init__(self, app: Starlette, key: str, calls: Calls, sessions: Sessions) -> None:
         self._app = app

@@ -46,12 +46,9 @@ class Calls:
             del self._hangups[call_id]
 
     async def unless_hung_up(self, call_id: str, work: Coroutine[object, object, T]) -> T:
-        """Return the result of a call's work. If the client hangs up, cancel the work, which gives its sandbox back:
-        a client that gives up and tries again would otherwise hold one more sandbox at each try.
-
-        Raises:
-            SandboxDeadlineError: the client hung up.
-        """
+        """Return the result of a call's work. If the client hangs up, cancel the work, which gives its sandbox back: a
+        client that gives up and tries again would otherwise hold one more sandbox at each try. Raises
+        SandboxDeadlineError: the client hung up."""
         hangup = self._hangups.get(call_id) or asyncio.Event()
         working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hangup.wait())
         try:

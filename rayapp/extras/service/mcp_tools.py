@@ -37,8 +37,7 @@ _MAX_SHOWN_CODE_CHARS = 64_000
 def with_last_value(code: str) -> tuple[str, str]:
     """Make code print the value of its last expression, as a notebook does. Return the new code, and the mark that it
     prints before the value. Code that can't be parsed or does not end in an expression is returned unchanged, with an
-    empty mark.
-    """
+    empty mark."""
     if len(code) > _MAX_SHOWN_CODE_CHARS:
         return code, ""
     tree = parse(code)
@@ -126,8 +125,7 @@ class ServerLimits:
 
 class SandboxTools:
     """The MCP tools run_code, run_code_once and run_command. Clients and policies see the methods' signatures and
-    docstrings.
-    """
+    docstrings."""
 
     def __init__(self, sessions: Sessions, calls: Calls, limits: ServerLimits) -> None:
         self._sessions = sessions

@@ -36,8 +36,7 @@ class Sessions:
     """The sessions of one server and their sandboxes.
 
     Args:
-        lease_timeout_s: maximum seconds to wait for a sandbox.
-    """
+        lease_timeout_s: maximum seconds to wait for a sandbox."""
 
     def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
         self._sandboxes = sandboxes
@@ -58,8 +57,7 @@ class Sessions:
 
         Raises:
             SandboxGoneError: the sandbox has ended. The session gets no other one: its code's variables are lost.
-            SandboxError: no sandbox is available.
-        """
+            SandboxError: no sandbox is available."""
         if len(self._bound) > _MAX_REMEMBERED:
             self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
         bound = self._bound.setdefault(session, _Bound())
@@ -87,8 +85,7 @@ class Sessions:
 
     async def lose(self, session: str) -> None:
         """End the lease of the session's sandbox, which is dead or expired. Later calls of the session raise
-        SandboxGoneError.
-        """
+        SandboxGoneError."""
         bound = self._bound.get(session)
         if bound is not None:
             await self._give_back(bound)

@@ -149,8 +149,7 @@ class MlflowTracker:
         folder: the run folder, whose name is the run's. Holds `mlflow.db` unless there is a server.
         uri: tracking server; empty takes MLFLOW_TRACKING_URI, else the file.
         load_decode: returns the function from token ids to text; called with the first trace, as it takes seconds.
-        trace_ratio: share of all rollouts that become traces, drawn by `seed`.
-    """
+        trace_ratio: share of all rollouts that become traces, drawn by `seed`."""
 
     def __init__(
         self,

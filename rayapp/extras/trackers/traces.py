@@ -67,8 +67,7 @@ def chosen_rollouts(step: int, groups: Iterable[Group], ratio: float, *, seed: i
 
     Args:
         ratio: share of all trajectories; each trajectory is drawn independently. A trajectory that failed before its
-        first turn is left out: it has no spans.
-    """
+        first turn is left out: it has no spans."""
     found = (
         TracedRollout(step=step, group=group, index=index)
         for group in groups

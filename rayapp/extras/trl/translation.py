@@ -63,8 +63,7 @@ def trl_config(
         The run. Its attribute `rows` lists each field with the keys that it sets.
     Raises:
         ConfigError: fields are unknown, or their values can't be imported. One message names all of them.
-        InputError: a dataset can't be used.
-    """
+        InputError: a dataset can't be used."""
     given = _fields_of(args)
     rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     train_rows = _rows(train_dataset, "train_dataset")

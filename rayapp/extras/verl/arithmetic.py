@@ -39,8 +39,7 @@ def advantage(key: str, value: Any, values: Values) -> Landing:
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
     """Map the trajectories per prompt. For remax verl samples a greedy baseline in addition; rayapp counts it in the
-    group.
-    """
+    group."""
     size, estimator = int(value), values["algorithm.adv_estimator"]
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
@@ -80,8 +79,7 @@ def determinism(key: str, value: Any, values: Values) -> Landing:
 def engine_argument(key: str, value: Any, values: Values) -> Landing:
     """Map an argument of vLLM to rayapp's key for it, or to server.engine_args.
     Raises:
-        ConfigError: a run can't have this argument, or other keys determine it.
-    """
+        ConfigError: a run can't have this argument, or other keys determine it."""
     name, _, rest = key.partition(".engine_kwargs.vllm.")[2].partition(".")
     own = HAS_KEY.get(name, f"server.engine_args.{name}")
     if value in (None, {}):
@@ -115,8 +113,7 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
 
 def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
     """Map micro-batches: verl sets sequences per micro-batch; rayapp sets tokens, enough for that many of the longest
-    sequences.
-    """
+    sequences."""
     both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
     longest = -(-both // _sequence_parallel(values))
     older = values.get("actor_rollout_ref.actor.ppo_micro_batch_size")
@@ -137,8 +134,7 @@ def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
     """Map GPUs: servers and learners take turns on the same GPUs, as in verl, unless rollouts have separate GPUs. A
-    reward model gets further GPUs.
-    """
+    reward model gets further GPUs."""
     learners, tp = num_gpus(values), int(values[_TP])
     is_split = all(values.get(name) for name in _ROLLOUT_GPUS)
     served, names = (num_gpus(values, _ROLLOUT_GPUS), _ROLLOUT_GPUS) if is_split else (learners, _TRAINER_GPUS)
@@ -244,8 +240,7 @@ def clip_ratio(key: str, value: Any, values: Values) -> Landing:
 
 def correction_threshold(key: str, value: Any, values: Values) -> Landing:
     """Map the bound of importance weights: an upper bound, or `lower_upper`, outside of which verl sets weights to 0
-    (IcePop).
-    """
+    (IcePop)."""
     if value is None:
         return Landing(note="our default stays")
     lower, _, upper = str(value).rpartition("_")
@@ -263,9 +258,8 @@ def kl_loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
-    """Map all keys of the KL that is subtracted from the reward of each token, with verl's defaults.
-    The "+" of verl's estimators has no effect here, because it changes only the gradient of a loss.
-    """
+    """Map all keys of the KL that is subtracted from the reward of each token, with verl's defaults. The "+" of verl's
+    estimators has no effect here, because it changes only the gradient of a loss."""
     if not value:
         return Landing(note="no KL is subtracted from rewards")
     kind, control = values.get("algorithm.kl_penalty", "kl"), values.get(f"{_KL_CTRL}.type", "fixed")
@@ -282,8 +276,7 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
 
 def bypass_mode(key: str, value: Any, values: Values) -> Landing:
     """Map bypass_mode, the loss with the engine's log-probs as old log-probs; verl's trainer uses it whatever loss_mode
-    is.
-    """
+    is."""
     if not value:
         return Landing(note="the learner computes old log-probs")
     options = {name: values.get(f"{_CORRECTION}.{name}") for name in POLICY_LOSSES["bypass_mode"].options}
@@ -300,8 +293,7 @@ def policy_loss(key: str, value: Any, values: Values) -> Landing:
 
 def rejection(key: str, value: Any, values: Values) -> Landing:
     """Accept rejection criteria without a setting if bypass_mode is on, because its rule maps them; refuse them
-    otherwise.
-    """
+    otherwise."""
     if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
         raise ConfigError(
             f"{key} = {value!r} can't be imported: rayapp rejects trajectories only with "
@@ -339,8 +331,7 @@ def turns(key: str, value: Any, values: Values) -> Landing:
     """Map the limit of turns: verl 0.9.1's agent loops apply it even if multi_turn.enable is off; 0 and null are no
     limit.
 
-    A user turn is the tools' answer to an assistant turn, so N user turns allow N + 1 assistant turns.
-    """
+    A user turn is the tools' answer to an assistant turn, so N user turns allow N + 1 assistant turns."""
     section = key.rpartition(".")[0]
     assistant, user = (int(values.get(f"{section}.max_{who}_turns") or 0) for who in ("assistant", "user"))
     limits = [limit for limit in (assistant, user and user + 1) if limit]
@@ -378,8 +369,7 @@ def output_dir(key: str, value: Any, values: Values) -> Landing:
 
 def contents(key: str, value: Any, values: Values) -> Landing:
     """Map the contents of checkpoints: `extra` (random generators, the loader's position) is not saved, because rayapp
-    computes it from seed and step.
-    """
+    computes it from seed and step."""
     kept = [name for name in as_list(value) if name != "extra"]
     if not kept:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")

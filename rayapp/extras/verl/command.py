@@ -41,8 +41,7 @@ def import_verl_command(
     """Print a verl configuration as a rayapp config; a table on stderr shows what became of each key. Unknown keys are
     errors.
 
-    A launch script runs in a sandbox, where nothing trains. Without FILE, the overrides apply to verl's defaults.
-    """
+    A launch script runs in a sandbox, where nothing trains. Without FILE, the overrides apply to verl's defaults."""
     typer.echo(imported(file, overrides or []).to_yaml(), nl=False)
 
 
@@ -56,11 +55,8 @@ def imported(file: Path | None, overrides: list[str]) -> Imported:
 
 
 def runnable(file: Path | None, overrides: list[str]) -> Config:
-    """Import verl's configuration for a run that starts now.
-
-    Raises:
-        ConfigError: the number of steps can't be counted.
-    """
+    """Import verl's configuration for a run that starts now. Raises ConfigError: the number of steps can't be
+    counted."""
     found = imported(file, overrides)
     if found.uncounted:
         raise ConfigError(

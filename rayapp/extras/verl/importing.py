@@ -46,8 +46,7 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
         path: the file that `--config-name` names; None: no file.
         overrides: as on verl's command line: key=value, +key=value, ++key=value or ~key.
     Raises:
-        ConfigError: the file can't be read, is not based on ppo_trainer, or an override is malformed.
-    """
+        ConfigError: the file can't be read, is not based on ppo_trainer, or an override is malformed."""
     if path is not None and _is_script(Path(path)):
         path, overrides = _of_script(Path(path), overrides)
     values = dict(_flat(_load(Path(path)))) if path is not None else {}
@@ -172,8 +171,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 def _default(path: Path, entry: Any) -> dict[str, Any]:
     """Return the sections that one entry of a `defaults` list adds. verl's own files need not exist: rayapp knows their
-    content.
-    """
+    content."""
     if entry in _BASES or entry is None or (isinstance(entry, dict) and "model_engine" in entry):
         engine = entry.get("model_engine", "dp") if isinstance(entry, dict) else "dp"
         return {} if engine == "dp" else {"model_engine": engine}
@@ -272,8 +270,7 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
         overrides: as on verl's command line; `rayapp.KEY=VALUE` sets one of rayapp's keys, and takes precedence.
     Raises:
         ConfigError: keys are unknown (the message names all), a value is not supported, or the result contradicts
-            itself.
-    """
+            itself."""
     ours = [override.removeprefix(OURS) for override in overrides if override.startswith(OURS)]
     given = _newer_names(read_verl(path, [override for override in overrides if not override.startswith(OURS)]))
     values = given | {key: value for key, value in DEFAULTS.items() if key not in given}

@@ -72,9 +72,8 @@ def reward_model_gpus(section: str, values: Values) -> int:
 
 
 def reward_model(key: str, value: Any, values: Values) -> Landing:
-    """Map a reward model to a judge on a server of the run; its number is the reward, as in verl.
-    Generative reward models are refused: the user's reward function would call them through verl's router.
-    """
+    """Map a reward model to a judge on a server of the run; its number is the reward, as in verl. Generative reward
+    models are refused: the user's reward function would call them through verl's router."""
     section = key.rpartition(".")[0]
     if not value:
         return Landing(note="no reward model")
@@ -153,8 +152,7 @@ def trace(key: str, value: Any, values: Values) -> Landing:
 def same_as(other: str) -> Rule:
     """Return a rule for a key that must have the same value as another key, from which verl copies it.
 
-    Raises (the rule): ConfigError.
-    """
+    Raises (the rule): ConfigError."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value != values.get(other):

@@ -54,8 +54,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
         overridden: keys whose values in the script don't matter.
     Raises:
         ConfigError: the script can't be read or run, has no such command or several, or the command uses values that
-            can't be computed (all of them are named).
-    """
+            can't be computed (all of them are named)."""
     text, known = _text(path), os.environ if environment is None else environment
     calls, ended = _calls(path, text, known)
     launches = list(dict.fromkeys(launch for words in calls if (launch := _launch(words))))

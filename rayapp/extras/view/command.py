@@ -23,8 +23,7 @@ app = typer.Typer()
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on this address. Raises: InputError: the port is taken or needs other rights, or the
-    host is not this machine.
-    """
+    host is not this machine."""
     try:
         return listen(host, port, backlog=128)
     except OSError as error:

@@ -67,8 +67,7 @@ def curve(
     Args:
         absent: value for a step without the metric; None leaves the step out.
 
-    Example: steps 1..4, values [0, 1, 2, 3], 2 points -> steps [1.5, 3.5], values [0.5, 2.5].
-    """
+    Example: steps 1..4, values [0, 1, 2, 3], 2 points -> steps [1.5, 3.5], values [0.5, 2.5]."""
     values: list[tuple[Any, Any]] = [(record["step"], record.get(key, absent)) for record in records]
     found = [(float(step), float(value)) for step, value in values if _is_number(value)]
     size = max(1, math.ceil(len(found) / max_points))
@@ -89,8 +88,7 @@ def _mean(values: list[float]) -> float:
 class Panel:
     """One chart.
 
-    Example: `Panel(title="Reward", keys=("reward/mean",), section="Reward")`.
-    """
+    Example: `Panel(title="Reward", keys=("reward/mean",), section="Reward")`."""
 
     section: str
     title: str
@@ -207,8 +205,7 @@ PANELS = (
 def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
     """Return the metrics of `known` that a panel shows, in the panel's order.
 
-    Example: `reward/*/mean` of [reward/solved/mean, reward/mean] is [reward/solved/mean].
-    """
+    Example: `reward/*/mean` of [reward/solved/mean, reward/mean] is [reward/solved/mean]."""
     shown: dict[str, None] = {}
     for pattern in panel.keys:
         head, star, tail = pattern.partition("*")

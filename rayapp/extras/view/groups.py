@@ -162,8 +162,7 @@ def shown_id(group_id: int, purpose: str) -> int:
 class GroupFilter:
     """Optional conditions, all of which must hold. Rewards compare with the group's mean.
 
-    Example: `GroupFilter(task="sort_numbers", reward_max=0.0, reward_status="timeout")`.
-    """
+    Example: `GroupFilter(task="sort_numbers", reward_max=0.0, reward_status="timeout")`."""
 
     step_min: int | None = None
     step_max: int | None = None

@@ -45,8 +45,7 @@ class ViewedRun:
 
     def summary(self) -> dict[str, Any]:
         """Return the data that the page polls; `revision` changes if the page has to be redrawn. An unreachable storage
-        must not break the page: then the data are those of the last answer.
-        """
+        must not break the page: then the data are those of the last answer."""
         problems = [*self._groups.problems]
         try:
             files = hash(tuple(self.source.step_files()))

@@ -47,8 +47,7 @@ class Guard:
 
     Args:
         app: the guarded application.
-        token: required from clients; empty admits every client that reaches a loopback address.
-    """
+        token: required from clients; empty admits every client that reaches a loopback address."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

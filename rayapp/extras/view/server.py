@@ -33,8 +33,7 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "") -> ASGIApp:
 
     Args:
         runs: the runs to show; addresses name a run by its position.
-        token: required unless empty.
-    """
+        token: required unless empty."""
     routes = [
         Route("/", _page),
         Route("/api/runs", lambda request: answer([run.summary() for run in request.app.state.runs])),

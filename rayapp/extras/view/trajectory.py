@@ -33,8 +33,7 @@ _EPSILON = 1e-6
 class Advantages:
     """The advantages of one group's trajectories.
 
-    Example: rewards 1 and 0 under grpo -> mean 0.5, standard deviation 0.7071, values (0.7071, -0.7071).
-    """
+    Example: rewards 1 and 0 under grpo -> mean 0.5, standard deviation 0.7071, values (0.7071, -0.7071)."""
 
     label: str
     values: tuple[float | None, ...]
@@ -44,8 +43,7 @@ class Advantages:
 def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm: Mapping[str, Any]) -> Advantages:
     """Compute (r - mean) / (std + 1e-6) like verl's grpo, with the sample standard deviation, or r - mean (Dr. GRPO).
 
-    A group with one valid trajectory has mean 0 and deviation 1 in verl, so its advantage is its reward.
-    """
+    A group with one valid trajectory has mean 0 and deviation 1 in verl, so its advantage is its reward."""
     of_valid = [reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid]
     is_grpo = algorithm.get("adv_estimator", "grpo") == "grpo"
     mean = fmean(of_valid) if len(of_valid) > 1 or (of_valid and not is_grpo) else 0.0
@@ -69,8 +67,7 @@ class TokenDecoder(Protocol):
 def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
     """Return (T,) the text that each token adds; joined they give the whole text.
 
-    Example: a character of three byte tokens gives ["", "", "€"].
-    """
+    Example: a character of three byte tokens gives ["", "", "€"]."""
     texts: list[str] = []
     start = read = 0
     for end in range(1, len(ids) + 1):
@@ -85,10 +82,7 @@ def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
 
 def load_tokenizer(source: RunSource, model_path: str, chosen: Path | None) -> Any | None:
     """Load a run's tokenizer: the user's choice, the final model's, or the initial model's; None if there is none.
-
-    Raises:
-        InputError: the chosen one can't be read.
-    """
+    Raises InputError: the chosen one can't be read."""
     if chosen is not None:
         file = chosen / "tokenizer.json" if chosen.is_dir() else chosen
         try:
@@ -163,8 +157,7 @@ def read_trajectory(
 def turns_of(tokens: dict[str, Any], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
     """Split a trajectory into read and sampled parts, in order. A stretch of the mask between two forks is a turn.
 
-    Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; sampled parts also list every token.
-    """
+    Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; sampled parts also list every token."""
     ids = tokens["token_ids"][:MAX_TOKENS]
     texts = token_texts(tokenizer, ids)
     learner = tokens[LEARNER_LOG_PROBS]
