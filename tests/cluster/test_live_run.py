@@ -199,8 +199,6 @@ def test_lines_of_the_log_are_json_that_names_run_step_and_group(training: Train
 
     done = [line for line in driver if line["message"].startswith("step ")]
     assert done[0]["run"] == "jobs"
-    assert done[0]["step"] == 1
-    assert "reward/mean" in done[0]["metrics"]
     of_actor = {name: [line for line in actors if line.get("actor_name") == name] for name in ACTORS}
     groups = [line for line in of_actor["rollout-worker-0"] if "group" in line]
     # Two groups a step, in the order of their ids.

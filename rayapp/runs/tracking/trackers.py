@@ -22,7 +22,7 @@ from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker
-from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole, NotebookConsole, in_notebook
+from rayapp.runs.tracking.console import LineConsole, LiveConsole
 from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, SignalWatch
 
 log = logging.getLogger(__name__)
@@ -168,9 +168,7 @@ def _console(config: Config) -> LineConsole | LiveConsole:
     log.
     """
     if config.tracking.log_format == "json":
-        return LogConsole(config.train.num_steps)
-    if in_notebook():
-        return NotebookConsole(config.train.num_steps, config.run.name)
+        return LineConsole(config.train.num_steps, write=log.info)
     terminal = Console(stderr=True)
     if terminal.is_interactive and sys.stdout.isatty():
         return LiveConsole(config.train.num_steps, config.run.name, terminal)
