@@ -27,21 +27,17 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
-START_TIMEOUT_S = 300.0
-"""Seconds that a Ray has to start. Ray's own limit of 30 s is too short for a busy machine."""
+START_TIMEOUT_S = 300.0  # Ray's own limit of 30 s is too short for a busy machine
 PROGRESS_S = 10.0
 AGENT_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
-FIRST_DASHBOARD_PORT = 8266
-"""First port that the dashboard of a Ray of ours tries; `ray start` expects 8265."""
+FIRST_DASHBOARD_PORT = 8266  # of the dashboard of a Ray of ours; `ray start` expects 8265
 NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the dashboard's Metrics page stays empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConnection:
-    dashboard_url: str
-    """URL of the dashboard; empty if Ray runs without one."""
-    is_own: bool
-    """True if this process started Ray; Ray then ends with this process."""
+    dashboard_url: str  # empty without a dashboard
+    is_own: bool  # this process started Ray, which then ends with it
 
     def dashboard_line(self) -> str:
         """Return a line with the dashboard's URL, how to log in, and a warning if a configured Prometheus does not
@@ -66,10 +62,7 @@ _kept: _Kept | None = None
 
 @contextmanager
 def one_connection() -> Iterator[None]:
-    """Context manager in which every `ray_session` shares one connection, which ends with the block.
-
-    A training connects for its first evaluation, its warm-up and its steps, and each start of Ray takes ten seconds.
-    """
+    """Let every `ray_session` in the block share one connection, as each start of Ray takes ten seconds."""
     global _kept
     with ExitStack() as exits:
         _kept = _Kept(exits)
@@ -81,15 +74,10 @@ def one_connection() -> Iterator[None]:
 
 @contextmanager
 def ray_session(config: Config, report: Callable[[str], None] = lambda text: None) -> Iterator[RayConnection]:
-    """Context manager for a connection to Ray, which ends with the block or with the `one_connection` around it.
+    """Connect to Ray until the end of the block, or of the `one_connection` around it.
 
     The run's actors end with the connection, and so does a Ray that this process started. `ray stop` is never called,
-    because it would end every Ray on the machine.
-
-    Args:
-        report: gets a line about connecting, and one about the dashboard.
-    Raises:
-        ConfigError: the named Ray can't be reached.
+    because it would end every Ray on the machine. ConfigError: the named Ray can't be reached.
     """
     if _kept is None:
         with _connection(config, report) as session:
@@ -128,7 +116,7 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
 
 
 def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
-    """Return Ray's context, and whether this process started Ray."""
+    # and whether this process started Ray
     import ray
 
     common = _options(config)
@@ -188,11 +176,10 @@ def server_names(config: Config) -> list[str]:
 
 @contextmanager
 def _ports_that_ray_start_does_not_use() -> Iterator[None]:
-    """Context manager in which a Ray takes other ports than `ray start --head` and `ray job submit` expect by default.
+    """Let a Ray take other ports than `ray start --head` and `ray job submit` expect by default.
 
-    The dashboard tries the ports from FIRST_DASHBOARD_PORT on, and the agents take free ports. With ports that an agent
-    chooses itself, the raylet waits only 15 s for them, and an agent on a busy machine imports for longer. `ray.init`
-    has no options for these ports, and tries a single port if it is given one for the dashboard.
+    With ports that an agent chooses itself, the raylet waits only 15 s for them, and an agent on a busy machine imports
+    for longer. `ray.init` has no options for these, and tries a single port for the dashboard.
     """
     from ray._private import parameter, ray_constants
 
@@ -218,11 +205,10 @@ def _free_ports(number: int) -> list[int]:
 
 @contextmanager
 def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[None]:
-    """Context manager in which Ray's processes start in a separate session, and have START_TIMEOUT_S to start.
+    """Let Ray's processes start in a separate session, with START_TIMEOUT_S to start.
 
-    `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group at once. Ray would then end learners and
-    servers before the driver has saved. Ray's processes still end with this process, because the kernel kills them
-    (PR_SET_PDEATHSIG). `ray.init` has no option for either.
+    `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group: Ray would end learners and servers before
+    the driver has saved. They still end with this process (PR_SET_PDEATHSIG). `ray.init` has no option for either.
     """
     from ray._private import services
 
@@ -257,7 +243,7 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
 
 
 def _make_token_folder() -> None:
-    """Make the folder in which Ray stores the token of a Ray that we start; only its owner can read it."""
+    # for the token of a Ray that we start; only its owner can read it
     is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
     if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
@@ -274,10 +260,8 @@ def _make_token_folder() -> None:
 
 
 def _address_of_ray_start() -> str:
-    """Return the address of the Ray that `ray start` last started on this machine if it is alive, else an empty text.
-
-    `ray.init(address="auto")` would take any Ray, even another run's own, which ends with that run.
-    """
+    # If it is alive, else empty. `ray.init(address="auto")` would take any Ray, even another run's own, which ends with
+    # that run.
     from ray._private.services import find_bootstrap_address
 
     address = find_bootstrap_address(None) or ""
@@ -290,11 +274,7 @@ def _address_of_ray_start() -> str:
 
 @contextmanager
 def _messages_of_raylets_logged() -> Iterator[None]:
-    """Context manager that logs, as errors, the messages of raylets about processes that died.
-
-    Ray prints these messages in colour on the driver's stdout, several lines for each process, even with
-    log_to_driver=False. `ray.init` has no option for it.
-    """
+    # Ray prints them in colour on the driver's stdout, several lines for each process, even with log_to_driver=False.
     from ray._private import worker
 
     def log_or_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -313,8 +293,8 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's SIGTERM handler: `ray.init` replaces it by one that prints stacks and exits with code 15.
-    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal."""
+    # `ray.init` replaces it by one that prints stacks and exits with code 15. Restoring Python's handler also removes
+    # Ray's native one.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -329,7 +309,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise OSError if nothing listens at the address: Ray itself would retry for minutes."""
+    # Ray itself would retry for minutes.
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
@@ -342,7 +322,7 @@ def _how_to_enter() -> str:
 
 
 def _prometheus_answers(dashboard_url: str) -> bool:
-    """Return whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST); True if that is unknown."""
+    # (RAY_PROMETHEUS_HOST); True if unknown
     from ray._private.authentication.http_token_authentication import (  # Ray has no public function for its own token
         get_auth_headers_if_auth_enabled,
     )

@@ -1,8 +1,4 @@
-"""`rayapp data`: write rows in verl's schema (`rayapp.tasks.data.preparing`), or demonstrations from a run's
-trajectories (`rayapp.runs.trajectories`).
-
-Progress is a bar on a terminal; in a log it is one line per tenth of the rows.
-"""
+"""`rayapp data`: write rows in verl's schema, or demonstrations from a run's trajectories."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
 
-run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
-serve    offer sandboxes over MCP                                       until Ctrl-C or SIGTERM
-reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
-
-`run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
-like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
-every run with this key, at the config's providers, or at those whose key is in the environment.
+run      one file, as model-written code would run         the code's exit status; 124 when it was stopped
+serve    offer sandboxes over MCP                          until Ctrl-C or SIGTERM
+reap     end sandboxes that runs left at a provider        exit 0 nothing left, 1 something is, 2 wrong key
 """
 
 from __future__ import annotations
@@ -163,7 +159,7 @@ def reap(
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Print text unchanged; on a terminal, make control characters visible, because the terminal would obey them."""
+    # a terminal would obey control characters
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -189,8 +185,7 @@ EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
-    """End sandboxes: one line each on stdout, failures on stderr. Returns 0: none is left; 1: some may be left; 2: a
-    key or an endpoint is wrong."""
+    """End sandboxes: one line each on stdout, failures on stderr. 0: none is left; 1: some may be; 2: wrong key."""
     providers = {str(section.type): remote_provider(section) for section in _sections(kinds, config)}
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
@@ -208,7 +203,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BCon
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
-    """Return providers with default settings: the named ones, or else those whose key is set."""
+    # the named ones, or else those whose key is set
     sections = (E2BConfig(), DaytonaConfig())
     return [section for section in sections if section.type in kinds or os.environ.get(section.api_key_env)]
 
@@ -250,10 +245,8 @@ def _line(each: Reaped, *, dry_run: bool) -> str:
 
 
 PROVIDERS = ("local", "e2b", "daytona", "mcp")
-RUN_NAME = "sandbox-run"
-"""Run name in the sandbox's labels."""
-_ENDS_AFTER_S = 120.0
-"""Seconds after the program's deadline at which the sandbox ends by itself if this process has not ended it."""
+RUN_NAME = "sandbox-run"  # in the sandbox's labels
+_ENDS_AFTER_S = 120.0  # after the program's deadline, if this process has not ended the sandbox
 
 
 def choose_provider(

@@ -26,8 +26,7 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    name: str
-    """Reward function, as FILE.py:NAME or package.module:NAME, or a data source that has a rule."""
+    name: str  # FILE.py:NAME, package.module:NAME, or a data source that has a rule
     data: Path | None
     rows: range
     ground_truth: str
@@ -40,8 +39,8 @@ class Trial:
 
 
 def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool:
-    """Score the answers, or without answers the ground truth and an empty text of each row, and print one JSON line
-    each. Returns True if every answer has a verdict and each row's ground truth earns more than an empty text."""
+    """Score the answers, or the ground truth and an empty text of each row, and print one JSON line each. Return True
+    if every answer has a verdict and each row's ground truth earns more than an empty text."""
     from rayapp.config.loading import load_config
     from rayapp.rollout.sources import answer_rewards
     from rayapp.sandbox.pool.build import open_pool
@@ -73,7 +72,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
 
 
 def with_function(config: Config, trial: Trial) -> Config:
-    """Return the config with the tried function as reward.custom. If a rule is tried, reward.custom is empty."""
+    """Return the config with the tried function as reward.custom; empty for a rule."""
     return with_values(config, reward={"custom": trial.name if trial.has_function else ""})
 
 
@@ -105,8 +104,7 @@ def _read_table(file: Path) -> Any:
 
 
 def _extremes(row: DataRow, trial: Trial) -> list[str]:
-    """Return the right answer and an empty text. If the prompt asks for the rule's form, the right answer has this
-    form."""
+    # in the rule's form, if the prompt asks for it
     truth, rule = row.ground_truth, None if trial.has_function else find_rule(row.data_source)
     if rule is not None and rule.is_asked_for(_prompt(row)):
         return [rule.right_answer(truth), ""]
@@ -114,8 +112,7 @@ def _extremes(row: DataRow, trial: Trial) -> list[str]:
 
 
 def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[float]) -> str:
-    """Return the reason why this row is useless for training; empty if its ground truth earns more than an empty answer
-    (`rewards`: of both)."""
+    """Return why this row is useless for training; empty if its ground truth earns more than an empty answer."""
     rule = None if trial.has_function else find_rule(row.data_source)
     # A ground truth of tests, a struct or an empty text is not an answer: a reward function may score it 0.
     is_answer = rule is not None or (trial.has_function and isinstance(row.ground_truth, str | int | float))
@@ -150,8 +147,7 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTrial:
-    target: str
-    """A tool file, or a tool class as `FILE.py:CLASS` or by its shipped name."""
+    target: str  # a tool file, `FILE.py:CLASS`, or a shipped tool's name
     data: Path | None
     row: int
     create_kwargs: str
@@ -163,7 +159,7 @@ class ToolTrial:
 
 
 def try_tool(trial: ToolTrial, words: Sequence[str]) -> bool:
-    """Call the tools in order and print one JSON line per call. Returns True if every call ran."""
+    """Call the tools in order and print one JSON line per call. Return True if every call ran."""
     from rayapp.config.loading import load_config
     from rayapp.sandbox.pool.build import open_pool
     from rayapp.tools.loading import open_tools

@@ -194,10 +194,9 @@ class SandboxConfig(FrozenModel):
 
     @property
     def without_stock(self) -> Self:
-        """Copy of the section that keeps no idle sandboxes, for callers with few leases: idle sandboxes cost money."""
+        """Copy that keeps no idle sandboxes, which cost money, for callers with few leases."""
         return self.model_copy(update={"min_ready": 0})
 
     @property
     def local(self) -> LocalConfig | None:
-        """The local provider's section, if it is in the list."""
         return next((provider for provider in self.providers if isinstance(provider, LocalConfig)), None)

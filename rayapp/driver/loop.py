@@ -58,7 +58,7 @@ def _enter_phase(run: Training, name: str) -> None:
 async def train_step(
     run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases
 ) -> dict[str, float]:
-    """Train on the groups, send the servers the new weights, and record the step. Returns all metrics of the step."""
+    """Train on the groups, send the servers the new weights, and record the step. Return all metrics of the step."""
     async with unstalled(run.watchdog, f"the end of step {step}"):
         return await _train_step(run, step, groups, phases)
 
@@ -121,8 +121,7 @@ def _state_metrics(run: Training) -> dict[str, float]:
 
 
 async def save_if_due(run: Training, step: int, score: float | None) -> dict[str, float]:
-    """Check the save in progress, and begin to save this step if a checkpoint is due. Returns metrics of a save that
-    ended."""
+    """Check the save in progress, and begin one if a checkpoint is due. Return metrics of a save that ended."""
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
@@ -133,8 +132,7 @@ async def save_if_due(run: Training, step: int, score: float | None) -> dict[str
 async def begin_checkpoint(run: Training, version: int, *, score: float | None = None) -> None:
     """Begin to save a policy version, with the store's finished groups, which a resumed run need not generate again.
 
-    A synchronous run keeps no groups, because it generates them again. The state is read at one moment, before the
-    first await; groups that finish later are generated again after a resume.
+    A synchronous run keeps none. The state is read at one moment, before the first await.
     """
     store, next_group_id = run.store, run.store.next_untrained_id
     waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
@@ -152,10 +150,8 @@ def ledger_metrics(store: Store) -> dict[str, float]:
 
 
 log = logging.getLogger(__name__)
+# gets each step and its metrics; ends the run by StopTraining; after any error the step is saved first
 OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
-"""Callback that gets each step and its metrics. It ends the run by raising `StopTraining`. If it raises any error, the
-step is saved first.
-"""
 
 
 def run_training(config: Config, on_step: OnStep | None = None) -> None:
@@ -223,7 +219,7 @@ async def train_through_losses(
 async def train(
     config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker, on_step: OnStep | None = None
 ) -> int:
-    """Train from the last complete checkpoint, or from the start model. Returns the last step: `num_steps`, or that at
+    """Train from the last complete checkpoint, or from the start model. Return the last step: `num_steps`, or that at
     which `on_step` raised StopTraining."""
     run = await open_run(cluster, folder, tracker)
     version = run.store.version
@@ -250,7 +246,7 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. After any error, also StopTraining, the step is saved."""
+    # after any error, also StopTraining, the step is saved
     try:
         told = on_step(step, metrics)
         if told is not None:

@@ -14,10 +14,8 @@ SMOOTHED_STEPS = 5
 
 
 def write_reward_plot(run_path: Path) -> None:
-    """Draw `rewards.png` beside `metrics.jsonl`; do nothing if no step was logged.
-    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A supervised run gets a
-    plot of its losses.
-    """
+    """Draw `rewards.png` beside `metrics.jsonl`, if a step was logged. The steps of a warm-up, whose folder is beside
+    the run's, have numbers up to 0; a supervised run gets its losses."""
     records = read_metrics(run_path / "metrics.jsonl")
     if not records:
         return
@@ -38,7 +36,7 @@ def write_reward_plot(run_path: Path) -> None:
 
 
 def _before_step_one(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Renumber the records of a warm-up, so that its last step becomes step 0."""
+    # the last step of a warm-up becomes step 0
     last = max((record["step"] for record in records), default=0)
     return [record | {"step": record["step"] - last} for record in records]
 
@@ -51,11 +49,7 @@ def _mark_warmup(all_axes: Sequence[Any], *, first: int) -> None:
 
 @contextmanager
 def _picture(path: Path, layout: dict[str, Any]) -> Iterator[Any]:
-    """Yield axes to draw on; they are saved to `path` at the end of the block.
-
-    Args:
-        layout: arguments of `pyplot.subplots`.
-    """
+    # `layout`: arguments of `pyplot.subplots`
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,7 +100,7 @@ def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_nats(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    """Draw entropy, and the losses of a warm-up, on an axis at the right."""
+    # on an axis at the right
     _draw_lines(axes, records, {"learner/entropy": "entropy", **_LOSSES}, "nats per token", first_colour=7)
     axes.set_ylim(bottom=0)
     axes.grid(visible=False)
@@ -133,12 +127,11 @@ def _tasks(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have this metric, and its values."""
     found = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and up to four before it."""
+    # the mean of each value and up to four before it
     windows = (values[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]

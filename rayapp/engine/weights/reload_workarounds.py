@@ -54,8 +54,7 @@ def copy_sinks(model: Any) -> None:
 
 def copy_convolutions(model: Any) -> None:
     """Copy the convolutions of the last reload into the mixers. On a CPU with AVX512-BF16 the layer packs them into new
-    memory, but mixers compute with a view of the old.
-    """
+    memory, but mixers compute with a view of the old."""
     for mixer in model.modules():
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
         if unpacked is not None and "conv_weights" in dict(mixer.named_buffers(recurse=False)):
@@ -63,8 +62,7 @@ def copy_convolutions(model: Any) -> None:
 
 
 def tie_again(model: Any, architecture: Any) -> None:
-    """Copy the new embedding into a tied output layer, which vLLM's reload skips: on CPU it holds a repacked copy of
-    the old."""
+    """Copy the new embedding into a tied output layer, which vLLM's reload skips: on CPU it holds a repacked copy."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     if not architecture.tie_word_embeddings:

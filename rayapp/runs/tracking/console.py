@@ -1,7 +1,6 @@
 """Shows a run's progress: a live display on a terminal, otherwise one line or log record per step.
 
-`make_trackers` makes a console, and the driver calls it. All consoles show the same numbers, and a dash for a missing
-number. No console writes to a file of the run.
+All consoles show the same numbers, and a dash for a missing one.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ SPARK_STEPS = 40
 PACE_STEPS = 20
 NUM_NOTES = 4
 FIRST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 160.0
+# label -> metric, format
 FORMATS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", "{:+.3f}"),
     "pass rate": ("reward/pass_rate/mean", "{:.2f}"),
@@ -35,7 +35,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "tokens/s": ("throughput/response_tokens_per_s", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-"""Metric and format of each number shown, by label."""
+# of a step on demonstrations
 SUPERVISED: dict[str, tuple[str, str]] = {
     "loss": ("sft/loss", "{:.3f}"),
     "validation": ("sft/validation_loss", "{:.3f}"),
@@ -44,35 +44,33 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "tokens": ("sft/num_tokens", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-"""Numbers of a step on demonstrations."""
+# of steps that have them: on GPUs, with prices (`budget`), of evaluations
 OPTIONAL: dict[str, tuple[str, str]] = {
     "tokens/s/GPU": ("throughput/tokens_per_s_per_gpu", "{:.0f}"),
     "cost": ("cost/total", "{:.2f}"),
     "eval scored": ("eval/trajectories/scored", "{:.0f}"),
     "eval failed": ("eval/trajectories/failed", "{:.0f}"),
 }
-"""Numbers of steps that have them: on GPUs, if prices are set (`budget`), and of evaluations."""
+# after those of a step, or alone before the first step
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
 }
-"""Numbers of an evaluation, shown after those of a step, or alone before the first step."""
+# of the labels in FORMATS, shown once, before the first step
 LEGEND = (
     "reward: mean over the step's completions; pass rate: share of tests passed; solved: share of completions that "
     "pass all; no signal: share of groups with equal rewards, from which GRPO learns nothing; entropy: nats per token, "
     "near 0 the policy repeats itself; stale: optimizer steps between the weights that sampled and those that train; "
     "tokens/s: sampled tokens per second of the step; tokens/s/GPU: trained tokens per second and GPU of the run"
 )
-"""Meanings of the labels in FORMATS, shown once, before the first step."""
+# of the labels in SUPERVISED
 SUPERVISED_LEGEND = (
     "loss, validation: cross-entropy of the step's demonstrations and of held-out rows, in nats per token; epoch: "
     "passes over the demonstrations so far; tokens: tokens learned in this step"
 )
-"""Meanings of the labels in SUPERVISED, shown once, before the first step."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
-    """Return the formats for this kind of step."""
     evaluated = EVALUATED if any(key.startswith("eval/") for key in metrics) else {}
     if any(key.startswith("sft/") for key in metrics):
         return SUPERVISED | evaluated
@@ -119,12 +117,8 @@ def number(label: str, metrics: Mapping[str, float]) -> str:
 
 
 class LineConsole:
-    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display.
-
-    Args:
-        num_steps: steps of the whole run.
-        stream: default: standard output.
-        write: writes a line, in place of a stream.
+    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display. `write`
+    writes a line, in place of a stream.
     """
 
     def __init__(
@@ -148,7 +142,6 @@ class LineConsole:
         self._last_line = time.monotonic()
 
     def phase(self, name: str) -> None:
-        """Keep the phase, for lines after a silence."""
         if self._phase == "starting" and not self._is_closed.is_set():
             threading.Thread(target=self._break_silence, name="console", daemon=True).start()
         self._phase, self._phase_started, self._progress = name, time.monotonic(), ""
@@ -157,7 +150,7 @@ class LineConsole:
         self._progress = text
 
     def _break_silence(self) -> None:
-        """Say what the run waits for after 10 s without a line, then after 20, 40, … s."""
+        # says what the run waits for after 10 s without a line, then after 20, 40, … s
         while not self._is_closed.wait(1.0):
             now = time.monotonic()
             if now - self._last_line >= self._silent_s:
@@ -171,7 +164,7 @@ class LineConsole:
         self.note(self._line(step, metrics))
 
     def _explain(self, metrics: Mapping[str, float]) -> None:
-        """Print the legend before the first step that shows its labels."""
+        # before the first step that shows its labels
         if not self._is_explained and (legend := legend_of(metrics)):
             self._is_explained = True
             self.note(legend)
@@ -195,15 +188,8 @@ def _width(label: str) -> int:
 
 
 class LiveConsole:
-    """A display that is redrawn in place.
-
-    Args:
-        num_steps: steps of the whole run.
-        name: name of the run.
-        console: place to draw; default: the terminal behind standard error.
-        clock: seconds; replaced in tests.
-        is_live: also redraw periodically, for its clocks.
-    """
+    """A display that is redrawn in place, with `is_live` also periodically. `console` is the place to draw; default:
+    the terminal behind standard error."""
 
     def __init__(
         self,
@@ -220,8 +206,7 @@ class LiveConsole:
         self._step = 0
         self._metrics: Mapping[str, float] = {}
         self._rewards: list[float] = []
-        self._notes: tuple[str, ...] = ()
-        """Last notes; replaced, never changed: rich's thread reads them while it redraws."""
+        self._notes: tuple[str, ...] = ()  # replaced, never changed: rich's thread reads them while it redraws
         self._pace = Pace(num_steps)
         self._seconds_left: float | None = None
         self._started = clock()
@@ -231,17 +216,14 @@ class LiveConsole:
             self._live.start()
 
     def note(self, text: str) -> None:
-        """Show a note below the numbers, after the last few notes."""
         self._notes = (*self._notes, text)[-NUM_NOTES:]
         self._live.refresh()
 
     def phase(self, name: str) -> None:
-        """Show the phase that the driver waits for, with its seconds."""
         self._phase, self._phase_started, self._progress = name, self._clock(), ""
         self._live.refresh()
 
     def progress(self, text: str) -> None:
-        """Show the progress of the phase, e.g. the groups done."""
         self._progress = f" ({text})"
         self._live.refresh()
 
