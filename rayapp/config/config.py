@@ -91,7 +91,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
 def alone(config: Config, server: ModelServerSection) -> Config:
     """Return the config with a model server's model as the policy, for the policy's checks and plan."""
     own: dict[str, Any] = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
-    own |= {"quantization": "none", "kv_cache_dtype": "auto"}  # of the policy's servers
+    own |= {"quantization": "none", "kv_cache_dtype": "auto", "kv_cache_gib": "auto"}  # of the policy's servers
     model = {"path": server.path, "max_position_embeddings": None}
     return with_values(config, model=model, server=own, learner={"expert_parallel_size": 1})
 
