@@ -39,11 +39,11 @@ class LearnerGroup:
     config: Config
     plan: TransferRanks | None = None  # of the weight group; None if weights go through the object store
     processor: str = ""  # instruction set of the learners' processors; `gpu` on GPUs
-    # ranks that have written their part of the present checkpoint
+    # Ranks that have written their part of the present checkpoint.
     _written: set[str] = field(default_factory=set, init=False, repr=False)
-    # that every rank holds; None during a step, and after one that failed midway
+    # Policy version that every rank holds; None during a step, and after one that failed midway.
     _version: int | None = field(default=0, init=False, repr=False)
-    # unset while a step is trained
+    # Event that is unset while a step is trained.
     _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,6 @@ class LearnerGroup:
 
     @property
     def _data_parallel(self) -> int:
-        # groups of ranks; each trains on different trajectories
         return len(self.handles) // self.config.learner.sequence_parallel
 
     async def rest(self) -> None:
@@ -102,7 +101,7 @@ class LearnerGroup:
         return float(losses[0])
 
     def _dealt(self, rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        # longest first, to the rank with the fewest tokens so far
+        """Deal the rows, longest first, to the rank with the fewest tokens so far."""
         dealt: list[list[Trajectory]] = [[] for _ in range(self._data_parallel)]
         loads = [0] * len(dealt)
         for row in sorted(rows, key=lambda row: -row.num_tokens):
@@ -112,7 +111,6 @@ class LearnerGroup:
         return self._of_ranks(dealt)
 
     def _of_ranks(self, parts: Sequence[T]) -> list[T]:
-        # ranks that compute micro-batches together get the same part
         return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:

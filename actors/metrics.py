@@ -55,7 +55,7 @@ class Reporter:
         self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
 
     def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
-        # e.g. a cause of failures that no longer occurs
+        """Set series that are no longer present to 0, e.g. a cause of failures that no longer occurs."""
         before = self._reported.setdefault(metric.name, set())
         for labels in before - present:
             self._set(metric, labels, 0.0)

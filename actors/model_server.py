@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 HEALTH_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
-# (section, model folder, host, port) -> command line
 Command = Callable[[ModelServerSection, str, str, int], Sequence[str]]
 
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -28,6 +30,16 @@ MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0  # Ray's own limit of 30 s is too short for a busy machine
+START_LIMITS = {
+    "gcs_server_port_wait_time_s": 1,
+    "gcs_rpc_server_connect_timeout_s": 1,
+    "raylet_start_wait_time_s": 1,
+    "raylet_client_num_connect_attempts": 1,
+    "agent_register_timeout_ms": 1000,
+    "worker_register_timeout_seconds": 1,
+    "health_check_timeout_ms": 1000,
+}  # limits of Ray's processes for each other, from 5 to 60 s by default -> number of their units in a second
+START_TRIES = 3
 PROGRESS_S = 10.0
 AGENT_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
 FIRST_DASHBOARD_PORT = 8266  # of the dashboard of a Ray of ours; `ray start` expects 8265
@@ -96,8 +108,6 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15: on a shared machine servers and learners would come last.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_TIMEOUT_S:.0f}")
-    os.environ.setdefault("RAY_agent_register_timeout_ms", f"{1000 * START_TIMEOUT_S:.0f}")
     # Ray pre-starts a worker per core for tasks; actors with environments of their own can't use these workers.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
@@ -116,7 +126,7 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
 
 
 def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
-    # and whether this process started Ray
+    """Return Ray's context, and whether this process started Ray."""
     import ray
 
     common = _options(config)
@@ -137,24 +147,62 @@ def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
     if started_here:
         return ray.init(address=started_here, **common), False
     _make_token_folder()
+    own = {
+        "object_store_memory": config.cluster.object_store_mib * MIB,
+        # None: start the dashboard if its packages are installed.
+        "include_dashboard": None if config.cluster.dashboard else False,
+    }
+    return _started(report, own | common), True
+
+
+def _started(report: Callable[[str], None], options: Mapping[str, Any]) -> Any:
+    """Start a Ray and return its context. If its raylet ends meanwhile, start Ray again, at most START_TRIES times.
+
+    A raylet ends if an agent's port was taken meanwhile, or if one of its own limits was too short for a busy machine.
+    """
+    import ray
+
+    for limit, per_s in START_LIMITS.items():
+        os.environ.setdefault(f"RAY_{limit}", f"{per_s * START_TIMEOUT_S:.0f}")
     began = time.monotonic()
-    with _ports_that_ray_start_does_not_use(), _own_session_and_time_to_start(report):
-        cluster = config.cluster
-        own = {
-            "object_store_memory": cluster.object_store_mib * MIB,
-            # None: start the dashboard if its packages are installed.
-            "include_dashboard": None if cluster.dashboard else False,
-        }
-        try:
-            return ray.init(address="local", **own, **common), True
-        except Exception as error:  # Ray has no narrower class for this error
-            if "timed out during startup" not in str(error):
-                raise
+    for tries_left in reversed(range(START_TRIES)):
+        with _ports_that_ray_start_does_not_use(), _own_session_and_time_to_start(report) as processes:
+            try:
+                return ray.init(address="local", **options)
+            except _RayletEndedError:
+                pass
+            except Exception as error:  # Ray has no narrower class for this error
+                if "timed out during startup" not in str(error):
+                    raise
+        why = _why_a_raylet_ended(processes)
+        for process in processes:
+            process.kill()
+        if not (why and tries_left):
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             raise RayappError(
-                f"Ray did not start in {time.monotonic() - began:.0f} s; {load}. Run this again when the machine is "
-                "less busy, or start Ray first with `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
-            ) from None
+                f"Ray did not start in {time.monotonic() - began:.0f} s{why}; {load}. Run this again when the machine "
+                "is less busy, or start Ray first with `ray start --head`. Ray's logs are in "
+                "/tmp/ray/session_latest/logs"
+            )
+        report(f"Ray did not start{why}; starting it again")
+    raise AssertionError("the last try returns or raises")
+
+
+class _RayletEndedError(Exception):
+    """The raylet ended before its node was registered."""
+
+
+def _why_a_raylet_ended(processes: Sequence[subprocess.Popen[bytes]]) -> str:
+    """Return the exit status of a raylet that has ended, and the last error in its log; empty if none has."""
+    for process in processes:
+        words = [str(word) for word in process.args] if isinstance(process.args, list) else []
+        if words and Path(words[0]).name == "raylet" and (status := process.poll()) is not None:
+            (folder,) = (word.partition("=")[2] for word in words if word.startswith("--session_dir="))
+            told = Path(folder, "logs", "raylet.out")
+            lines = told.read_text(errors="replace").splitlines() if told.exists() else []
+            errors = [line for line in lines if re.match(r"\[\S+ \S+ [EFC] ", line)]
+            return f": its raylet ended with status {status}: {errors[-1][-300:] if errors else 'no error in its log'}"
+    return ""
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -204,21 +252,20 @@ def _free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[None]:
-    """Let Ray's processes start in a separate session, with START_TIMEOUT_S to start.
+def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Let Ray's processes, which it yields, start in a separate session, with START_TIMEOUT_S to start.
 
     `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group: Ray would end learners and servers before
     the driver has saved. They still end with this process (PR_SET_PDEATHSIG). `ray.init` has no option for either.
     """
     from ray._private import services
 
-    raylets: list[Any] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     class OwnSession(services.ConsolePopen):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options, start_new_session=True)
-            if "raylet" in Path(str(self.args[0])).name:
-                raylets.append(self)
+            processes.append(self)
 
     def node_once_started(*args: Any) -> Any:
         said = began = time.monotonic()
@@ -227,7 +274,9 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
                 return get_node(*args)
             except RuntimeError:  # the node is not registered yet
                 now = time.monotonic()
-                if now - began > START_TIMEOUT_S or any(raylet.poll() is not None for raylet in raylets):
+                if _why_a_raylet_ended(processes):
+                    raise _RayletEndedError from None
+                if now - began > START_TIMEOUT_S:
                     raise
                 if now - said >= PROGRESS_S:
                     said = now
@@ -237,13 +286,13 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
     popen, get_node = services.ConsolePopen, services.get_node
     services.ConsolePopen, services.get_node = OwnSession, node_once_started
     try:
-        yield
+        yield processes
     finally:
         services.ConsolePopen, services.get_node = popen, get_node
 
 
 def _make_token_folder() -> None:
-    # for the token of a Ray that we start; only its owner can read it
+    """Make the folder of the token of a Ray that we start; only its owner can read it."""
     is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
     if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
@@ -293,8 +342,8 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    # `ray.init` replaces it by one that prints stacks and exits with code 15. Restoring Python's handler also removes
-    # Ray's native one.
+    """Keep the SIGTERM handler: `ray.init` sets one that prints stacks and exits with 15. Ray's native one goes,
+    too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -322,7 +371,7 @@ def _how_to_enter() -> str:
 
 
 def _prometheus_answers(dashboard_url: str) -> bool:
-    # (RAY_PROMETHEUS_HOST); True if unknown
+    """Return whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST); True if that is unknown."""
     from ray._private.authentication.http_token_authentication import (  # Ray has no public function for its own token
         get_auth_headers_if_auth_enabled,
     )

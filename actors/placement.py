@@ -186,7 +186,6 @@ def _nodes_of(group: PlacementGroup) -> list[str]:
 
 
 async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
-    # read by a task inside the bundle
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
     probe = ray.remote(_visible).options(
         num_gpus=bundle.num_gpus, num_cpus=0, scheduling_strategy=strategy, name="which GPUs"

@@ -184,7 +184,7 @@ async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnec
 
 
 async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
-    # It does not end with the driver: the pool dismisses it, or it ends itself.
+    """Start the reaper, which does not end with the driver: the pool dismisses it, or it ends itself."""
     name = f"sandbox-reaper-{config.run.name}"
     # End an earlier run's reaper of this name, which would take this run's sandboxes for its own.
     for _ in range(REAPER_NAME_ATTEMPTS):

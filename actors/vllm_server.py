@@ -69,7 +69,7 @@ class VllmServer(Restartable):
         self._engine: VllmEngine | None = None
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
-        # unset while weights arrive: new requests wait, requests in flight are frozen
+        # Event that is unset while weights arrive: new requests wait, requests in flight are frozen.
         self._is_settled = asyncio.Event()
         self._is_settled.set()
         self._is_sealed = False  # new weights are loaded and checked, and `go_on` has not been called yet
@@ -167,7 +167,7 @@ class VllmServer(Restartable):
         await engine.begin_update()
 
     async def _expect_weights(self) -> VllmEngine:
-        # requests wait until the following update finishes; they are refused if it fails
+        """Let requests wait until the following update finishes; they are refused if it fails."""
         await self.go_on()  # the learners may have died before they called `go_on` for the last update
         engine = self._started_engine()
         self._is_settled.clear()
@@ -252,7 +252,7 @@ class VllmServer(Restartable):
 
 
 async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
-    # into a file that the engine's processes, no Ray workers, can map
+    """Copy buckets into a file that the engine's processes, no Ray workers, can map."""
     entries: list[TensorEntry] = []
     checksums: dict[str, int] = {}
     for ref in buckets:

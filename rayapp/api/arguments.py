@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rayapp.config.foreign_keys import KeyRow
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None  # YAML file, settings, or None for all defaults
-# replace those of the config: `["train.num_steps=5"]`, `{"train.num_steps": 5}` or `{"train": {"num_steps": 5}}`
+# Settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
 Overrides = Sequence[str] | Mapping[str, Any]
 TaskLike = str | os.PathLike[str] | Task  # name of a task, a .yaml or .py file, or the task itself
 RewardLike = str | Callable[..., Any]  # function with verl's signature (docs/data.md), or its name
@@ -29,7 +29,7 @@ class GivenRun:
     """A run's config and the Python objects that it names."""
 
     config: Config
-    # name in the config -> the program's task or reward function
+    # Name in the config -> the program's task or reward function.
     objects: Mapping[str, object] = field(default_factory=dict)
     rows: tuple[KeyRow, ...] = ()  # fields of TRL's configuration, each with the keys that it sets
 

@@ -206,5 +206,5 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print_tenths(split: str, done: int, total: int) -> None:
-    if done * _STEPS // total != (done - 1) * _STEPS // total:
-        print(f"{split}: {done} of {total} rows", file=sys.stderr, flush=True)
+    if total and done * _STEPS // total != (done - 1) * _STEPS // total:
+        print(f"{split}: {done} of {total}", file=sys.stderr, flush=True)

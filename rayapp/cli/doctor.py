@@ -147,7 +147,7 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    # those that `train` makes before it starts, and that of the tool parser, which rollout workers make
+    """Make the checks of `train`, and that of the tool parser, which rollout workers make."""
     from rayapp.rollout.check import input_checks
 
     found = [
@@ -213,7 +213,7 @@ def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
 
 def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    # for agents that send their history again
+    """Report what the chat template changes in earlier turns, for agents that send their history again."""
     if config.agent_name != "external_agent":
         return
     from rayapp.rollout.agent.chat import ChatFormat, load_template
@@ -373,14 +373,13 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
 
 
 def _checkpoint_bytes(config: Config, weights: int) -> int:
-    # given the bytes of the model's bfloat16 weights
     trained = 0 if config.learner.lora.rank else 2 * weights  # in float32; adapters are small
     sizes = {"model": trained, "optimizer": 2 * trained, "hf_model": weights}
     return sum(sizes[content] for content in config.checkpoint.save_contents)
 
 
 def _most_checkpoints(config: Config) -> int:
-    # on disk at once, with the one that is being written
+    """Return how many checkpoints are on disk at once, with the one that is being written."""
     section, num_steps = config.checkpoint, config.train.num_steps
     saved = -(-num_steps // section.every_steps) if section.every_steps else 1
     return min(section.keep_last + section.keep_best + 1, saved)

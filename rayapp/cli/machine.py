@@ -80,7 +80,7 @@ def metrics_port(port: int) -> Finding:
 
 
 def _token_folder() -> Iterator[Finding]:
-    # otherwise a run can't start Ray
+    """Yield a problem if Ray's token can't be written: a run then can't start Ray."""
     mode, given = os.environ.get("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     if mode.lower() != "token" or any(os.environ.get(name) for name in given):
         return
@@ -120,7 +120,7 @@ def free_shared_memory() -> int:
 
 
 def _torch() -> Finding:
-    # For a CPU build only its libraries are loaded, because the import takes 3 s.
+    """Check that torch loads. For a CPU build only its libraries are loaded, because the import takes 3 s."""
     version = installed("torch") or ""
     try:
         if _is_cpu_build():

@@ -34,7 +34,8 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
     config = without_autos(shape, config, gpu)
     for part, key in AUTOS:
         if getattr(getattr(given, part), key) == "auto":
-            print(f"{part}.{key} is auto: planned with {getattr(getattr(config, part), key)}")
+            of_layers = f" of {shape.num_layers} layers" if key == "activation_checkpointing" else ""
+            print(f"{part}.{key} is auto: planned with {getattr(getattr(config, part), key)}{of_layers}")
     plan = plan_gpu(shape, config, gpu)
     for line in (*plan_lines(shape, config, gpu, plan), *refusal_lines(config, gpu, plan)):
         print(line)

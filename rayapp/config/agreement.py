@@ -32,8 +32,17 @@ def check_agreement(config: Keys) -> None:
     _best_metric_exists(config)
     _teacher_fits(config)
     _teacher_price_fits(config)
+    _adapters_fit(config)
     _rounding_is_corrected(config)
     _repeats(config)
+
+
+def _adapters_fit(config: Keys) -> None:
+    if config.learner.lora.rank > 0 and not config.model.freeze_vision:
+        raise ValueError(
+            f"model.freeze_vision is false, but with learner.lora.rank {config.learner.lora.rank} only adapters of the "
+            "language model are trained. Set model.freeze_vision: true, or learner.lora.rank: 0."
+        )
 
 
 def _model_servers_fit(config: Keys) -> None:
@@ -334,7 +343,7 @@ def _tasks_or_data(config: Keys) -> None:
 
 
 def _one_kind(config: Keys, where: str = "") -> None:
-    # They differ in order, agent and scoring.
+    """Refuse data files and other tasks in one source: they differ in order, agent and scoring."""
     rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
     if not (any(rows) and any(others)):
         return
@@ -462,7 +471,7 @@ def _rounding_is_corrected(config: Keys) -> None:
         )
 
 
-# that vLLM 0.30 calls batch-invariant
+# Attention backends that vLLM 0.30 calls batch-invariant.
 INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 
 

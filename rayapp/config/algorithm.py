@@ -32,7 +32,7 @@ NEEDS_CRITIC = ("gae",)  # in verl's registry, but rayapp has no value model
 # Their baseline weights tokens by the policy's probabilities, which need one more forward pass.
 NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")  # Their baseline is not the mean of the group.
-# With one trajectory of a prompt the advantage is 0; for other estimators it is the reward.
+# If a prompt has one trajectory, these estimators have the advantage 0, and others the reward.
 NEEDS_GROUP = ("grpo_passk", "rloo_vectorized")
 # The baseline is the reward of each group's last trajectory, sampled greedily and not trained on.
 NEEDS_GREEDY_BASELINE = ("remax",)
@@ -44,7 +44,7 @@ class PolicyLoss(NamedTuple):
     is_batch_coupled: bool = False  # selects tokens by statistics of the whole mini-batch
 
 
-# of verl 0.9.1
+# Policy losses of verl 0.9.1.
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "bypass_mode": PolicyLoss(False, ("loss_type", "rollout_rs", "rollout_rs_threshold")),
     "cispo": PolicyLoss(False),
@@ -59,12 +59,12 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "sapo": PolicyLoss(False, ("tau_neg", "tau_pos")),
     "vanilla": PolicyLoss(False),
 }
-# in option `rollout_rs` of bypass_mode, several separated by commas
+# Criteria for the option `rollout_rs` of bypass_mode, which may name several, separated by commas.
 REJECTION_CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
-# bounded by the range of a k1 criterion (verl's k1), inverse to the weights of `rollout_correction`
+# Ratio that the range of a k1 criterion bounds (verl's k1), inverse to the weights of `rollout_correction`.
 K1_RATIO = "the engine's probability over the learner's"
 _TEXTS = {"loss_type", "rollout_rs", "rollout_rs_threshold"}
 

@@ -12,7 +12,7 @@ from typing import Any
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import did_you_mean
 
-# argument of vLLM -> key of rayapp that sets it
+# Argument of vLLM -> key of rayapp that sets it.
 HAS_KEY: Mapping[str, str] = {
     "block_size": "server.kv_block_tokens",
     "data_parallel_size": "server.num_servers, which are placed, weighed and replaced one by one",
@@ -46,7 +46,7 @@ _MOVES = "experts would move between GPUs, but a weight sync loads each expert o
 _SAMPLING = "it would change the sampled distribution, whose log-probs the learner computes"
 _OWN = "rayapp's own class or setting is there, which weight syncs, cohorts and the detection of stalls rely on"
 _FILES = "tokenizer, config and weights are the files of model.path. Fetch the revision into a folder"
-# argument of vLLM -> why a run can't have it
+# Argument of vLLM -> why a run can't have it.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "scheduler_cls", "disable_log_stats"),

@@ -192,7 +192,7 @@ class Keys(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _no_default_tasks(cls, values: Any) -> Any:
-        # with `sources`, or data files in `eval.tasks`
+        """Make `tasks` empty for `sources`, or for data files in `eval.tasks`."""
         if not isinstance(values, dict) or "tasks" in values:
             return values
         section = values.get("eval")

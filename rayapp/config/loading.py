@@ -22,7 +22,7 @@ from rayapp.core.errors import ConfigError, first_line
 from rayapp.core.names import Kind, did_you_mean, is_plugin
 from rayapp.core.validation import explain
 
-# key of TRL or verl -> key of rayapp, without names that are also the last part of a key of rayapp
+# Key of TRL or verl -> key of rayapp, without names that are also the last part of a key of rayapp.
 ALIASES: Mapping[str, str] = {
     "adam_beta1": "learner.optimizer.betas",
     "batch_size": "train.groups_per_step",
@@ -87,7 +87,7 @@ ALIASES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "server.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "server.tensor_parallel_size",
 }
-# key of an earlier version -> its name now, in the configuration and in each of its sources
+# Key of an earlier version -> its name now, in the configuration and in each of its sources.
 RENAMED: Mapping[str, str] = {
     "agent.agent_name": "agent.name",
     "agent.task_agent": "agent.name",
@@ -99,7 +99,7 @@ RENAMED: Mapping[str, str] = {
 
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
-# begin of a shell's expansion: `${HOME}`, or a name with an operator (`${name:-default}`)
+# Begin of a shell's expansion: `${HOME}`, or a name with an operator (`${name:-default}`).
 _OF_SHELLS = re.compile(r"(?<!\\)\$\{(?=[A-Z0-9_]+\}|(?!oc\.)\w+(\[[^\]]*\])?[:%#/^,@-]|[#!*@?])")
 INCLUDE = "include"  # lists other config files (paths relative to this file), which this file's settings override
 
@@ -224,7 +224,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _check_names(config: Config) -> None:
-    # in registries, which the schema doesn't import
+    """Check names of registries, which the schema doesn't import."""
     from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 
     checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (

@@ -23,6 +23,10 @@ class LocalConfig(FrozenModel):
     image_cache_gib: float = Field(50.0, gt=0)
     """Maximum size of unpacked images in GiB. Above it, the least recently used images are removed, except images in
     use."""
+    image_registries: tuple[str, ...] = ()
+    """Registries, as HOST or HOST:PORT, that the images of tasks may come from, besides docker.io, ghcr.io, quay.io,
+    gcr.io, mcr.microsoft.com, nvcr.io, public.ecr.aws, registry.gitlab.com, the hosts in `image_mirrors` and `images`,
+    and images that `rayapp images pull` has brought. Other hosts are refused: rows could name any of your network."""
     image_mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Registry -> mirrors to ask first, e.g. {docker.io: [mirror.example:5000]}; `http://HOST` is asked without TLS."""
     images: dict[str, str] = Field(default_factory=dict)

@@ -18,11 +18,11 @@ TRACKERS = ("console", "jsonl", "tensorboard", "mlflow", "wandb")
 CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
-# change the sampled distribution, which would then differ from the trained one
+# Options that change the sampled distribution, which would then differ from the trained one.
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-# vLLM's default for `vllm serve`; an engine made in a program defaults to 2048, which slows prompts down
+# Default of `vllm serve`; an engine made in a program defaults to 2048, which slows prompts down.
 GPU_BATCHED_TOKENS = 8192
 CPU_CACHE_GIB = 2
 
@@ -78,6 +78,9 @@ class ModelSection(FrozenModel):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
     model's own training lower its quality."""
+    freeze_vision: bool = True
+    """Don't train the part of a model that reads pictures (vision tower and projection). Its weights are not sent to
+    the servers then."""
 
 
 class RolloutSection(FrozenModel):
@@ -435,5 +438,5 @@ class TrackingSection(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _list_means_trackers(cls, values: Any) -> Any:
-        # `tracking: [console, mlflow]` is short for `tracking: {trackers: [console, mlflow]}`
+        """Read `tracking: [console, mlflow]`, which is short for `tracking: {trackers: [console, mlflow]}`."""
         return {"trackers": values} if isinstance(values, list | tuple) else values

@@ -66,7 +66,7 @@ def show_traceback(kind: type[BaseException], error: BaseException, trace: Trace
     sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
-# ids in each JSON line, if known; for a group, `step` is the one for which it was started
+# Ids in each JSON line, if known; for a group, `step` is the one for which it was started.
 FIELDS = ("run", "step", "group")
 _ids: ContextVar[Mapping[str, int]] = ContextVar("what log lines are about", default={})  # noqa: B039 - never written to
 

@@ -62,7 +62,7 @@ def num_cores() -> int:
 
 
 def _own_cgroups() -> Iterator[Path]:
-    # a folder may not exist in this container
+    """Yield the cgroups' folders, which may not exist in this container."""
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
@@ -72,7 +72,7 @@ def _own_cgroups() -> Iterator[Path]:
 
 
 def _quota(cgroup: Path) -> float:
-    # infinity without a quota
+    """Return the number of cores that a cgroup may use; infinity without a quota."""
     new, old = cgroup / "cpu.max", cgroup / "cpu.cfs_quota_us"
     if new.exists():
         quota, period = new.read_text().split()
@@ -83,15 +83,15 @@ def _quota(cgroup: Path) -> float:
     return int(quota) / int(period) if quota.strip() not in ("max", "-1") else math.inf
 
 
-# by our name, with Linux's flag (/proc/cpuinfo)
+# Instruction sets by our name, with Linux's flag (/proc/cpuinfo).
 WIDEST_FIRST = {
     "amx": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2", "sve_bf16": "svebf16",
     "neon_bf16": "bf16", "neon": "asimd",
 }  # fmt: skip
 WITH_BFLOAT16 = ("amx", "avx512_bf16", "sve_bf16", "neon_bf16")
-# of a learner's step over float32, on two threads of a Zen 3 (SmolLM2-135M: 117 and 6.1 s)
+# Slowdown of a learner's step over float32, on two threads of a Zen 3 (SmolLM2-135M: 117 and 6.1 s).
 EMULATED_BFLOAT16_SLOWDOWN = 20
-# values of oneDNN's ONEDNN_MAX_CPU_ISA, with which one processor imitates a smaller one
+# Values of oneDNN's ONEDNN_MAX_CPU_ISA, with which one processor imitates a smaller one.
 ONEDNN_LIMITS = {
     "AVX2": "avx2",
     "AVX512_CORE": "avx512",

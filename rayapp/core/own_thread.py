@@ -112,7 +112,7 @@ def work_apart(work: Callable[[], T]) -> T:
 
 
 def _awake_result(future: Future[T]) -> T:
-    # It wakes up every second: Python's locks miss a Ctrl-C that comes just before the thread sleeps.
+    """Wait, waking up every second: Python's locks miss a Ctrl-C that comes just before the thread sleeps."""
     while not future.done():
         wait([future], timeout=1.0)
     return future.result()
@@ -120,7 +120,7 @@ def _awake_result(future: Future[T]) -> T:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    # unless the program has set a handler; notebook servers end kernels with SIGTERM
+    """Handle SIGTERM, with which notebook servers end kernels, like Ctrl-C, unless the program has a handler."""
     is_main = threading.current_thread() is threading.main_thread()
     is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_ours:

@@ -86,7 +86,7 @@ def end_tree(program: int, *, most_rounds: int = sys.maxsize) -> int:
 
 
 def _children() -> list[int]:
-    # including zombies, which a signal doesn't harm
+    """Return the children, including zombies, which a signal doesn't harm."""
     own = str(os.getpid())
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):

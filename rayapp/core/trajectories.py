@@ -127,7 +127,7 @@ def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _number(name: str, value: object) -> float | None:
-    # None for NaN and for values that are not numbers: verl's functions may add strings, such as the parsed answer
+    """Return a term; None for NaN and no numbers: verl's functions may add strings, such as the parsed answer."""
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
     try:

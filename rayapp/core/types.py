@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-# indices of experts (MoE), in the narrowest integer type that holds them
+# Indices of experts (MoE), in the narrowest integer type that holds them.
 ExpertArray = NDArray[np.unsignedinteger[Any]]
-# a stop token or stop text, or the limit of tokens; an abort is an EngineError
+# Stop token or stop text, or the limit of tokens; an abort is an EngineError.
 FinishReason = Literal["stop", "length"]
 
 
@@ -47,6 +47,19 @@ class RequestId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture in a sequence of tokens. The encoded bytes are kept apart, by hash (`Group.pictures`)."""
+
+    sha256: str  # of the encoded bytes (PNG, JPEG, …), in hexadecimal
+    start: int  # index of the first token that stands for the picture: the model's own processor makes these tokens
+    end: int  # index after the last
+
+
+Media = tuple[Picture, ...]
+"""Pictures of a sequence of tokens, in the order of their places; empty for text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling options of one completion: distribution, length, randomness, and what is recorded."""
 
@@ -57,9 +70,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # end the completion; not part of `Completion.text`
     seed: int | None = None  # in one cohort, the same seeds, weights and prompts give the same tokens
     num_routed: int = 0  # leading prompt tokens whose experts are known already (`learner.router_replay`)
-    # form of the completion, as a field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any
+    # Form of the completion, as a field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any.
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
-    # return the tokens that `structured_outputs` allowed at each position, which training needs
+    # Return the tokens that `structured_outputs` allowed at each position, which training needs.
     wants_allowed: bool = False
     is_streamed: bool = False  # report tokens while the completion is sampled
 
@@ -92,10 +105,10 @@ class Completion:
     text: str  # without the stop string
     finish_reason: FinishReason
     policy_version: int  # that sampled the first token: the oldest
-    # in order, if new weights arrived meanwhile; empty: only `policy_version`
+    # Versions in order, if new weights arrived meanwhile; empty: only `policy_version`.
     version_spans: tuple[VersionSpan, ...] = ()
-    # (N, layers, k) with `learner.router_replay`: of the prompt's tokens after the first `num_routed`, and all sampled
-    # tokens but the last, which no forward pass has read
+    # Experts (N, layers, k), with `learner.router_replay`, of the prompt's tokens after the first `num_routed`, and of
+    # all sampled tokens but the last, which no forward pass has read.
     routed_experts: ExpertArray | None = None
     allowed: AllowedTokens | None = None  # at each sampled position, if `SamplingParams.wants_allowed`
     time_queued_s: float = 0.0
@@ -128,12 +141,12 @@ class Reward:
     """
 
     value: float  # for training; if not `valid`, 0.0 without a meaning
-    # recorded parts; tasks that tests score have `pass_rate` and `solved` (0 or 1)
+    # Recorded parts of the verdict; tasks that tests score have `pass_rate` and `solved` (0 or 1).
     terms: dict[str, float] = field(default_factory=dict)
     status: str = "scored"  # counted by metrics: scored, banned, syntax_error, error, timeout, no_code, …
     valid: bool = True  # False if infrastructure failed: the verdict says nothing about the policy
     failure_kind: str = ""  # why the verdict is not valid, e.g. sandbox_gone
-    # one line, never read by the policy: the code's exception, or the first failed test with its expected value
+    # One line, never read by the policy: the code's exception, or the first failed test with its expected value.
     detail: str = ""
     time_score_s: float = 0.0
 
@@ -157,8 +170,9 @@ class Prompt:
     source: str = ""  # of the run; empty without `sources`
     messages: tuple[Mapping[str, Any], ...] = ()  # before the chat template; empty if unknown. Judges read them.
     ground_truth: Any = None  # of a data row, for judges; None for tasks, and if too long to keep
-    # of a data row, for judges; empty for tasks, and if too long to keep
+    # Data row's `extra_info`, for judges; empty for tasks, and if too long to keep.
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    media: Media = ()  # pictures among `token_ids`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +193,7 @@ class CallRecord:
     name: str  # as the policy wrote it; empty if the call could not be parsed
     arguments: str  # JSON text as the policy wrote it
     output: str  # that the policy read
-    # malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or a kind of the tool's own
+    # Kind of failure: malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or a tool's own.
     failure: str = ""
     reward: float | None = None
     started_at_s: float = 0.0  # Unix time
@@ -255,15 +269,16 @@ class Trajectory:
     # makes a tree of tokens, each once, in the order of the turns (`core.trajectories`).
     forks: tuple[Fork, ...] = ()
     agent_output: str = ""  # of an external agent's program, cut to a limit, and notes on its calls
-    # an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}, as terms `agent/*`
+    # Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}, as terms `agent/*`.
     agent_counts: Mapping[str, float] = field(default_factory=dict)
-    # (T, layers, k) with `learner.router_replay`, chosen when a token was first computed; 0 for a token after which
-    # none was sampled
+    # Experts (T, layers, k), with `learner.router_replay`, as a token was first computed; 0 after the last sampled
+    # ones.
     routed_experts: ExpertArray | None = None
-    # that the policy could sample, if calls asked for a form (`agent.external.structured: guide`); log-probs are then
-    # of the distribution over these
+    # Tokens that the policy could sample, if calls asked for a form (`agent.external.structured: guide`); log-probs are
+    # then of the distribution over these.
     allowed: AllowedTokens | None = None
-    # of each tool or environment, for the whole trajectory; part of the verdict
+    media: Media = ()  # pictures among `token_ids`: those of the prompt, then those of tool results
+    # Rewards of each tool or environment for the whole trajectory, which are part of the verdict.
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -318,6 +333,8 @@ class Group:
     group_id: int  # in the run's order of prompts; a resumed run gives the same again
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    # encoded bytes of each picture that the prompt or a trajectory reads, by SHA-256, once for the whole group
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +401,7 @@ class CallResult:
     """Result of one call of the candidate's function."""
 
     ok: bool
-    # rebuilt plain data (None, bool, int, float, str, list, tuple, dict, set, bytes), never of a subclass
+    # Rebuilt plain data (None, bool, int, float, str, list, tuple, dict, set, bytes), never of a subclass.
     value: object = None
     error: str = ""  # an exception, an unsupported return type, or a value that is too large
 
@@ -417,7 +434,7 @@ class SandboxSpec:
     max_processes: int = 16
     loopback: bool = False  # programs may connect to one port of the loopback interface, on which rayapp listens
     workdir: str = ""  # in an image; empty: the image's own
-    # code may write files and start programs, in a root folder in which /app and /tests can be made
+    # Code may write files and start programs, in a root folder in which /app and /tests can be made.
     own_files: bool = False
 
 
@@ -429,9 +446,9 @@ class AgentStart:
     files: Mapping[str, str] = field(default_factory=dict)  # in the agent's workspace: relative path -> text
     packages: tuple[str, ...] = ()  # preloaded in the workspace's sandbox
     tools: tuple[str, ...] = ()  # besides those of the tool file: shipped names, or classes (docs/tools.md)
-    # tool -> `{"create_kwargs": {...}}`, as in a row's `extra_info.tools_kwargs`
+    # Tool -> `{"create_kwargs": {...}}`, as in a row's `extra_info.tools_kwargs`.
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     spec: SandboxSpec | None = None  # of the workspace; `packages` and the needs of tools are added
-    # image or template of workspace or verdict -> the reason, for users
+    # Image or template of workspace or verdict -> the reason, for users.
     images: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()  # command in the workspace after its files are written; it may fail

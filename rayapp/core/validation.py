@@ -81,7 +81,7 @@ def _explain_one(details: ErrorDetails, schema: type[BaseModel], aliases: Mappin
 
 
 def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
-    # without names of a union's members: `("sandbox", "local", "num")` -> `sandbox.num`
+    """Return pydantic's location without names of a union's members: `("sandbox", "local", "num")` -> `sandbox.num`."""
     keys = set(valid_keys(schema, in_lists=True))
     parts: list[str] = []
     for number, part in enumerate(loc):
@@ -121,7 +121,7 @@ def _models_in(annotation: object, *, in_lists: bool = False) -> Iterator[type[B
 
 
 def _rule(field: FieldInfo | None) -> str:
-    # `must be an integer, at least 2`; empty if no helpful rule follows from the annotation
+    """Return `must be an integer, at least 2`; empty if no helpful rule follows from the annotation."""
     if field is None:
         return ""
     sections = list(_models_in(field.annotation))
@@ -146,7 +146,7 @@ _KINDS: Mapping[object, str] = {
 
 
 _PLURALS: Mapping[str, str] = {"text": "texts", "a number": "numbers", "": "sections"}
-# the same rule in words
+# Pattern of a key -> the same rule in words.
 _FORMS: Mapping[str, str] = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "1 to 63 letters, digits, '.', '_' and '-', the first a letter or digit",
     r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$": "1 to 63 letters, digits, '_' and '-', the first a letter or digit",

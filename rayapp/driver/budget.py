@@ -39,7 +39,7 @@ class Costs:
     num_gpus: int  # that the run holds now
     file: Path
     spent: dict[str, float] = field(default_factory=dict)
-    # sandbox seconds by provider, as the pool counted them at the last tick
+    # Sandbox seconds by provider, as the pool counted them at the last tick.
     _lived_s: dict[str, float] = field(default_factory=dict)
     _saving: threading.Lock = field(default_factory=threading.Lock)
 

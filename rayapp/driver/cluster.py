@@ -93,7 +93,7 @@ class Cluster:
     supervisor: Supervisor
     router: Router
     images: ImagePlacement
-    # ends these learners and starts new ones with the start model's weights
+    # Function that ends these learners and starts new ones with the start model's weights.
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     num_gpus: int = 0  # of all processes that hold models; 0 on a CPU
     num_learner_restarts: int = 0
@@ -139,7 +139,7 @@ class Cluster:
             await self._replace(failed)  # then put the new servers to sleep
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
-        # those that stayed awake, with their errors
+        """Put the servers to sleep. Return those that stayed awake, with their errors."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
         failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
@@ -237,7 +237,7 @@ async def open_cluster(
 async def _session(
     config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[tuple[RayConnection, Started]]:
-    # the actors of `Started` end with the block
+    """Yield a connection, and a `Started` whose actors end with the block."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
@@ -252,7 +252,7 @@ async def _session(
 async def _reserve(
     config: Config, started: Started, report: Report, *, with_servers: bool = True, with_learners: bool = True
 ) -> tuple[Config, Placement, bool]:
-    # the config with the number formats of its device, and True if it is on GPUs
+    """Return the config with the number formats of its device, the placement, and True if it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -343,7 +343,7 @@ async def _start_models(
     timeout_s: float,
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
-    # and the config with their addresses
+    """Return the started servers, and the config with their addresses."""
     key = secrets.token_urlsafe(24)
     handles = spawn_model_servers(config, started, placement, asked, key)
     members: dict[str, ModelServerMember] = {}

@@ -98,7 +98,7 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
 ) -> StoredGroup[Any] | None:
-    # None if it fails during a run: the step must continue
+    """Return the samples; None if the prompt fails during a run: the step must continue."""
     try:
         summary, ref = await generate(
             cluster,

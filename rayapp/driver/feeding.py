@@ -37,7 +37,7 @@ from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ISSUES = 10  # of one group: if processes are lost with it again and again, it may be the cause
-# its worker, server, sandbox pool or node is gone, hangs, or is not ready after a restart
+# Errors of a group whose worker, server, sandbox pool or node is gone, hangs, or is not ready after a restart.
 LOST_GROUP = (
     ProcessDiedError,
     EngineDeadError,

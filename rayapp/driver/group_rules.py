@@ -67,7 +67,7 @@ def has_signal(summary: GroupSummary, metric: str = "") -> bool:
 
 
 def _term(summary: GroupSummary, metric: str) -> FloatArray:
-    # (G,): 0 for answers that could not be scored and so have no terms
+    """Return values (G,): 0 for answers that could not be scored and so have no terms."""
     terms = summary.reward_terms
     values = terms.get("score" if metric == "acc" and "acc" not in terms else metric)
     scored = summary.valid.astype(bool) & np.array([status == "scored" for status in summary.reward_statuses], bool)

@@ -150,7 +150,7 @@ def ledger_metrics(store: Store) -> dict[str, float]:
 
 
 log = logging.getLogger(__name__)
-# gets each step and its metrics; ends the run by StopTraining; after any error the step is saved first
+# Function of each step and its metrics, which ends the run by StopTraining; after any error the step is saved.
 OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
 
 
@@ -246,7 +246,7 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    # after any error, also StopTraining, the step is saved
+    """Call `on_step`; after any error, also StopTraining, the step is saved."""
     try:
         told = on_step(step, metrics)
         if told is not None:

@@ -70,7 +70,7 @@ def _tells(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 def _in_any_task(name: str) -> str:
-    # `task/NAME/reward/mean` -> `reward/mean`; a task's name may be a path with slashes
+    """Shorten `task/NAME/reward/mean` to `reward/mean`; a task's name may be a path with slashes."""
     return name[name.rfind("/reward/") + 1 :] if "/reward/" in name else name
 
 

@@ -86,14 +86,13 @@ class TrajectoryStore(Generic[RefT]):
         self._straggler_window = straggler_window
         self._num_issued = len(waiting)
         self._admitted: set[int] = set()
-        # For each group in generation or ready: the version for which it was admitted, the oldest that can have sampled
-        # it.
+        # Version for which each group in generation or ready was admitted, the oldest that can have sampled it.
         self._admitted_for: dict[int, int] = _oldest_versions(waiting)
         self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
         self._done_ahead = set(done_ahead)
-        # kept by a checkpoint, or counted as done; not issued again
+        # Groups that a checkpoint kept, or counted as done; they are not issued again.
         self._never_again = frozenset((*self._ready, *done_ahead))
-        # for each group in generation: groups with higher ids that were taken since it was admitted
+        # Number of groups with higher ids that were taken since a group in generation was admitted.
         self._overtaken: Counter[int] = Counter()
         self._training: set[int] = set()
         self._num_trained = 0
@@ -170,7 +169,7 @@ class TrajectoryStore(Generic[RefT]):
         self._overtaken.pop(group_id, None)
 
     def _place(self, group_id: int) -> int:
-        # among those admitted for the next step; below 0 for earlier steps
+        """Return the group's place among those admitted for the next step; below 0 for earlier steps."""
         return group_id - self._step_first_id - (self._capacity - self._groups_per_step)
 
     def _count_dropped(self, group_id: int, reason: str) -> None:
@@ -202,7 +201,7 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        # None while the step must wait
+        """Return the next step's groups; None while the step must wait."""
         if len(self._ready) < num_groups:
             return None
         ids = sorted(self._ready)[:num_groups]

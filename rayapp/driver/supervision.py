@@ -120,8 +120,8 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        # It continues if the caller is cancelled: otherwise a half-replaced member would be lost a second time, or
-        # count as up.
+        """Await work that continues if the caller is cancelled: a half-replaced member would be lost, or count as
+        up."""
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -135,7 +135,7 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=must_kill)
 
     async def _why_down(self, member: Watched) -> tuple[str, bool]:
-        # (empty: it is up), and whether its old process must be killed
+        """Return why the member is down (empty: it is up), and whether its old process must be killed."""
         known = self._incarnations[member.name]
         try:
             if await member.ping(self._recovery.ping_timeout_s) == known:

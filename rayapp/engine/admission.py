@@ -29,7 +29,7 @@ class Request:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.created_s = time.monotonic()
-        # the engine's output queue: set when the request starts, cancelled when the caller is gone
+        # Output queue of the engine: set when the request starts, cancelled when the caller is gone.
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 

@@ -79,12 +79,12 @@ class VllmEngine:
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._forms = FormReader(engine)
-        # transport of the update in progress, until `go_on`; it stays set if the update fails midway
+        # Transport of the update in progress, until `go_on`; it stays set if the update fails midway.
         self._updating: Carried | None = None
         self._num_loaded = 0  # tensors of the last update
-        # from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time
+        # True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time.
         self._is_holding = False
-        # held while requests start or weights are replaced: starting a request would wake a frozen engine
+        # Lock held while requests start or weights are replaced: starting a request would wake a frozen engine.
         self._changing = asyncio.Lock()
 
     @classmethod
@@ -161,13 +161,13 @@ class VllmEngine:
         return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
-        # if the completion is trained on
+        """Return the tokens whose experts vLLM must return, if the completion is trained on."""
         if not self._returns_experts or request.request_id.purpose != "group":
             return None
         return len(request.prompt_ids) - request.sampling.num_routed + num_sampled - 1
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
-        # queued while the scheduler is paused, so that it sees them all at once
+        """Queue requests while the scheduler is paused, so that it sees them all at once."""
         async with self._changing:
             try:
                 if len(cohort) > 1:
@@ -181,7 +181,7 @@ class VllmEngine:
                 raise self._engine_error(error, cohort[0].request_id) from error
 
     async def _begin(self, request: Request) -> None:
-        # unless its caller is gone; aborted if it goes away meanwhile
+        """Queue a request unless its caller is gone; abort it if the caller goes away meanwhile."""
         if request.queue.done():
             return
         try:
@@ -343,14 +343,14 @@ class VllmEngine:
             self._changing.release()
 
     async def _freeze(self) -> None:
-        # between two tokens, and count what the current weights have sampled
+        """Stop all requests between two tokens, and count what the current weights have sampled."""
         if not self._is_paused:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             self._is_paused = True
         self._versions.close_version(self.policy_version, self._num_sampled)
 
     def _num_sampled(self, request_id: str) -> int | None:
-        # None if vLLM has ended the request
+        """Return the tokens sampled so far; None if vLLM has ended the request."""
         state = self._engine.output_processor.request_states.get(request_id)
         return None if state is None else int(state.detokenizer.num_output_tokens())
 

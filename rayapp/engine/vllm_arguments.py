@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
-from rayapp.config.sections import ClusterSection, TrainSection
+from rayapp.config.sections import ClusterSection, ServerSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND

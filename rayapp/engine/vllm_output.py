@@ -19,7 +19,7 @@ from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, FloatArray, RequestId, SamplingParams, VersionSpan
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
-# a traceback's last line, the only one that is not indented
+# Last line of a traceback, the only one that is not indented.
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
 _CACHE = re.compile(r"\bkv\b|\bcache\b", re.IGNORECASE)
 _MOST_READ = 1 << 20
@@ -65,7 +65,7 @@ def _because(line: bytes) -> str:
 
 
 def _size(path: Path) -> int | None:
-    # None for a pipe or a terminal
+    """Return the file's size; None for a pipe or a terminal."""
     try:
         status = path.stat()
     except OSError:
@@ -142,7 +142,7 @@ class TokenVersions:
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
-        # version of the last token of ended requests whose output is not fetched yet
+        # Version of the last token of ended requests whose output is not fetched yet.
         self._ended_by: dict[str, int] = {}
 
     def begin(self, request_id: str) -> None:

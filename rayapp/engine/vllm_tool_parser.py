@@ -21,7 +21,7 @@ from typing import Any
 import regex
 
 from rayapp.core.errors import ConfigError
-from rayapp.storage.models.families import FAMILIES, text_type
+from rayapp.storage.models.families import family_of
 from rayapp.tools.base import MAX_CALLS, RawCall, SampleCall, ToolCallParser, ToolSchema, with_whole_strings
 
 _MESSAGE = re.compile(
@@ -30,7 +30,7 @@ _MESSAGE = re.compile(
     re.DOTALL,
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
-# head of a message that is not for the user: a call, or thoughts
+# Head of a message that is not for the user: a call, or thoughts.
 _BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
 
 
@@ -159,7 +159,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
 def _of_family(tokenizer: Any) -> tuple[str, ...]:
     try:
         architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
-        family = FAMILIES.get(text_type(architecture))
+        family = family_of(architecture)
     except (OSError, ValueError, AttributeError):
         return ()
     return family.parsers if family is not None else ()
@@ -170,7 +170,7 @@ def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bo
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
-    # call by call first, where a malformed call does not affect others
+    """Return a parser that finds the sample, call by call first, where a malformed call does not affect others."""
     for by_call in (True, False):
         try:
             parser = _open(name, tokenizer, tools, by_call=by_call)

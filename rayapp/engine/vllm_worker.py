@@ -16,7 +16,7 @@ from typing import Any
 
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
-from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
+from rayapp.engine.weights.reload_workarounds import is_tied, mend_after_reload, mend_reload
 
 
 class WeightUpdateExtension:
@@ -49,7 +49,7 @@ class WeightUpdateExtension:
         """Pack and tie the weights that vLLM's reload skips, and compare what arrived with the learner's checksums.
         Return the number of loaded tensors. ValueError: a tensor differs, or did not arrive."""
         model = self.model_runner.get_model()
-        mend_after_reload(model, self.model_runner.model_config.hf_text_config)
+        mend_after_reload(model, is_tied=is_tied(self.model_runner.model_config))
         arrivals: Arrivals = model.arrivals
         model.arrivals = Arrivals()
         return arrivals.check(checksums)
@@ -63,7 +63,7 @@ class WeightUpdateExtension:
             self.weight_transfer_engine.model_update_group = None
 
     def _prepare(self) -> None:
-        # `load_weights` fits for reloads, and what it is given is recorded
+        """Make `load_weights` fit for reloads, and record what it is given."""
         model = self.model_runner.get_model()
         if hasattr(model, "arrivals"):
             return

@@ -122,7 +122,7 @@ class LoopAgent:
     make_loop: OpenLoop  # called once for each set of tools
     default: str = TOOL_AGENT  # for problems that don't name an agent
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
-    # (agent name, tools) -> single-turn player or plug-in's object, made at the first use
+    # Agent name and tools -> single-turn player or plug-in's object, made at the first use.
     _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
 
     @classmethod

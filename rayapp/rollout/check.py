@@ -196,7 +196,7 @@ async def _check_compilers(config: Config, languages: Collection[Language]) -> N
 
 
 def _check_references(file: str, data: TrainingData) -> None:
-    # too long for a judge to read
+    """Refuse rows whose ground truth is too long for a judge to read."""
     for number in range(len(data)):
         if not is_kept(data.row(number).ground_truth):
             raise InputError(
@@ -216,7 +216,7 @@ def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None
 
 
 def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bool, asks_template: bool) -> None:
-    # enough sandboxes, and a chat template that lists tools
+    """Check that there are enough sandboxes, and that the chat template lists tools."""
     file = config.agent.tool_file
     holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
     if (first := next(holding, None)) is not None:
@@ -227,7 +227,6 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
-    # without loading the file
     file, colon, _ = entry.class_name.rpartition(":")
     if colon and not (folder / file).is_file() and not Path(file).is_file():
         raise ConfigError(f"{where}: there is no file {folder / file}")

@@ -127,7 +127,7 @@ def _raw_rows(path: Path) -> Iterator[Any]:
 
 
 def _without_filled_in(value: Any) -> Any:
-    # parquet gives each object the keys of all objects of its column
+    """Remove None: parquet gives each object the keys of all objects of its column."""
     if isinstance(value, dict):
         return {key: _without_filled_in(item) for key, item in value.items() if item is not None}
     return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
@@ -177,7 +177,7 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
 
 
 def _integers(value: Any, key: str, limit: int) -> Any:
-    # integers from 0 to `limit` - 1
+    """Return the numbers, integers from 0 to `limit` - 1, as an array."""
     for place, item in enumerate(value if isinstance(value, list) else []):
         if not isinstance(item, int) or not 0 <= item < limit:
             raise ValueError(f"{key}[{place}] is {item!r:.60}; it must be an integer from 0 to {limit - 1}")
@@ -185,7 +185,7 @@ def _integers(value: Any, key: str, limit: int) -> Any:
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
-    # without a chat template: prompt, completion and end token
+    """Return prompt, completion and end token, without a chat template."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
         raise TypeError("prompt is a string, so completion must be a string; or give both as lists of messages")
@@ -223,7 +223,7 @@ def _of_conversation(
 
 
 def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    # the text before assistant message `i`, and its own with the token that ends the turn
+    """Return the text before assistant message `i`, and its own with the token that ends the turn."""
     head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
     if not whole.startswith(head):
         raise ValueError(

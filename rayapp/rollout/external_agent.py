@@ -151,7 +151,7 @@ class ExternalAgent:
     async def _played(
         self, act: Coroutine[Any, Any, None], timeout_s: float | None, session: Session, playing: Playing
     ) -> None:
-        # until the agent ends, its time is up, or the engine fails
+        """Wait until the agent ends, its time is up, or the engine fails."""
         acting = asyncio.create_task(act)
         try:
             await asyncio.wait({acting, session.trouble}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -232,7 +232,7 @@ def _as_answer(found: Any) -> str | None:
 
 
 def _answer_in(path: Path) -> str:
-    # empty if there is no such regular file
+    """Return the answer; empty if there is no such regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

@@ -249,7 +249,7 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
 
 
 async def _answer(sandbox: Sandbox, path: str, *, may_be_gone: bool) -> str:
-    # empty if the file is missing, or if the agent ended its sandbox
+    """Return the answer; empty if the file is missing, or if the agent ended its sandbox."""
     try:
         return (await sandbox.read_file(path, max_bytes=_MAX_ANSWER_BYTES)).decode("utf-8", "replace")
     except (OSError, SandboxError) as error:

@@ -173,7 +173,6 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    # takes the place of a failed trajectory, and is not trained on
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 

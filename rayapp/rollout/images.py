@@ -21,10 +21,10 @@ from rayapp.rollout.agents import SINGLE_TURN_AGENT
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
 from rayapp.rollout.problem import agent_start, plays_environments
 from rayapp.sandbox.images import Reference, is_image, parse
-from rayapp.sandbox.providers import image_source
+from rayapp.sandbox.providers import image_source, wanted_images
 from rayapp.tasks.loading import load_tasks
 
-# of each task of one source, in the order of `tasks`; empty if none needs an image
+# Images of each task of one source, in the order of `tasks`; empty if none needs an image.
 PromptImages = tuple[tuple[str, ...], ...]
 _ASKED_AT_ONCE = 8
 
@@ -71,12 +71,12 @@ def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> C
 
 
 def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
-    # with the digest `earlier`, which the run folder has, or else the tag's now
+    """Return the image's name with the digest `earlier`, which the run folder has, or else the tag's now."""
     reference = parse(earlier or name)
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template
     try:
-        current: Reference = load_extra("images.pull:resolve")(reference, section.image_mirrors)
+        current: Reference = load_extra("images.pull:resolve")(reference, wanted_images(section))
         return current.template
     except ImageError as error:
         if not earlier:

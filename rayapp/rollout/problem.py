@@ -29,7 +29,7 @@ class Problem:
     """One task or row of data, with its prompt and the function that scores its trajectories."""
 
     prompt: Prompt  # of all trajectories; its text is empty until an agent has rendered it
-    # scores a trajectory that did not fail; the last argument draws the hidden tests; may raise anything
+    # Function that scores a trajectory that did not fail; the last argument draws the hidden tests; may raise anything.
     score: Callable[[Problem, Trajectory, SandboxSource, int], Awaitable[Reward]]
     weights: Weights | None = PLAIN  # of the terms added to rewards; None: no terms for tools and turns
     agent_start: AgentStart | None = None  # None takes that of the task

@@ -64,7 +64,7 @@ class AgentPrompt:
     """Inputs with which an agent loop starts a trajectory."""
 
     token_ids: tuple[int, ...]  # rendered once for all trajectories of a group
-    # the row's `extra_info.tools_kwargs`, by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}
+    # Row's `extra_info.tools_kwargs`, by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}.
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, in the workspace at the start
     packages: tuple[str, ...] = ()  # that the workspace's sandbox imports in advance
@@ -99,9 +99,9 @@ class Recorder:
         self.forks: list[Fork] = []
         self.turns: list[TurnRecord] = []
         self._tokens = np.empty(1024, _TOKEN)
-        # (indices of tokens, their experts), once for each token
+        # Indices of tokens with their experts, once for each token.
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
-        # (a turn's first sampled token, tokens that its form allowed)
+        # First sampled token of a turn, and the tokens that its form allowed.
         self._allowed: list[tuple[int, AllowedTokens]] = []
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)  # token -> tokens that fork from it
@@ -219,7 +219,7 @@ class Recorder:
         self._tokens["is_routed"][indices] = True
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
-        # the last of these tokens that the tree already has after `after`, and their number
+        """Return the last of these tokens that the tree already has after `after`, and their number."""
         num_known = 0
         while num_known < ids.size:
             found = [(self._num_equal(start, ids[num_known:]), start) for start in self._next(after)]

@@ -26,7 +26,7 @@ from rayapp.storage.base import XXH3, hash_files
 from rayapp.storage.folders import MANIFEST
 
 log = logging.getLogger(__name__)
-# a refused checkpoint's manifest, with the reason; the folder stays until the next save, for inspection
+# Manifest of a refused checkpoint, with the reason; the folder stays until the next save, for inspection.
 REFUSED = "manifest.refused.json"
 RESUMABLE = frozenset({"model", "optimizer"})  # that a run needs to resume exactly
 
@@ -166,7 +166,7 @@ def to_keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -
 
 
 def _remove(folder: Path) -> None:
-    # the manifest first, so that a kill in between leaves nothing that looks complete
+    """Delete the manifest first, so that a kill in between leaves nothing that looks complete."""
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
@@ -214,7 +214,7 @@ def _size(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Checkpoint | None:
-    # None unless every file in the manifest is there with its size
+    """Return the checkpoint; None unless every file in the manifest is there with its size."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         whole = all(_size(path / name) == size for name, size in manifest["files"].items())

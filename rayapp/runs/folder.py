@@ -59,7 +59,7 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{section}.{key}" for key in keys)
 
 
-# They change where and how long a run executes and what it records, but not the training. train.num_steps may also
+# Keys that change where and how long a run executes and what it records, but not the training. train.num_steps may also
 # differ, unless the learning rate depends on it.
 FREE_KEYS = (
     *("budget", "cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
@@ -72,7 +72,7 @@ FREE_KEYS = (
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
     *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
-# differ between machines: the training is then not equal to the last bit, which a warning says
+# Keys that differ between machines: the training is then not equal to the last bit, which a warning says.
 MACHINE_KEYS = (
     "rollout.num_workers",
     *_of("server", "num_servers", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "kv_block_tokens"),
@@ -82,7 +82,7 @@ MACHINE_KEYS = (
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
     *_of("learner", "compile", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
-# removed from keys: what may differ, may differ in every source and judge
+# Index within a key: what may differ, may differ in every source and judge.
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
 
 
@@ -212,7 +212,6 @@ class Mirror(Protocol):
 
 @contextmanager
 def _mirroring(uri: str, path: Path, section: CheckpointSection, *, must_be_new: bool) -> Iterator[Mirror | None]:
-    # None for a run on a local disk
     if not Location.parse(uri).is_remote:
         yield None
         return

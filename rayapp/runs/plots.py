@@ -36,7 +36,6 @@ def write_reward_plot(run_path: Path) -> None:
 
 
 def _before_step_one(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    # the last step of a warm-up becomes step 0
     last = max((record["step"] for record in records), default=0)
     return [record | {"step": record["step"] - last} for record in records]
 
@@ -49,7 +48,6 @@ def _mark_warmup(all_axes: Sequence[Any], *, first: int) -> None:
 
 @contextmanager
 def _picture(path: Path, layout: dict[str, Any]) -> Iterator[Any]:
-    # `layout`: arguments of `pyplot.subplots`
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,7 +98,6 @@ def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_nats(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    # on an axis at the right
     _draw_lines(axes, records, {"learner/entropy": "entropy", **_LOSSES}, "nats per token", first_colour=7)
     axes.set_ylim(bottom=0)
     axes.grid(visible=False)
@@ -132,6 +129,6 @@ def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], lis
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    # the mean of each value and up to four before it
+    """Return the mean of each value and up to four before it."""
     windows = (values[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]

@@ -162,7 +162,7 @@ def _number(value: Any) -> float:
 
 
 def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
-    # (T,), 0 at tokens not sampled
+    """Return (T,) values, 0 at tokens not sampled."""
     if of_response is None:
         return None
     values = np.zeros(trajectory.token_ids.size, np.float32)

@@ -43,7 +43,7 @@ class S3Settings:
     session_token: str | None = field(default=None, repr=False)
     addressing_style: str = "auto"
     signature_version: str = "s3v4"
-    # of botocore, for requests; `when_required` for services that can't read chunked bodies with a checksum
+    # Value of botocore for requests; `when_required` for services that can't read chunked bodies with a checksum.
     checksums: str = "when_supported"
     transfer: Transfer = field(default_factory=Transfer)
 

@@ -44,7 +44,7 @@ Method = Literal["strict", "flexible"]
 class AnswerRewards:
     """Settings for scoring data rows. Every term is recorded, even with weight 0."""
 
-    # verl's, for GSM8K: of the last 300 characters, `strict` needs `#### N`, `flexible` takes the last number
+    # Method of verl for GSM8K: of the last 300 characters, `strict` needs `#### N`, `flexible` takes the last number.
     method: Method = "strict"
     format_score: float = 0.0  # of an answer that is wrong but in the right form (verl's name)
     weights: Weights = PLAIN
@@ -160,7 +160,7 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
 
 
 def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    # for the term `solved`, and for the term `score`
+    """Return the rule's arguments for the term `solved`, and for the term `score`."""
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}

@@ -20,12 +20,12 @@ from rayapp.tasks.scopes import Scopes
 
 _CODE_CALLS = frozenset({"eval", "exec", "compile"})
 _IMPORT_CALLS = frozenset({"__import__", "import_module"})
-# take a name or code as a string
+# Functions that take a name or code as a string.
 _LOOKUP_CALLS = _CODE_CALLS | _IMPORT_CALLS | {
     "getattr", "getattr_static", "attrgetter", "methodcaller", "__getattribute__", "locate", "resolve_name",
 }  # fmt: skip
 _NAMESPACE_CALLS = frozenset({"globals", "locals", "vars"})
-# through which every other name can be reached
+# Names through which every other name can be reached.
 _NAMESPACES = frozenset({
     "__builtins__", "__dict__", "__globals__", "f_builtins", "f_globals", "f_locals", "modules", "__subclasses__",
     "__code__", "__match_args__", "CodeType",
@@ -34,7 +34,7 @@ _UNREADABLE_MODULES = frozenset({"ctypes", "gc", "marshal", "pickle", "runpy", "
 _ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 _WHOLE_METHODS = frozenset({"copy", "items", "keys", "values"})
 _DYNAMIC = "dynamic lookup"
-# operator, and the stem of its method's and function's names (module `operator`), without unary ones (`-x`)
+# Operator, and the stem of its method's and function's names (module `operator`), without unary ones (`-x`).
 _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "add"), ast.Sub: ("-", "sub"), ast.Mult: ("*", "mul"), ast.MatMult: ("@", "matmul"),
     ast.Div: ("/", "truediv"), ast.FloorDiv: ("//", "floordiv"), ast.Mod: ("%", "mod"), ast.Pow: ("**", "pow"),
@@ -78,7 +78,7 @@ def normal_pattern(pattern: str) -> str:
 
 
 def _names_of(pattern: str) -> Iterator[str]:
-    # an operator also bans its methods and its functions in the module operator
+    """Yield the names; an operator also bans its methods and its functions in the module operator."""
     yield pattern
     if stem := _STEMS.get(pattern):
         yield from (f".__{kind}{stem}__" for kind in ("", "r", "i"))
@@ -86,7 +86,7 @@ def _names_of(pattern: str) -> Iterator[str]:
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
-    # in the form of patterns; dotted names have up to `most_parts` parts
+    """Yield the names in the form of patterns; dotted names have up to `most_parts` parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
@@ -130,7 +130,7 @@ def _attribute(node: ast.Attribute, most_parts: int) -> Iterator[str]:
 
 
 def _imported(dotted: str, most_parts: int) -> Iterator[str]:
-    # `os.path` uses `os` and `os.path`
+    """Yield the names that an import uses: `os` and `os.path` for `os.path`."""
     parts = dotted.strip(".").split(".", most_parts)
     yield from (".".join(parts[:end]) for end in range(1, min(len(parts), most_parts) + 1))
     if parts[0] in _UNREADABLE_MODULES:
@@ -138,7 +138,7 @@ def _imported(dotted: str, most_parts: int) -> Iterator[str]:
 
 
 def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_parts: int) -> Iterator[str]:
-    # if `node` is a lookup function or a namespace
+    """Yield the names that `node` looks up, if it is a lookup function or a namespace."""
     parent = scopes.parent(node)
     call = parent if isinstance(parent, ast.Call) and parent.func is node else None
     if name in _LOOKUP_CALLS and not _is_regex(node):
@@ -151,7 +151,7 @@ def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_
 
 
 def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
-    # arguments taken as names: a string for a constant, None for a computed value
+    """Return the arguments taken as names: a string for a constant, None for a computed value."""
     match name:
         case "getattr" | "getattr_static":
             arguments = arguments[1:2]
@@ -180,7 +180,7 @@ def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
 
 
 def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
-    # `"x"` for `holder["x"]`, `holder.x` and `holder.get("x")`; None for every other use
+    """Return `"x"` for `holder["x"]`, `holder.x` and `holder.get("x")`; None for every other use."""
     parent = scopes.parent(holder)
     if isinstance(parent, ast.Subscript) and parent.value is holder:
         return _constant(parent.slice)
@@ -193,7 +193,7 @@ def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
 
 
 def _constant(node: ast.expr) -> str | None:
-    # the string value of an expression that consists of constants
+    """Return the string value of an expression that consists of constants."""
     match node:
         case ast.Constant(value=str(text)):
             return text

@@ -16,7 +16,7 @@ from types import CodeType
 from rayapp.core.errors import InputError
 from rayapp.sandbox.verdict.compare import same_value
 
-# that expressions may use
+# Modules that expressions may use.
 MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
 _PLAIN = (type(None), bool, int, float, str, bytes)
 

@@ -306,7 +306,6 @@ def _parameters(line: str) -> tuple[str, ...]:
 
 
 def _messages(task: CodingTask, told: str = "") -> tuple[dict[str, str], ...]:
-    # `told` is the text of the user message; empty: the task's prompt
     system = ({"role": "system", "content": task.system},) if task.system else ()
     return (*system, {"role": "user", "content": told or task.prompt})
 

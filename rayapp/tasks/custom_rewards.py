@@ -81,7 +81,8 @@ def _takes_lists(function: Callable[..., Any]) -> bool:
 
 
 def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
-    # of verl's batch form, which takes lists; they then have one element
+    """Wrap a function of verl's batch form, which takes lists, here of one element."""
+
     def first(scores: Any) -> Any:
         (score,) = scores
         return score

@@ -90,7 +90,7 @@ def _answer(completion: str) -> str:
 
 
 def _only_closes(text: str) -> bool:
-    # one fence without a language: it may close code that no fence opens
+    """Return True for one fence without a language: it may close code that no fence opens."""
     blocks = _fences(text)
     return len(blocks) == 1 and not blocks[0][0] and text.rstrip().count("\n") + 1 in (blocks[0][2], blocks[0][3])
 
@@ -116,7 +116,7 @@ def cut_after_function(source: str, func_name: str) -> str:
 
 
 def _through_last_python(source: str, func_name: str) -> str:
-    # if nothing parses, only the function
+    """Cut the text below the last Python; if nothing parses, return only the function."""
     lines = source.split("\n")
     if parse(source) is not None:
         return source
@@ -128,7 +128,7 @@ def _through_last_python(source: str, func_name: str) -> str:
 
 
 def _binds(source: str, func_name: str) -> bool:
-    # defines, imports or assigns the name anywhere
+    """Return True if the source defines, imports or assigns the name anywhere."""
     if _def_pattern(func_name).search(source):
         return True
     tree = parse(source) if func_name in source else None
@@ -143,7 +143,7 @@ def _binds(source: str, func_name: str) -> bool:
 
 
 def _after_fence(prefill: str) -> str:
-    # the prose above the fence is not code
+    """Return the code below the fence; the prose above it is not code."""
     lines = prefill.split("\n")
     openings = [number for number, line in enumerate(lines) if _fence(line)]
     return "\n".join(lines[openings[-1] + 1 :]) if openings else prefill
@@ -174,19 +174,19 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    # language (empty if none is named) and dedented contents
+    """Return language (empty if none is named) and dedented contents of each block."""
     return [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
 
 
 @functools.lru_cache(maxsize=2)
 def _fences(text: str) -> list[tuple[str, str, int, int]]:
-    # language, contents, first line and end
+    """Return language, contents, first line and end of each fenced block."""
     found = [token for token in _MARKDOWN.parse(text) if token.type == "fence" and token.map]
     return [(next(iter(each.info.split()), ""), each.content, each.map[0], each.map[1]) for each in found if each.map]
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    # fence and language of a line that opens a block: three or more ` or ~, and then text without `
+    """Return fence and language of a line that opens a block: three or more ` or ~, and then text without `."""
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
     num_marks = len(text) - len(language)
@@ -216,7 +216,7 @@ def _def_pattern(func_name: str) -> re.Pattern[str]:
 
 
 def _cuts(lines: list[str], func_name: str) -> list[int]:
-    # below the `def`, in column 0
+    """Return the lines below the `def`, in column 0."""
     pattern = _def_pattern(func_name)
     start = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
     if start is None:
@@ -227,7 +227,7 @@ def _cuts(lines: list[str], func_name: str) -> list[int]:
 
 
 def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
-    # below the function only definitions and imports; all lines if it is nested
+    """Keep only definitions and imports below the function; all lines if it is nested."""
     kept: list[str] = []
     end = 0
     for node in tree.body:

@@ -36,7 +36,7 @@ from rayapp.tasks.coding import CodingTask
 
 _YAML = (".yaml", ".yml")
 REPOSITORIES = "repositories"
-# kind of task -> its loader in `rayapp.extras`
+# Kind of task -> its loader in `rayapp.extras`.
 EXTRAS = {
     "repository": "repositories.task:load_repository",
     "swe": "repositories.swe:load_swe",
@@ -109,8 +109,8 @@ def single_tasks(source: str) -> list[str]:
 
 
 def _folder_of(source: str) -> tuple[Path, bool]:
-    # `terminal-bench?trust_test_scripts=true` -> path, True if a folder's `test.sh` may judge. No key of task.toml: the
-    # user who runs a task decides whether to trust it, not its author.
+    """Split `terminal-bench?trust_test_scripts=true` into path, and True if a folder's `test.sh` may judge. The user
+    who runs a task decides whether to trust it, not its author: this is no key of task.toml."""
     folder, _, option = source.rpartition("?")
     if not folder or not Path(folder).is_dir():
         return Path(source), False
@@ -149,7 +149,7 @@ def _repository_task(folder: Traversable, name: str, *, trusts_script: bool = Fa
 
 
 def _of_plugin(name: str) -> Task:
-    # its object, or the result of calling it
+    """Return the plug-in's object, or the result of calling it."""
     found = load_plugin("tasks", name)
     made = found() if isinstance(found, type) or not hasattr(found, "score") else found
     return _checked_task(made, f"plug-in {name} must be, or return,")

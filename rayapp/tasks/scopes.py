@@ -68,7 +68,8 @@ class _Leave:
 
 
 def _scope_body(node: ast.AST) -> list[ast.AST]:
-    # Without defaults, decorators, bases and annotations, which run in the outer scope; empty if the node is no scope.
+    """Return the nodes that run inside a scope: no defaults, decorators, bases and annotations, which run in the outer
+    one."""
     match node:
         case ast.Lambda(body=expression):
             return [expression]
@@ -90,7 +91,7 @@ def _verdicts(scope: ast.AST) -> dict[str, bool]:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    # of a nested scope only its own node
+    """Yield the nodes of a scope's body; of a nested scope only its own node."""
     pending = _scope_body(scope)
     while pending:
         node = pending.pop()

@@ -29,7 +29,7 @@ from rayapp.core.errors import KindError
 from rayapp.tasks.text_child import is_held, read_frame, write_call
 
 MAX_TEXT_CHARS = 1 << 20  # about 250,000 tokens; longer texts are not read
-# of one call: a normal answer takes less than a millisecond, 100,000 characters of code about a second
+# Time limit of a call: a normal answer takes less than a millisecond, 100,000 characters of code about a second.
 CPU_LIMIT_S = 2.0
 _WALL_LIMIT_S = 60.0  # of one call; beyond it the cause is the machine and not the text
 _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
@@ -127,7 +127,7 @@ class TextProcess:
         return value
 
     def _exchange(self, call: tuple[Any, ...]) -> tuple[str, object] | None:
-        # kind and value of the answer; None if another program killed the child
+        """Return kind and value of the answer; None if another program killed the child."""
         if self._child is None:
             self._child = self._started()
         try:
@@ -186,7 +186,7 @@ async def holds(condition: Callable[[Any], object], values: object) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    # without secrets, and with a fixed hash seed, so that sets have a fixed order
+    """Return the child's variables: no secrets, and a fixed hash seed, so that sets have a fixed order."""
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     markdown = find_spec("markdown_it")
     assert markdown is not None

@@ -32,9 +32,9 @@ from rayapp.core.protocols import Sandbox, SandboxSource, Task
 from rayapp.core.trajectories import branches, storable, storable_terms, summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, SandboxSpec, Trajectory
 
-# scores one answer: of a task, a rule, a user's reward function or an environment
+# Function that scores one answer: of a task, a rule, a user's reward function or an environment.
 Scorer = Callable[[], Awaitable[Reward]]
-# errors that concern more than one trajectory: a hopeless configuration, and lost processes of rayapp
+# Errors that concern more than one trajectory: a hopeless configuration, and lost processes of rayapp.
 ENDS_GROUP = (
     SandboxConfigError,
     EngineError,
@@ -213,7 +213,7 @@ def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Gr
 
 
 def _response_tokens(trajectory: Trajectory) -> int:
-    # in the longest branch, each of which is a separate conversation
+    """Count tokens in the longest branch; each branch is a separate conversation."""
     sampled = (trajectory.response_mask[branch] for branch in branches(trajectory.num_tokens, trajectory.forks))
     return max(mask.size - int(mask.argmax()) if mask.any() else 0 for mask in sampled)
 

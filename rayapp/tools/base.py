@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.syntax import answer_of
+from rayapp.core.syntax import answer_of, thoughts_end
 from rayapp.core.types import ExecRecord
 from rayapp.tools.config import parse
 
@@ -243,13 +243,14 @@ def with_whole_strings(text: str, start: str) -> str:
 
 def thoughts_of(text: str) -> str:
     """Return the reasoning in a turn: the text before the last `</think>`, without the tags."""
-    thoughts, end, _ = text.rpartition("</think>")
-    if not end:
-        return "" if after_thoughts(text) else text.strip().removeprefix("<think>").strip()
+    end = thoughts_end(text)
+    if not end and after_thoughts(text):
+        return ""
+    thoughts = text[:end].rpartition("</")[0] if end else text
     return thoughts.strip().removeprefix("<think>").strip()
 
 
 def after_thoughts(text: str) -> str:
     """Return the part of a turn after the last `</think>`. Only calls in this part count."""
-    _, end, rest = text.rpartition("</think>")
-    return "" if not end and text.lstrip().startswith("<think>") else rest
+    end = thoughts_end(text)
+    return "" if not end and text.lstrip().startswith("<think>") else text[end:]

@@ -77,7 +77,7 @@ def result_text(result: ExecResult, *, stateful: bool = False) -> str:
     return "\n".join(part.rstrip("\n") for part in parts if part.strip())
 
 
-# runs a task's public tests in a sandbox on the text of an answer
+# Function that runs a task's public tests in a sandbox on the text of an answer.
 Check = Callable[[str, Sandbox], Awaitable[PublicVerdict]]
 _NO_SUCH_PROGRAM = 127
 # Bytecode is not cached: Python detects a changed file by size and whole seconds, and an agent may edit twice in one.

@@ -25,7 +25,7 @@ from rayapp.tools.mcp_tool import McpLink, McpTool
 from rayapp.tools.toolset import ToolSet
 
 _MCP = "rayapp.tools.mcp_tool.McpTool"
-# for tool files and for the tools of tasks
+# Short names, for tool files and for the tools of tasks.
 SHIPPED = {
     "bash": "rayapp.tools.coding.BashTool",
     "edit": "rayapp.tools.coding.EditTool",
@@ -34,7 +34,7 @@ SHIPPED = {
     "submit": "rayapp.tools.coding.SubmitTool",
     "submit_work": "rayapp.tools.coding.SubmitWorkTool",
 }
-# or verl's class name
+# Short name, or verl's class name -> class.
 KNOWN = SHIPPED | {
     "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,

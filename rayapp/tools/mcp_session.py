@@ -178,5 +178,5 @@ class McpSession:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    # read once for all sessions, because reading takes 25 ms
+    """Read the certificates once for all sessions, because reading takes 25 ms."""
     return httpx2.create_ssl_context()

@@ -71,7 +71,7 @@ def _number(digits: str) -> float:
 
 
 def _values(value: object) -> Iterator[object]:
-    # and all names and values inside it; UnicodeEncodeError: a string is not valid UTF-8
+    """Yield a value and all names and values inside it. UnicodeEncodeError: a string is not valid UTF-8."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -110,19 +110,19 @@ class ArgumentChecker:
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
-    # With a deadline: jsonschema has none, and a pattern like `(a+)+$` can take hours.
+    """Check `pattern` with a deadline: jsonschema has none, and a pattern like `(a+)+$` can take hours."""
     if isinstance(text, str) and not regex.search(pattern, text, timeout=_PATTERN_TIMEOUT_S):
         yield ValidationError(f"{text!r} does not match {pattern!r}")
 
 
 def _unique_items(validator: Any, is_wanted: bool, items: object, schema: object) -> Iterator[ValidationError]:
-    # in linear time; jsonschema takes quadratic time for objects
+    """Check `uniqueItems` in linear time; jsonschema takes quadratic time for objects."""
     if is_wanted and isinstance(items, list) and len({_key(item) for item in items}) < len(items):
         yield ValidationError("some items are equal")
 
 
 def _key(value: object) -> object:
-    # the same only for equal JSON values: True differs from 1, but 1.0 equals 1
+    """Return a key that is the same only for equal JSON values: True differs from 1, but 1.0 equals 1."""
     if isinstance(value, dict):
         return "object", frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):

@@ -433,6 +433,7 @@ async def _judges(tokenizer: Any) -> None:
     ):
         with suppress(RewardFailedError):
             read_answer_of_judge(text, schema)
+        await asyncio.sleep(0)
 
 
 REPLIES: dict[str, Callable[[Any], Awaitable[None]]] = {
@@ -448,11 +449,7 @@ REPLIES: dict[str, Callable[[Any], Awaitable[None]]] = {
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-async def test_no_reply_holds_the_loop_up_or_fills_the_process(
-    reply: str, chat_tokenizer: Any, request: pytest.FixtureRequest
-) -> None:
-    if reply == "answers of judges":
-        request.applymarker(pytest.mark.xfail(strict=False, reason="open: a judge's hostile reply took too long"))
+async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_tokenizer: Any) -> None:
     await attack([partial(REPLIES[reply], chat_tokenizer)], num_at_once=1)
 
 

@@ -173,7 +173,7 @@ class StoreCarrier:
         return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
 
     async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
-        # the error, so that one failure doesn't hide other servers' success
+        """Return the error, if any, so that one failure doesn't hide other servers' success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(version, buckets)

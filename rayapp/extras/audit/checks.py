@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal
 
 from rayapp.core.aio import side_by_side
@@ -242,11 +243,17 @@ async def audit(
     runs: int = 20,
     max_trivial: float = 0.5,
     at_once: int = 4,
+    progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[TaskReport]:
     """Return one report per subject, in order. A task that can't be audited has a finding with the reason."""
-    turns = asyncio.Semaphore(at_once)
+    turns, done = asyncio.Semaphore(at_once), count(1)
 
     async def one(subject: Subject) -> TaskReport:
+        report = await audited(subject)
+        progress(next(done))
+        return report
+
+    async def audited(subject: Subject) -> TaskReport:
         if subject.cannot_run:
             return _unusable(subject, subject.cannot_run)
         async with turns:

@@ -86,6 +86,7 @@ async def _audited(
 ) -> list[TaskReport]:
     import os
 
+    from rayapp.cli.data import progress_bar
     from rayapp.extras.audit.checks import audit as run_audit
     from rayapp.extras.audit.subjects import subjects_of
     from rayapp.rollout.sources import answer_rewards
@@ -93,8 +94,13 @@ async def _audited(
 
     rewards, cache = answer_rewards(config), config.data.cache_dir
     subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)
-    async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
-        return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)
+    with progress_bar() as show:
+        show("tasks audited", 0, len(subjects))
+        async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
+            return await run_audit(
+                subjects, sandboxes, runs=runs, max_trivial=max_trivial,
+                progress=lambda done: show("tasks audited", done, len(subjects)),
+            )  # fmt: skip
 
 
 def _print(reports: Sequence[TaskReport]) -> None:

@@ -26,14 +26,14 @@ class ImageSource:
         *,
         folder: str = "",
         max_gib: float = 50.0,
-        mirrors: Mapping[str, Sequence[str]] | None = None,
+        wanted: Wanted | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args: aliases: template -> the template to use in its place, e.g. with a tag -> with the digest that the run has
         pinned."""
         self._folder, self._max_gib = folder, max_gib
-        self._wanted = Wanted(mirrors=mirrors)
+        self._wanted = wanted
         self._aliases = aliases or {}
         self._opened: Store | None = None
         self._pulls: dict[str, asyncio.Future[None]] = {}

@@ -13,7 +13,7 @@ import json
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,10 +21,15 @@ from typing import IO, Any
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
 from rayapp.extras.images.store import Hold, Store, tree_of
-from rayapp.sandbox.images import Image, Reference
+from rayapp.sandbox.images import Image, Reference, is_image, parse
 
 _SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+PUBLIC = (
+    "docker.io", "ghcr.io", "quay.io", "gcr.io", "mcr.microsoft.com", "nvcr.io", "public.ecr.aws",
+    "registry.gitlab.com",
+)  # fmt: skip
+"""Registries from which every task's images may come."""
 _GUESSED_RATIO = 3
 """Estimated size of an image's tree, as a multiple of the downloaded bytes. This much room is made before unpacking."""
 _MAX_DOCUMENT_BYTES = 8 << 20
@@ -37,8 +42,22 @@ class Wanted:
 
     mirrors: Mapping[str, Sequence[str]] | None = None
     """Registry -> mirrors that are tried before it; `http://HOST` is used without TLS."""
+    registries: Collection[str] | None = None
+    """Hosts that may be asked besides `mirrors`; None: any host, for names that a person typed."""
     progress: IO[str] | int = subprocess.DEVNULL
     """File or descriptor to which skopeo writes what it is doing."""
+
+
+def wanted_by_tasks(
+    mirrors: Mapping[str, Sequence[str]], registries: Collection[str], aliases: Mapping[str, str]
+) -> Wanted:
+    """Return the settings for images that tasks name: only hosts of the config are asked.
+
+    Args:
+        aliases: image that a task names -> image that the config gives in its place.
+    """
+    given = {parse(image).registry for image in aliases.values() if is_image(image)}
+    return Wanted(mirrors=mirrors, registries={*PUBLIC, *registries, *given})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +75,7 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
     first asked for the digest.
 
     Raises:
-        ImageError: the image is missing, damaged, too large, or for another platform.
+        ImageError: the image is missing, damaged, too large, for another platform, or its registry must not be asked.
         SandboxUnavailableError: the registry can't be reached."""
     wanted = wanted or Wanted()
     if reference.digest or reference.kind == "build":
@@ -80,22 +99,28 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
     )
 
 
-def resolve(reference: Reference, mirrors: Mapping[str, Sequence[str]] | None = None) -> Reference:
+def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
     """Return the name with its current digest, without downloading the image. A name that has a digest is also looked
     up.
 
     Raises:
-        ImageError: the image is missing.
+        ImageError: the image is missing, or its registry must not be asked.
         SandboxUnavailableError: the registry can't be reached."""
     if reference.kind != "registry":
         return reference
-    return reference.pinned(_resolved(reference, Wanted(mirrors=mirrors))[1])
+    return reference.pinned(_resolved(reference, wanted or Wanted())[1])
 
 
 def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
     """Return the first place that has the image, and the image's digest."""
     problem: Exception | None = None
-    for source in _sources(reference, wanted.mirrors or {}):
+    mirrors, registry = wanted.mirrors or {}, reference.registry.lower()
+    if registry and wanted.registries is not None and registry not in {*wanted.registries, *mirrors}:
+        raise ImageError(
+            f"image {reference} is refused: its registry {registry} is not in sandbox.providers[].image_registries. A "
+            "task may not choose which hosts are asked. Add the registry there, or run `rayapp images pull` for it"
+        )
+    for source in _sources(reference, mirrors):
         flags = ["--tls-verify=false"] if source.is_plain else []
         try:
             raw = skopeo("inspect", reference, [*flags, "--raw", source.name])
@@ -127,6 +152,8 @@ def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iter
 
 def _archive(reference: Reference) -> str:
     """Return skopeo's name of an image in an archive, which `docker save` or a tool for OCI archives wrote."""
+    if not Path(reference.name).is_file():
+        raise ImageError(f"image {reference} can't be read: there is no file {reference.name}")
     try:
         with tarfile.open(reference.name) as archive:
             names = {name.removeprefix("./") for name in archive.getnames()}

@@ -22,15 +22,16 @@ from rayapp.tools.base import SampleCall, ToolSchema
 
 Message = Mapping[str, Any]
 _STAND_IN = "Stand-in-for-what-was-sampled"
+_END_TOKENS = 32
 _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
 _THOUGHT = "<think>\nStand-in-for-a-thought\n</think>\n\n"
 _BLANKS = "\n\n Answer \n"
-# as a policy may write them: without blanks, with a letter that is not ASCII
+# Arguments as a policy may write them: without blanks, with a letter that is not ASCII.
 _ARGUMENTS = '{"place":"Zürich","days":1.0}'
-# of the cache of frames, of messages of a frame, of characters of its names and ids: an agent could make each large
+# Limits of frames in the cache, of messages of a frame, and of characters of its names and ids, for hostile agents.
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
 _FRAMED = {"role", "name", "content", "tool_call_id"}
 
@@ -76,8 +77,8 @@ class ChatFormat:
         self._needs_calls = False
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
-        # (roles, names and call ids of messages) -> the texts around their contents (`text.frame`); None if not
-        # cacheable
+        # Roles, names and call ids of messages -> the texts around their contents (`text.frame`); None if not
+        # cacheable.
         self._frames: dict[tuple[tuple[str | None, ...], ...], tuple[str, ...] | None] = {}
         if tools:
             self._check_tools()
@@ -115,6 +116,10 @@ class ChatFormat:
     def turn_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a sampled turn, with special tokens (for tool parsers) but not those that end the turn."""
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
+
+    def end_of(self, prompt_ids: Sequence[int]) -> str:
+        """Return the end of a prompt's text. Some templates write `<think>` at the beginning of the policy's turn."""
+        return str(self.tokenizer.decode(list(prompt_ids[-_END_TOKENS:]), skip_special_tokens=False))
 
     def num_said(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before those that end the turn, or only begin the template's end of a turn."""
@@ -199,7 +204,7 @@ class ChatFormat:
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def _written(self, messages: Sequence[Message]) -> str:
-        # of `_after_turn`, from a cached frame if there is one
+        """Return the text of `_after_turn`, from a cached frame if there is one."""
         if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
@@ -301,7 +306,7 @@ def load_template(name_or_path: str) -> str:
 
 
 def _overlap(head: Sequence[int], tail: Sequence[int]) -> int:
-    # the length of the longest sequence that ends `head` and begins `tail`
+    """Return the length of the longest sequence that ends `head` and begins `tail`."""
     for length in range(min(len(head), len(tail)), 0, -1):
         if list(head[len(head) - length :]) == list(tail[:length]):
             return length
@@ -351,7 +356,7 @@ def _assistant(content: str, *calls: Message) -> Message:
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:
-    # strings and integers, the types that every call format can write
+    """Return strings and integers, the types that every call format can write."""
     samples: Mapping[object, object] = {"string": "some text", "integer": 3}
     properties = tool.parameters.get("properties") or {}
     return {

@@ -108,8 +108,7 @@ class _Play:
 
     def _text_of(self, completion: Completion) -> str:
         chat = self.loop.chat
-        prompt_end = chat.tokenizer.decode(list(self._read_ids[-8:]), skip_special_tokens=False)
-        return spoken(chat.turn_text(completion.token_ids.tolist()), prompt_end)
+        return spoken(chat.turn_text(completion.token_ids.tolist()), chat.end_of(self._read_ids))
 
     def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
         results = [record.output for record in records]

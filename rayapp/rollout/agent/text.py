@@ -70,7 +70,7 @@ class Neutralizer:
         return " ".join(text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
 
 
-# contents that test whether a template trims, escapes or parses them; a unique text replaces @
+# Contents that test whether a template trims, escapes or parses them; a unique text replaces @.
 _PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
 
 

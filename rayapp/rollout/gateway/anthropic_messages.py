@@ -123,7 +123,7 @@ class _Stream(StreamWriter):
         return self._begun(kind) + _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _begun(self, kind: PartKind) -> bytes:
-        # closes the open block; nothing if it is of this kind
+        """Close the open block and open one of this kind, unless it is open."""
         if self._open == kind:
             return b""
         ended, self._open = self._ended(), kind
@@ -160,7 +160,6 @@ class _Stream(StreamWriter):
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    # empty for null
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise refuse(f"{name} must be an object, not {value!r:.40}")
@@ -168,7 +167,6 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    # None if it leaves the policy the choice
     match choice.get("type", "auto"):
         case "auto" | "none":
             return None

@@ -53,7 +53,7 @@ class Said:
     text: str
     calls: tuple[ToolCall, ...] = ()  # of the assistant
     call_id: str = ""  # of the call whose result this is
-    # without call ids and blanks around the assistant's text, which clients change when they send a message back
+    # Key without call ids and blanks around the assistant's text, which clients change when they send a message back.
     key: Key = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Ask:
     max_tokens: int | None = None  # of each choice; None: as many as the session has left
     stop: tuple[str, ...] = ()
     ignored_sampling: tuple[str, ...] = ()  # fields of the request; the policy samples as the run's config says
-    # for the chat template; others than it reads have no effect
+    # Variables of the chat template; those that it doesn't read have no effect.
     variables: Mapping[str, Any] = field(default_factory=dict)
     form: Form | None = None
     reads_calls: bool = True  # False if text that looks like a tool call must stay text
@@ -94,7 +94,7 @@ class Ask:
     is_stream: bool = False
     wants_usage: bool = True  # a stream has to end with token counts
     wants_thoughts: bool = False  # as separate blocks (Anthropic's API)
-    # id of the reply that this call continues; empty if it has the whole conversation (Responses API)
+    # Id of the reply that this call continues; empty if it has the whole conversation (Responses API).
     previous: str = ""
     may_be_named: bool = False  # a later call may continue by this reply's id (Responses API)
 
@@ -261,7 +261,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
-    # to the most similar message that is recorded in its place
+    """Return the difference to the most similar message that is recorded in its place."""
     known = [key for key in place.children if key[0] == said.role]
     if not known:
         other = "other_conversation" if is_first else "history_rewritten"

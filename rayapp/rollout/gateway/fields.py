@@ -14,16 +14,16 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# concern the caller, or the storage and speed of a service
+# Fields that concern the caller, or the storage and speed of a service.
 _HARMLESS = names("""
     access_programs betas billing_policy cache_control client_metadata diagnostics extra_headers inference_geo
     max_tool_calls metadata model moderation prediction priority prompt_cache_key prompt_cache_options
     prompt_cache_retention request_id safety_identifier service_tier speed store stream stream_options user
     user_profile_id workspace_id
     """)
-# the chat template or the session determines these
+# Fields whose settings the chat template or the session determines.
 _NOT_FOLLOWED = names("context_management include reasoning thinking truncation verbosity")
-# of unsupported features -> values that don't use the feature
+# Field of an unsupported feature -> values that don't use the feature.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
@@ -40,7 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (0, False, "", [], {}),
     ),
 }
-# field of earlier versions of vLLM -> field that replaces it
+# Field of earlier versions of vLLM -> field that replaces it.
 _INSTEAD = {f"guided_{name}": f"structured_outputs: {{{name}: …}}" for name in ("json", "regex", "choice", "grammar")}
 
 _MAX_FIELDS = 100

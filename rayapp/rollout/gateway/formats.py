@@ -23,7 +23,8 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
 _MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20  # of sets of tools in the cache, and of characters of their JSON
-# new objects before a collection, and collections before the next generation's; Python's defaults are 700, 10, 10
+# Number of new objects before a collection, and of collections before that of an older generation (Python: 700, 10,
+# 10).
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -35,11 +36,6 @@ class Format:
     key: Key
     chat: ChatFormat
     parser: ToolCallParser
-
-    def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """True if the prompt ends with `<think>`, which some templates write at the beginning of the policy's turn."""
-        end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
-        return end.rstrip().endswith("<think>")
 
 
 class Formats:

@@ -79,7 +79,6 @@ def _schema_states(value: Any, depth: int) -> int:
 
 
 def _pattern_states(pattern: str) -> int:
-    # approximate, of a regular expression
     # An item is a pair (states, depth of nested unlimited repetitions). `open_groups` has an item for each open group,
     # and `last` is the item to which a repetition would apply.
     open_groups, last, place = [(0, 0)], (0, 0), 0

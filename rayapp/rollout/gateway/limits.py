@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 MOST_CHOICES = 16
-# on average over a prompt; one that needs more can't fit into the session's tokens, and is refused before rendering
+# Most characters per token over a prompt; one that needs more can't fit into the session, and is refused unrendered.
 _MAX_CHARS_A_TOKEN = 32
-# of a body without its messages' texts: tools, and the fields around each message
+# Limits of a body without its messages' texts: tools, and the fields around each message.
 _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
 MODEL = "policy"  # which agents get in RAYAPP_MODEL
 

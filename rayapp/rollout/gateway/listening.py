@@ -65,7 +65,7 @@ class Listening:
 
     def __init__(self, app: web.Application, *, max_connections: int = 0) -> None:
         self._busy = dict[object, int]()  # connection -> number of its requests in progress
-        # connection -> time on the loop's clock since when it is idle, longest first
+        # Connection -> time on the loop's clock since when it is idle, longest first.
         self._idle = dict[web.RequestHandler, float]()
         app.middlewares.append(self._note_busy)
         # handler_cancellation cancels the turn of an agent that disconnects.
@@ -162,7 +162,7 @@ def _default_connections() -> int:
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
-    # without a free descriptor it waits, and logs this at most once in `_QUIET_S`
+    """Accept a connection. Without a free descriptor wait, and log this at most once in `_QUIET_S`."""
     said_at_s = -_QUIET_S
     while True:
         try:

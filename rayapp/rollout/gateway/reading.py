@@ -12,7 +12,7 @@ from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine checks each stop text at every token
 MAX_TOOL_CHARS = 256 << 10  # all tools of a request together, as JSON
-# field of vLLM's StructuredOutputsParams that a request may set -> type of its value
+# Field of vLLM's StructuredOutputsParams that a request may set -> type of its value.
 _FORMS: dict[str, Any] = {
     "json": (str, dict),
     "regex": (str,),
@@ -22,7 +22,7 @@ _FORMS: dict[str, Any] = {
     "structural_tag": (str,),
 }
 _MAX_VARIABLES = 16
-# arguments of `apply_chat_template`, and special tokens
+# Arguments of `apply_chat_template`, and special tokens.
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
     "eos_token", "max_length", "messages", "padding", "return_dict", "return_tensors", "tokenize",
@@ -196,13 +196,13 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
 
 
 def _apart(parameters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    # the definitions get names that no other tool has
+    """Return a tool's schema, and its definitions under names that no other tool has."""
     own = _renamed(dict(parameters), number)
     return own, {f"{key}_{number}": value for part in _DEFS for key, value in (own.pop(part, None) or {}).items()}
 
 
 def _renamed(value: Any, number: int) -> Any:
-    # references name the definitions of tool `number`
+    """Return a schema in which references name the definitions of tool `number`."""
     if isinstance(value, list):
         return [_renamed(each, number) for each in value]
     if not isinstance(value, dict):

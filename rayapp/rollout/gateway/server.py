@@ -256,7 +256,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _sending(request: web.Request, body: bytes) -> Sending:
-    # retries and timeout, from the headers of an SDK
+    """Return retries and timeout, from the headers of an SDK."""
     headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
     timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
     return Sending(
@@ -282,7 +282,6 @@ def _headers(session: Session, ask: Ask) -> dict[str, str]:
 
 
 def _unread(session: Session, ask: Ask) -> list[str]:
-    # template variables that the chat template doesn't read
     unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
     if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
         # Both variables express the same setting, and a template reads only one of them.
@@ -321,7 +320,6 @@ async def _stream(
 
 
 def _begun(writer: StreamWriter | None, dialect: Dialect, begun: Begun, ask: Ask) -> tuple[StreamWriter, bytes]:
-    # no events if the writer exists already
     if writer is not None:
         return writer, b""
     writer = dialect.stream(begun, ask)

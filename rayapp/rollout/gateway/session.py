@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.syntax import spoken
 from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.gateway.conversation import (
     Ask,
@@ -54,7 +55,7 @@ _MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0  # abandoned calls that are kept, because
 _MOST_NOTES = 20
 _DESCRIBE = ", describe the form of the answer in the prompt, or set agent.external.structured"
 _SMALL = 16 << 10  # bytes or characters of input that is read on the event loop, in milliseconds
-# read bodies and render prompts; a session uses at most one at a time
+# Threads that read bodies and render prompts; a session uses at most one at a time.
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
 _T = TypeVar("_T")
 Structured = Literal["refuse", "free", "guide"]
@@ -73,21 +74,21 @@ class Session:
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""  # by which the last call was refused or its answer was cut
     replies: Replies = field(default_factory=Replies)  # continued by a reply's id (Responses API)
-    # calls that name a model other than MODEL; see `agent.external.models`
+    # Treatment of calls that name a model other than MODEL; see `agent.external.models`.
     other_models: Literal["train", "untrained", "refuse"] = "train"
     forwarder: Forwarder | None = None  # answers calls under other models' names
     structured: Structured = "refuse"  # see `agent.external.structured`
     counts: Counter[str] = field(default_factory=Counter)  # calls by kind, for `Trajectory.agent_counts`
-    # for the agent's output, about calls that did not continue the last conversation
+    # Lines for the agent's output, about calls that did not continue the last conversation.
     notes: list[str] = field(default_factory=list)
-    # never gets a result; when the engine fails, it gets the error
+    # Future that never gets a result; when the engine fails, it gets the error.
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _conversations: Conversations = field(default_factory=Conversations)
     _num_asked: int = 0
     _running: set[asyncio.Task[SampledTurn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
-    # `Sending.key` -> call whose client disconnected before the reply
+    # Key of a sending -> call whose client disconnected before the reply.
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
     _sides: list[Session] = field(default_factory=list)  # for calls that are not recorded, each while it is answered
     _num_sides: int = 0
@@ -344,7 +345,7 @@ class Session:
             return await asyncio.get_running_loop().run_in_executor(_READING, work)
 
     def _check_size(self, messages: Sequence[Said]) -> int:
-        # refuses messages that can't fit into the session's tokens
+        """Refuse messages that can't fit into the session's tokens."""
         num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
         if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
             raise self._too_long(f"the prompt has {len(messages)} messages and {num_chars} characters")
@@ -380,14 +381,14 @@ class Session:
             wants_allowed=True,
         )
         choices, splitters = list[Choice](), list[Splitter]()
+        prompt_end = wanted.format.chat.end_of(wanted.prompt_ids)
         if live is not None:
-            is_thinking = wanted.format.is_thinking(wanted.prompt_ids)
+            is_thinking = prompt_end.rstrip().endswith(("<think>", "<thinking>"))
             splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
         listeners = [] if live is None else [live.listener(i, each) for i, each in enumerate(splitters)]
         for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
-            choice = await choice_of(
-                ask, wanted.format, self.tree, turn, self.request_id, splitters[i].text_start if splitters else None
-            )
+            text_start = splitters[i].text_start if splitters else None
+            choice = await choice_of(ask, wanted.format, self.tree, turn, self.request_id, prompt_end, text_start)
             self._conversations.record(
                 wanted.format.key,
                 messages,
@@ -451,10 +452,12 @@ class Session:
         # a lower max_tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
+        said = spoken(text, wanted.format.chat.end_of(wanted.prompt_ids))
         prompt_end, end = self.tree.add_turn(
-            wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
+            wanted.after, wanted.read_ids, completion, text=said, started_at_s=started_at_s
         )
-        return SampledTurn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
+        number = len(self.tree.turns) - 1
+        return SampledTurn(number=number, prompt_end=prompt_end, end=end, completion=completion, text=text)
 
 
 def _retrieved(task: asyncio.Task[Reply]) -> None:

@@ -34,8 +34,7 @@ class Piece(NamedTuple):
 class Splitter:
     """Splits the tokens of one turn, while they are sampled, into pieces of thoughts and text.
 
-    With `is_thinking` (the prompt ends with `<think>`) no piece is sent before `</think>`, without which the whole turn
-    is text.
+    With `is_thinking` (the prompt ends with `<think>`) no piece is sent before `</think>`.
     """
 
     def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
@@ -95,7 +94,7 @@ class Splitter:
             yield from self._until("thoughts", start, self._settled(start, (_CLOSE, *self._stop)))
 
     def _settled(self, start: int, marks: Sequence[str] | None = None) -> int:
-        # before trailing blanks, and before a mark or the beginning of one
+        """Return the end of the text before trailing blanks, and before a mark or the beginning of one."""
         text, marks = self._text[start:], self._marks if marks is None else marks
         found = [place for mark in marks if (place := text.find(mark)) >= 0]
         if found:
@@ -111,7 +110,7 @@ class Splitter:
 
 
 def _num_begun(text: str, mark: str) -> int:
-    # longest suffix of the text that is a prefix of the mark
+    """Return the length of the longest suffix of the text that is a prefix of the mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayapp.core.syntax import spoken
 from rayapp.core.types import CallRecord, Completion, RequestId
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
@@ -33,16 +34,24 @@ class SampledTurn:
     prompt_end: int
     end: int  # index of the turn's last token
     completion: Completion
+    text: str  # as sampled; the text in `Recorder.turns` may begin with the prompt's `<think>`
 
 
 async def choice_of(
-    ask: Ask, chat_format: Format, tree: Recorder, turn: SampledTurn, request_id: RequestId, text_start: int | None
+    ask: Ask,
+    chat_format: Format,
+    tree: Recorder,
+    turn: SampledTurn,
+    request_id: RequestId,
+    prompt_end: str,
+    text_start: int | None,
 ) -> Choice:
     """Return a turn as an API represents it. `text_start` is the index after the thoughts, as the stream's splitter
     found it; None: after the last `</think>`."""
     record = tree.turns[turn.number]
-    text, stopped_by = _before_stop(record.text, ask.stop)
+    text, stopped_by = _before_stop(turn.text, ask.stop)
     if text_start is None or text_start > len(text):
+        text = spoken(text, prompt_end)
         said, thoughts = after_thoughts(text), thoughts_of(text)
     else:
         said, thoughts = text[text_start:], thoughts_of(text[:text_start])
@@ -95,7 +104,7 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    # of an answer whose form is a list of calls; no calls if it was cut off
+    """Return the calls of an answer whose form is a list of calls; none if it was cut off."""
     try:
         # xgrammar lets a string with maxLength hold control characters as they are; json refuses them if strict.
         made: list[dict[str, Any]] = json.loads(said, strict=False)
@@ -105,7 +114,6 @@ def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    # and the stop text
     places = [(text.find(each), each) for each in stop if each in text]
     if not places:
         return text, ""

@@ -24,7 +24,7 @@ SPARK_STEPS = 40
 PACE_STEPS = 20
 NUM_NOTES = 4
 FIRST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 160.0
-# label -> metric, format
+# Label -> metric and format.
 FORMATS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", "{:+.3f}"),
     "pass rate": ("reward/pass_rate/mean", "{:.2f}"),
@@ -35,7 +35,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "tokens/s": ("throughput/response_tokens_per_s", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-# of a step on demonstrations
+# Numbers of a step on demonstrations.
 SUPERVISED: dict[str, tuple[str, str]] = {
     "loss": ("sft/loss", "{:.3f}"),
     "validation": ("sft/validation_loss", "{:.3f}"),
@@ -44,26 +44,26 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "tokens": ("sft/num_tokens", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-# of steps that have them: on GPUs, with prices (`budget`), of evaluations
+# Numbers of steps that have them: on GPUs, with prices (`budget`), of evaluations.
 OPTIONAL: dict[str, tuple[str, str]] = {
     "tokens/s/GPU": ("throughput/tokens_per_s_per_gpu", "{:.0f}"),
     "cost": ("cost/total", "{:.2f}"),
     "eval scored": ("eval/trajectories/scored", "{:.0f}"),
     "eval failed": ("eval/trajectories/failed", "{:.0f}"),
 }
-# after those of a step, or alone before the first step
+# Numbers of an evaluation, after those of a step, or alone before the first step.
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
 }
-# of the labels in FORMATS, shown once, before the first step
+# Meanings of the labels in FORMATS, shown once, before the first step.
 LEGEND = (
     "reward: mean over the step's completions; pass rate: share of tests passed; solved: share of completions that "
     "pass all; no signal: share of groups with equal rewards, from which GRPO learns nothing; entropy: nats per token, "
     "near 0 the policy repeats itself; stale: optimizer steps between the weights that sampled and those that train; "
     "tokens/s: sampled tokens per second of the step; tokens/s/GPU: trained tokens per second and GPU of the run"
 )
-# of the labels in SUPERVISED
+# Meanings of the labels in SUPERVISED.
 SUPERVISED_LEGEND = (
     "loss, validation: cross-entropy of the step's demonstrations and of held-out rows, in nats per token; epoch: "
     "passes over the demonstrations so far; tokens: tokens learned in this step"
@@ -150,7 +150,7 @@ class LineConsole:
         self._progress = text
 
     def _break_silence(self) -> None:
-        # says what the run waits for after 10 s without a line, then after 20, 40, … s
+        """Say what the run waits for after 10 s without a line, then after 20, 40, … s."""
         while not self._is_closed.wait(1.0):
             now = time.monotonic()
             if now - self._last_line >= self._silent_s:
@@ -164,7 +164,6 @@ class LineConsole:
         self.note(self._line(step, metrics))
 
     def _explain(self, metrics: Mapping[str, float]) -> None:
-        # before the first step that shows its labels
         if not self._is_explained and (legend := legend_of(metrics)):
             self._is_explained = True
             self.note(legend)

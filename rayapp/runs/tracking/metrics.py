@@ -40,7 +40,8 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
 
 
 def _kept(summaries: Sequence[GroupSummary], version: int) -> dict[str, float]:
-    # shares of trajectories continued after a weight sync, and of tokens sampled before it; mean staleness of a token
+    """Return shares of trajectories continued after a weight sync and of tokens sampled before it, and mean
+    staleness."""
     trajectories = [counts for summary in summaries for counts in summary.tokens_by_version if counts]
     num_tokens = sum(sum(counts.values()) for counts in trajectories)
     if not num_tokens:
@@ -70,7 +71,7 @@ def _term(summary: GroupSummary, name: str) -> FloatArray:
 
 
 def _is_count(name: str) -> bool:
-    # recorded beside a reward's terms; `_tools` and `_verdicts` report them instead
+    """Return True for counts beside a reward's terms, which `_tools` and `_verdicts` report."""
     return _is_of_tools(name) or name.startswith(_COUNTS)
 
 
@@ -84,7 +85,7 @@ def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    # of all trajectories, trained on or not
+    """Count turns and tool calls of all trajectories, trained on or not."""
     names = {name for summary in summaries for name in summary.reward_terms if _is_of_tools(name)}
     found = {name: np.concatenate([_term(summary, name) for summary in summaries]) for name in names}
     turns = found.pop("num_turns", np.zeros(0, np.float32))
@@ -98,14 +99,14 @@ def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:
-    # empty without values, because a mean of 0 would be drawn as a drop
+    """Return statistics; none without values, because a mean of 0 would be drawn as a drop."""
     if not values.size:
         return {}
     return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "std", "min", "max")}
 
 
 def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    # that teach nothing: all rewards equal, or no valid one
+    """Return shares of groups that teach nothing: all rewards equal, or no valid one."""
     return {
         "groups/count": float(len(summaries)),
         "groups/zero_variance": float(np.mean([_has_equal_rewards(summary) for summary in summaries])),
@@ -131,7 +132,7 @@ def _lengths(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    # over all trajectories; and the number with a verdict, over which rewards are means
+    """Return shares over all trajectories; and the number with a verdict, over which rewards are means."""
     total = sum(summary.rewards.size for summary in summaries)
     counted = {
         "status": Counter(status for summary in summaries for status in summary.statuses),
@@ -264,7 +265,7 @@ class SignalWatch:
 
 
 def _is_silent(metrics: Mapping[str, Any]) -> bool:
-    # no signal from rewards, and no teacher, which needs none
+    """Return True without a signal from rewards, and without a teacher, which needs none."""
     are_equal = metrics.get("reward/std", 1.0) < 1e-6 and "distillation/kl" not in metrics
     return bool(metrics[_KEY] == 0.0 or are_equal)
 

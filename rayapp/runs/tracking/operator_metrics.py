@@ -53,7 +53,7 @@ class Sample:
 
 
 def _of_scalar(kind: Kind, name: str, source: str, text: str, **more: Any) -> Metric:
-    # from one scalar, or from all that match `source`, whose parts in braces are labels
+    """Make a metric from one scalar, or from all that match `source`, whose parts in braces are labels."""
     return Metric(name=name, kind=kind, source=source, help=text, labels=tuple(_LABEL.findall(source)), **more)
 
 

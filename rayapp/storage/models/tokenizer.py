@@ -21,7 +21,7 @@ from rayapp.core.protocols import Tokenizer
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# special tokens that every chat template may use
+# Special tokens that every chat template may use.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -54,7 +54,7 @@ class ModelTokenizer:
         self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *unnamed]))
         self._fast = _fast(folder, settings, self.all_special_tokens)
         is_bpe = type(self._fast.model).__name__ == "BPE"
-        # transformers would remove blanks from decoded text
+        # True if transformers would remove blanks from decoded text.
         self.is_cleaned_up = bool(settings.get("clean_up_tokenization_spaces")) and not is_bpe
         self.chat_template: str | dict[str, str] | None = _chat_template(folder, settings)
 
@@ -127,7 +127,7 @@ def _of_transformers(path: str, *, trust_remote_code: bool) -> Any:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    # merged with special_tokens_map.json, which models from before 2024 have
+    """Return the settings, merged with special_tokens_map.json, which models from before 2024 have."""
     settings: dict[str, Any] = _json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
@@ -146,7 +146,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
-    # with names of the model's own, such as image_token
+    """Return special tokens, with names of the model's own, such as image_token."""
     own = {key: token for key, token in settings.items() if key.endswith("_token") and isinstance(token, str)}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         own |= settings[key] if isinstance(settings.get(key), dict) else {}
@@ -183,7 +183,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str,
 
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> Template:
-    # in the Jinja environment that transformers 5.10 uses
+    """Compile a template in the Jinja environment that transformers 5.10 uses."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -17,7 +17,7 @@ from rayapp.core.syntax import parse
 from rayapp.tasks.banned import screen_module
 
 RECURSION = "import sys; sys.setrecursionlimit(50000)"  # put above every solution
-# Those of the checkers of APPS, PRIME and LiveCodeBench. They take longer than most programs, so only code that uses
+# Imports of the checkers of APPS, PRIME and LiveCodeBench. They take longer than most programs, so only code that uses
 # one of the names gets them.
 IMPORTS = (
     "from string import *; from re import *; from datetime import *; from collections import *; from heapq import *; "

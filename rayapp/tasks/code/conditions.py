@@ -210,7 +210,7 @@ def _sum(values: Any, start: Any = 0) -> Any:
 
 
 def _num_parts(value: Any) -> int:
-    # leaves and containers in plain data; one part for each character of a string
+    """Count leaves and containers in plain data; a string has one part for each character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -231,7 +231,7 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole,
 }  # fmt: skip
-# that a condition may call; none has side effects
+# Functions that a condition may call; none has side effects.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "math.fabs": math.fabs, "math.isclose": math.isclose, "round": round, "len": len, "sorted": sorted,
     "set": _set, "frozenset": _set, "list": list, "tuple": tuple, "float": float, "int": int, "bool": bool,

@@ -162,7 +162,7 @@ def _of_codecontests(fields: Fields) -> dict[str, Any]:
 
 
 def _pairs(tests: Any) -> list[tuple[object, object]]:
-    # from the hub's form {input: [...], output: [...]}, or from [{input, output}]
+    """Return pairs from the hub's form {input: [...], output: [...]}, or from [{input, output}]."""
     match tests:
         case None:
             return []
@@ -216,7 +216,7 @@ def _decoded(encoded: str) -> str:
 
 
 def _pickled_text(pickled: bytes) -> str:
-    # Without unpickling: a pickle is a program and could do anything.
+    """Return the only string in a pickle, without unpickling: a pickle is a program and could do anything."""
     operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(pickled)]
     texts = [argument for name, argument in operations if name in _TEXT_OPS]
     others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS

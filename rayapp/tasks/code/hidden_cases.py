@@ -91,8 +91,8 @@ def _as_json(value: object) -> object:
     return value
 
 
-# From the results of a test's calls to a true value if it passes; it fails if this raises. It runs in the text process:
-# a function (or `partial`) of a module that needs only the standard library.
+# Function from the results of a test's calls to a true value if it passes; the test fails if this raises. It runs in
+# the text process: a function (or `partial`) of a module that needs only the standard library.
 Condition = Callable[[Sequence[object]], object]
 
 

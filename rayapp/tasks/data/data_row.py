@@ -24,7 +24,7 @@ class DataRow:
     messages: tuple[Mapping[str, Any], ...]  # each with role and content
     data_source: str
     ground_truth: Any  # `reward_model.ground_truth`; for GSM8K a string
-    # for each tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}
+    # Arguments for each tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}.
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # custom reward functions get it
     agent_name: str = ""
@@ -70,7 +70,7 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    # in parquet, every row has the keys of all rows
+    """Remove None: in parquet, every row has the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -122,7 +122,7 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
 
 
 def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
-    # row by row: tens of megabytes of tests per second
+    """Check code problems row by row: tens of megabytes of tests per second."""
     languages: set[Language] = set()
     for index, is_mine in enumerate(of_source.to_pylist()):
         if is_mine:
@@ -161,7 +161,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _without_target(targets: Any) -> Any:
-    # null, an empty list, or a list that contains null
+    """Return a mask of targets that are null, an empty list, or a list that contains null."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -90,7 +90,7 @@ def _truth(value: Any) -> str:
 
 
 def _tests(text: str) -> str:
-    # `text` is already JSON, or consists of Python asserts.
+    """Return the tests as JSON; `text` is already JSON, or consists of Python asserts."""
     tree = parse(text)
     written = tree.body if tree is not None else []
     asserts = [ast.unparse(one) for one in written if isinstance(one, ast.Assert)]
@@ -198,7 +198,7 @@ def _load_file(path: Path, cache: Path) -> Any:
     return _in_columns(*(_csv_rows(data) if path.suffix == ".csv" else _json_rows(data)))
 
 
-# line -> row, and (line, reason) of the lines that hold no row
+# Line -> row, and (line, reason) of the lines that hold no row.
 _Found = tuple[dict[int, dict[str, Any]], list[tuple[int, str]]]
 
 

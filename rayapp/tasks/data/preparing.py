@@ -41,7 +41,7 @@ _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
 OWN_SOURCE = "own"  # data_source of rows that only the user's own reward function scores
 _MOST_NAMED = 20  # bad rows; further ones are only counted
-# for each row, why the reference solution fails its tests; empty if it passes
+# Function that says, for each row, why the reference solution fails its tests; empty if it passes.
 Check = Callable[[Sequence[Row]], list[str]]
 Progress = Callable[[str, int, int], None]  # split, rows done, all rows
 
@@ -51,7 +51,7 @@ class SplitReport:
     split: str
     num_written: int = 0
     bad: list[str] = field(default_factory=list)  # `line 17: reason`, or `row 16: reason` if the source has no lines
-    # `line 9 repeats line 3`: an earlier row or the train split has the prompt
+    # Entries like `line 9 repeats line 3`: an earlier row or the train split has the prompt.
     repeats: list[str] = field(default_factory=list)
 
     def refuse(self, where: str, why: str) -> None:
@@ -73,7 +73,7 @@ class Preparation:
     overwrite: bool = False
     revision: str = ""  # on the hub; empty for the newest
     data_source: str = ""  # selects the scoring rule; empty: the data set's hub id
-    # in which rows ask for programs, without solutions in others; empty: each example's own, or Python
+    # Language in which rows ask for programs, without solutions in others; empty: each example's own, or Python.
     language: str = ""
     check_references: bool = True  # run the reference solutions of code problems on their tests
     own: OwnColumns | None = None  # for a user's own examples
@@ -217,7 +217,6 @@ def _checked(rows: Iterator[Row], report: SplitReport, check: Check, examples: E
 def _check_references(
     sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
 ) -> list[str]:
-    # not in the thread of the event loop `loop`
     async def problem(row: Row) -> str:
         reference = row["extra_info"].get("reference")
         if not reference:

@@ -80,7 +80,7 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
     )
 
 
-# (messages, agent_name) -> the prompt's token ids, by the chat template with the agent's tools
+# Messages and agent_name -> the prompt's token ids, by the chat template with the agent's tools.
 Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
 CheckAgent = Callable[[str, str], None]  # (agent_name, file and row for messages); InputError if there is no such agent
 
@@ -90,7 +90,7 @@ class ReadOptions:
     seed: int = 0
     shuffle: bool = True  # False keeps the order of the files, e.g. for validation
     max_prompt_tokens: int | None = None  # None disables the check
-    # drop longer prompts and count them in `num_overlong`; False applies `truncation`
+    # Drop longer prompts and count them in `num_overlong`; False applies `truncation`.
     filter_overlong_prompts: bool = True
     truncation: Truncation = "error"
     window_rows: int = 65_536
@@ -117,7 +117,7 @@ class TrainingData:
         self._encode = encode
         if check_agent is not None:
             _check_agents(groups, check_agent)
-        # other than Python; empty without `truth_kind`
+        # Languages other than Python; none without `truth_kind`.
         self.languages = check_truths(groups, truth_kind) if truth_kind is not None else frozenset()
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]

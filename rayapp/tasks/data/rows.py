@@ -25,9 +25,9 @@ PROGRAM_INSTRUCTION = (
     "Put it in one ```{fence} block."
 )
 FUNCTION_INSTRUCTION = "Write the Python function `{name}`. Put your code in one ```python block."
-# of a problem's inputs and outputs; further tests are left out, as training keeps many rows in memory
+# Most characters of a problem's inputs and outputs; further tests are left out, as training keeps many rows in memory.
 MAX_TEST_CHARS = 1 << 20
-# `Language.key` -> CodeContests' number; the key of Python 3 is the empty string
+# `Language.key` -> CodeContests' number; the key of Python 3 is the empty string.
 _NUMBERS = {"cpp": 2, "": 3, "java": 4}
 
 
@@ -107,7 +107,6 @@ def _row(prompt: str, fields: Mapping[str, Any], reference: str, index: int, spl
 
 
 def _within_bounds(fields: dict[str, Any]) -> dict[str, Any]:
-    # as many tests as fit into MAX_TEST_CHARS, and at least one
     num_chars = 0
     for number, (given, wanted) in enumerate(zip(fields["inputs"], fields["outputs"], strict=False)):
         num_chars += len(str(given)) + len(str(wanted))
@@ -144,7 +143,7 @@ def text_of(example: Mapping[str, Any], column: str) -> str:
 
 _ANSWER = re.compile(r"#### *(-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
-# of verl's multi-turn job, so that runs are comparable
+# Prompt of verl's multi-turn job, so that runs are comparable.
 GSM8K_SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. "
     "Reasoning step by step before any tool call. "
@@ -220,7 +219,7 @@ def _image(image: object) -> dict[str, Any]:
 
 
 Mapper = Callable[[Mapping[str, Any], int, str, str], Row]
-# hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper
+# Hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper.
 DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "gsm8k": ("openai/gsm8k", "main", gsm8k_row),
     "geometry3k": ("hiyouga/geometry3k", None, geometry3k_row),
@@ -231,7 +230,7 @@ DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "codecontests": ("deepmind/code_contests", None, codecontests_row),
     "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_row),
 }
-# problems can ask for programs in languages other than Python
+# Data sets whose problems can ask for programs in languages other than Python.
 IN_LANGUAGES = ("apps", "taco", "codecontests", "livecodebench")
 ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})  # without a train split: a single file is the test split
 

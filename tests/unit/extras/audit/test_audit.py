@@ -194,7 +194,9 @@ async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
     task.write_text(PAYS_ALL)
 
     assert await asyncio.to_thread(run, ["task", "audit", str(task), "--json"]) == 1
-    (report,) = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    (report,) = json.loads(printed.out)
+    assert printed.err == "tasks audited: 0 of 1\ntasks audited: 1 of 1\n"
     assert (report["task"], report["kind"], report["nothing"]) == ("pays_all", "PaysAll", 1.0)
     assert {finding["check"] for finding in report["findings"]} == {"nothing"}
     assert await asyncio.to_thread(run, ["task", "audit", "sort_numbers", "--runs", "1"]) == 0
