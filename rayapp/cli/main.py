@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
+from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR, say_at_once
 from rayapp.core.errors import BudgetSpentError, RayappError, UserError, first_line
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
@@ -62,6 +62,8 @@ class _Deferred(TyperCommand):
         self.path = path
 
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
+        if args and "--help" not in args and " " not in self.path:
+            say_at_once(f"rayapp {self.path}")
         return load_command(self.path).make_context(info_name, args, *given, **extra)
 
 

@@ -72,9 +72,10 @@ async def evaluate(
         summaries += [group.summary for group in made]
         if record is not None:
             await _record(cluster, made, record)
+    left_out = {"prompts/left_out": float(sum(num_prompts) - len(summaries))} if sum(num_prompts) else {}
     if not summaries:
-        return {}
-    return summarize_step(summaries, version=version) | summarize_passes(summaries)
+        return left_out
+    return summarize_step(summaries, version=version) | summarize_passes(summaries) | left_out
 
 
 def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ...]]:

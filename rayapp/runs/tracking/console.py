@@ -50,6 +50,7 @@ OPTIONAL: dict[str, tuple[str, str]] = {
     "cost": ("cost/total", "{:.2f}"),
     "eval scored": ("eval/trajectories/scored", "{:.0f}"),
     "eval failed": ("eval/trajectories/failed", "{:.0f}"),
+    "eval prompts left out": ("eval/prompts/left_out", "{:.0f}"),
 }
 # Numbers of an evaluation, after those of a step, or alone before the first step.
 EVALUATED: dict[str, tuple[str, str]] = {
