@@ -361,7 +361,7 @@ class GroupSummary:
 
 
 class ExecOutcome(StrEnum):
-    """How code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
+    """Result of code in a sandbox. A failure of the sandbox itself raises a SandboxError."""
 
     OK = "ok"
     CODE_FAILED = "code_failed"  # raised, exited with a non-zero status, or crashed

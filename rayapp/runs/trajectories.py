@@ -135,8 +135,7 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 
 
 def _storable(value: Any, kind: pa.DataType) -> Any:
-    # Whatever a policy, tool or reward function produced: halves of surrogate pairs are escaped, no numbers become NaN,
-    # too large ones infinite.
+    """Escape halves of surrogate pairs; make values that are no numbers NaN, and too large ones infinite."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if pa.types.is_string(kind):

@@ -39,7 +39,7 @@ LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room i
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
     "actors": 2938, "api": 827, "cli": 2747, "config": 3184, "core": 3125, "driver": 2685, "engine": 2131,
-    "extras": 14218, "learner": 7661, "rollout": 6786, "runs": 2416, "sandbox": 6960, "storage": 1474, "tasks": 5294,
+    "extras": 13711, "learner": 7661, "rollout": 6786, "runs": 2415, "sandbox": 6960, "storage": 1474, "tasks": 5294,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

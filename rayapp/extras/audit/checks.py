@@ -23,12 +23,11 @@ from rayapp.extras.audit.subject import Attempt, Score, Subject, TestResult
 Check = Literal[
     "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict",
 ]  # fmt: skip
+# Largest share of the time limit that the solution's tests take: slower ones fail right answers on a busy machine.
 SLOW_SHARE = 0.5
-"""Maximum fraction of the time limit that the solution's tests may take. Slower tests would fail right answers on a
-busy machine."""
 _TRIVIAL_SEEDS = range(3)
+# Largest number of seeds for which a failed solution runs test by test, to name the failed tests.
 _MOST_FAILED_SEEDS = 3
-"""Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
 _MOST_NAMED = 3
 _TINY = 1e-9
 _NETWORK = re.compile(
@@ -52,16 +51,11 @@ class TaskReport:
 
     task: str
     kind: str
-    nothing: float | None = None
-    """Highest reward of the no-op and empty answers."""
-    solution: str = ""
-    """Number of runs in which the solution earned 1, and number of all runs, e.g. `20/20`; `none` without a solution.
-    """
-    trivial: float | None = None
-    """Mean reward over a few seeds of the trivial answer that scores highest."""
+    nothing: float | None = None  # Highest reward of the no-op and empty answers.
+    solution: str = ""  # Runs in which the solution earned 1 and all runs, e.g. `20/20`; `none` without a solution.
+    trivial: float | None = None  # Highest mean reward of a trivial answer, over a few seeds.
     trivial_answer: str = ""
-    cheats: str = ""
-    """Number of cheats that earned a reward, and number of all cheats, e.g. `0/17`."""
+    cheats: str = ""  # Cheats that earned a reward and all cheats, e.g. `0/17`.
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -72,7 +66,8 @@ class Auditor:
 
     Args:
         runs: number of seeds with which the solution and the no-op answers are scored.
-        max_trivial: maximum reward of a trivial answer; a higher reward is a finding."""
+        max_trivial: maximum reward of a trivial answer; a higher reward is a finding.
+    """
 
     subject: Subject
     sandboxes: SandboxSource
@@ -81,11 +76,7 @@ class Auditor:
     _findings: list[AuditFinding] = field(default_factory=list)
 
     async def report(self) -> TaskReport:
-        """Run all checks and return the report.
-
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
-            InputError: the task can't be scored at all."""
+        """Run all checks. Raises SandboxConfigError, and InputError if the task can't be scored at all."""
         await self._solve()
         subject = self.subject
         nothing = await self._nothing()
@@ -245,7 +236,7 @@ async def audit(
     at_once: int = 4,
     progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[TaskReport]:
-    """Return one report per subject, in order. A task that can't be audited has a finding with the reason."""
+    """Return a report per subject, in order. If a task can't be audited, its finding has the reason."""
     turns, done = asyncio.Semaphore(at_once), count(1)
 
     async def one(subject: Subject) -> TaskReport:

@@ -1,6 +1,7 @@
-"""One judge: scores a response, or compares two responses.
+"""One judge: scores a response, or compares two responses. Answers come from the judge's server or from a cache.
 
-Asked --questions.py--> messages, schema --core/http.py--> answer --> Judgement
+Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
+                                            '-- cache: judgements/<ab>/<digest>.json of the run folder
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ class Bill:
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
-    failed: int = 0
-    """Number of questions without a usable answer."""
+    failed: int = 0  # Questions without a usable answer.
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     @property
     def terms(self) -> dict[str, float]:
-        """The cost as terms of a reward. Metrics sum these terms."""
         return {f"judged/{name}": float(value) for name, value in asdict(self).items()}
 
 
 class JudgeFailedError(RewardFailedError):
-    """The answer of a judge is unusable. The error has the answer's cost."""
+    """The answer of a judge is unusable; the error has the answer's cost."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -51,30 +50,30 @@ class JudgeFailedError(RewardFailedError):
 class Judgement:
     """A judge's answer."""
 
+    # {"reason": …, "scores": …} of a rubric judge, {"reason": …, "winner": …} of a pairwise judge, {"probs": […]} of a
+    # reward model.
     answer: Mapping[str, Any]
-    """`{"reason": …, "scores": …}` of a rubric judge, `{"reason": …, "winner": …}` of a pairwise judge,
-    `{"probs": […]}` of a reward model."""
     bill: Bill = field(default_factory=Bill)
 
     @property
     def reason(self) -> str:
-        """The judge's reason in one line; empty for a reward model."""
         return one_line(self.answer.get("reason", ""), 500)
 
 
 class Judge:
-    """One judge with its client. Call `close` at the end.
+    """One judge with its client and its cache.
 
     Args:
-        num_sharing: number of processes that use the judge at the same time. The rate limits are divided by it."""
+        folder: folder for the cache of answers; None, or `cache: false` of the judge: no cache.
+        num_sharing: number of processes that use the judge at the same time, by which the rate limits are divided.
+    """
 
     def __init__(self, section: JudgeSection, *, num_sharing: int = 1) -> None:
         self.section = section
         self._client = EndpointClient(section.endpoint, num_sharing=num_sharing)
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
-        """Ask a rubric judge or reward model. Return the score, the score of each criterion, and the judge's answer.
-        Raises RewardFailedError: the judge gives no usable answer."""
+        """Ask a rubric judge or reward model; return score, criteria's scores and answer. Raises RewardFailedError."""
         if self.section.kind == "reward_model":
             said = await self._classified(asked)
             return self._of_class(said.answer["probs"]), {}, said
@@ -85,13 +84,12 @@ class Judge:
         return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
-        """Ask a pairwise judge, showing the responses in this order. Return the preferred one, and the judge's answer.
-        Raises RewardFailedError: the judge gives no usable answer."""
+        """Ask a pairwise judge, showing the responses in this order. Raises RewardFailedError."""
         said = await self._answered(*pairwise_question(self.section, first, second))
         return said.answer["winner"], said
 
     async def check(self) -> None:
-        """Ask the judge one question. Raises ConfigError: the judge gives no usable answer."""
+        """Ask the judge one question without the cache. Raises ConfigError: it gives no usable answer."""
         sample = Asked(messages=({"role": "user", "content": "What is 6 times 7?"},), response="42", reference="42")
         try:
             if self.section.kind == "reward_model":
@@ -106,12 +104,10 @@ class Judge:
             ) from error
 
     async def close(self) -> None:
-        """Close the client. Idempotent."""
         await self._client.close()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
-        """Ask the judge. Ask again after an unusable answer, but not at temperature 0, at which the answer would be the
-        same."""
+        """Ask the judge, and again after an unusable answer, except at temperature 0, where it would be the same."""
         section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
@@ -183,7 +179,7 @@ def _short(found: Mapping[str, Any]) -> str:
 
 
 def _text(content: Any) -> Any:
-    """Return a message's text. Some servers send the text in parts."""
+    """Return a message's text, which some servers send in parts."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part.get("type") == "text")
     return content

@@ -11,8 +11,8 @@ import yaml
 from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, choice, rules_of, to, tracked
 from rayapp.core.errors import ConfigError
 
+# Arguments of `trl_config` that rules read, in addition to the fields.
 NUM_GPUS, NUM_ROWS = "num_gpus", "number of rows"
-"""Names under which rules read arguments of `trl_config`, in addition to the fields."""
 
 
 def _batch(key: str, value: Any, values: Values) -> Landing:
@@ -26,7 +26,7 @@ def _batch(key: str, value: Any, values: Values) -> Landing:
 
 
 def _sizes(values: Values) -> tuple[int, int, str]:
-    """Return the prompts of a generation batch, its optimizer steps, and the arithmetic as text."""
+    """Return the prompts in a generation batch, its optimizer steps, and the arithmetic as text."""
     per_pass = int(values["per_device_train_batch_size"]) * int(values[NUM_GPUS])
     accumulated = int(values["gradient_accumulation_steps"])
     sampled = values["generation_batch_size"] or per_pass * int(values["steps_per_generation"] or accumulated)
@@ -49,7 +49,7 @@ def _sizes(values: Values) -> tuple[int, int, str]:
 
 
 def _num_steps(key: str, value: Any, values: Values) -> Landing:
-    """Translate optimizer steps, or epochs: rayapp counts generation batches as steps."""
+    """Translate max_steps, which counts optimizer steps, or epochs into steps, which are generation batches."""
     groups, minibatches, _ = _sizes(values)
     if int(value) > 0:
         steps = -(-int(value) // minibatches)
@@ -100,7 +100,7 @@ def _warmup(key: str, value: Any, values: Values) -> Landing:
 
 
 def _lengths(key: str, value: Any, values: Values) -> Landing:
-    """Translate the length of a completion; that of a prompt follows from vLLM's maximum sequence length."""
+    """Translate a completion's length; a prompt's follows from vLLM's longest sequence."""
     completion = int(value)
     settings = {"rollout.max_completion_tokens": completion}
     whole = values["vllm_max_model_length"]
@@ -168,7 +168,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def _clip(key: str, value: Any, values: Values) -> Landing:
-    """Translate both sides of the clip range. TRL's cispo clips the importance weight itself, only at epsilon_high."""
+    """Translate the clip range. TRL's cispo clips the importance weight itself, only from above, at epsilon_high."""
     low = float(values["epsilon"])
     high = float(values["epsilon_high"] if values["epsilon_high"] is not None else low)
     if values["loss_type"] == "cispo":
@@ -189,7 +189,7 @@ def _kl(key: str, value: Any, values: Values) -> Landing:
 
 
 def _correction(key: str, value: Any, values: Values) -> Landing:
-    """Translate the weights between vLLM and the learner. TRL's mask modes set those outside the bounds to 0."""
+    """Translate the importance weights of vLLM and learner. TRL's mask modes set those outside the bounds to 0."""
     section = "algorithm.rollout_correction"
     if not values["use_vllm"] or not values["vllm_importance_sampling_correction"]:
         return Landing(
@@ -229,7 +229,7 @@ def _std(key: str, value: Any, values: Values) -> Landing:
 
 
 def _turns(key: str, value: Any, values: Values) -> Landing:
-    """Translate the rounds of tool calls; the last turn is the answer."""
+    """Translate rounds of tool calls into turns, which are one more: the last turn is the answer."""
     settings = {"agent.max_assistant_turns": 32 if value is None else int(value) + 1}
     return Landing(
         settings=settings,
@@ -264,12 +264,10 @@ def _model_options(key: str, value: Any, values: Values) -> Landing:
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _YAML = yaml.safe_load((Path(__file__).parent / "fields.yaml").read_text())
-DEFAULTS: Mapping[str, Any] = _YAML["defaults"]
-"""TRL's defaults of the fields that rayapp reads, for mappings that omit these fields."""
-ARGUMENTS: Mapping[str, str] = _YAML["arguments"]
-"""Argument of GRPOTrainer that rayapp doesn't have -> what to use in its place."""
-PEFT: Mapping[str, Any] = _YAML["peft"]
-"""Field of peft's LoraConfig -> the only value that rayapp supports."""
+DEFAULTS: Mapping[str, Any] = _YAML["defaults"]  # Defaults of TRL, for mappings that omit these fields.
+ARGUMENTS: Mapping[str, str] = _YAML["arguments"]  # Argument of GRPOTrainer that rayapp lacks -> what to use instead.
+PEFT: Mapping[str, Any] = _YAML["peft"]  # Field of peft's LoraConfig -> the only value that rayapp supports.
+# Field of TRL 1.16's GRPOConfig -> its rule.
 FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "output_dir": lambda key, value, values: Landing(settings={"run.output_dir": str(value or "trainer_output")}),
     "model_init_kwargs": _model_options,
@@ -302,4 +300,3 @@ FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "save_steps": _every("checkpoint.every_steps", "save_strategy"),
     "report_to": _trackers,
 }
-"""Every field of TRL 1.16's GRPOConfig -> its rule."""

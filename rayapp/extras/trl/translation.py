@@ -26,8 +26,8 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 
 DATA_SOURCE = "trl"
 _FOLDER = "trl_data"
+# Arguments that TRL passes to reward functions and rayapp doesn't.
 _NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
-"""Arguments that TRL passes to reward functions and rayapp doesn't."""
 
 
 def trl_config(
@@ -63,7 +63,8 @@ def trl_config(
         The run. Its attribute `rows` lists each field with the keys that it sets.
     Raises:
         ConfigError: fields are unknown, or their values can't be imported. One message names all of them.
-        InputError: a dataset can't be used."""
+        InputError: a dataset can't be used.
+    """
     given = _fields_of(args)
     rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     train_rows = _rows(train_dataset, "train_dataset")
@@ -131,7 +132,7 @@ def _problems_of_arguments(model: Any, others: Mapping[str, Any]) -> list[str]:
 
 
 def _names(functions: Sequence[Any]) -> list[str]:
-    """Return a name for each function, no two equal: they are names of reward terms."""
+    """Return different names for the functions: they are names of reward terms."""
     names: list[str] = []
     for function in functions:
         plain = getattr(function, "func", function)  # of functools.partial
@@ -168,7 +169,6 @@ def _is_needed(part: inspect.Parameter) -> bool:
 
 
 def _environment_of(tools: Sequence[Callable[..., Any]]) -> Callable[[], Any]:
-    """Return the class of an environment whose methods are these tools."""
     methods: dict[str, Any] = dict(zip(_names(tools), map(staticmethod, tools), strict=True))
     return type("Tools", (), methods | {"reset": lambda self, **columns: None})
 
@@ -208,7 +208,7 @@ def _rows(dataset: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows in verl's schema. TRL's columns are stored as one JSON text, which `_Answers` reads."""
+    """Write rows in verl's schema. TRL's columns are one JSON text, which `_Answers` reads."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -240,7 +240,7 @@ def _environment(
     folder: Path,
     objects: dict[str, object],
 ) -> dict[str, Any]:
-    """Write the environment's task file. Return the settings that name this file."""
+    """Write the environment's task file; return the settings that name it."""
     name = _names([factory])[0]
     objects[f"{PREFIX}{name}"] = factory
     task = {"environment": "trl", "factory": f"{PREFIX}{name}"}
@@ -267,8 +267,7 @@ class WeightedRewards:
 
     functions: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
-    model: str = ""
-    """Model whose tokenizer gives `completion_ids`."""
+    model: str = ""  # Model whose tokenizer gives `completion_ids`.
 
     def terms(self, **arguments: Any) -> Any:
         """Return name of a function -> its reward for one completion, or an awaitable of this mapping."""
@@ -276,7 +275,6 @@ class WeightedRewards:
         return _then(_all_of(found) if any(map(inspect.isawaitable, found)) else found, self._named)
 
     def _ids(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `completion_ids` for a function that names this parameter."""
         if all(part.name != "completion_ids" for part in _parameters(function)):
             return {}
         [said] = arguments["completions"]
@@ -289,7 +287,6 @@ class WeightedRewards:
         }
 
     def total(self, terms: Mapping[str, float]) -> float:
-        """Return the weighted sum of the terms."""
         return sum(
             weight * terms.get(name, 0.0) for name, weight in zip(_names(self.functions), self.weights, strict=True)
         )
@@ -316,7 +313,7 @@ def _then(value: Any, function: Callable[[Any], Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Answers:
-    """TRL's reward functions as one for `reward.custom`: the score is their weighted sum, each reward is a term."""
+    """TRL's reward functions as one for `reward.custom`, whose terms are their rewards."""
 
     rewards: WeightedRewards
 

@@ -124,11 +124,11 @@ FEATURES: dict[str, Rule] = {
 
 
 _YAML = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text())
+# Defaults of verl 0.9 for keys that a user omits, if they change something here.
 DEFAULTS: dict[str, Any] = _YAML["defaults"]
-"""verl 0.9's defaults for keys that a user omits, if they change something here."""
+# Older names of verl's keys: a value other than null counts as that of the newer key.
 RENAMED: dict[str, str] = _YAML["renamed"]
-"""Older names of verl's keys: a value other than null counts as that of the newer key."""
+# End of a key of verl's forks and earlier versions -> overrides to give in its place.
 COUNTERPARTS: dict[str, str] = {end: said for ends, said in _YAML["counterparts"].items() for end in ends.split()}
-"""End of a key that verl 0.9 doesn't know, from its forks and earlier versions -> overrides to give in its place."""
 TABLE: dict[str, Rule] = {key: rule for name, lines in _YAML["sections"].items() for key, rule in rules_of(lines, name)}
 TABLE |= DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER | FEATURES
