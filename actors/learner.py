@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.handles import VllmServerHandle
+from actors.progress import Progress
 from actors.spawn import free_address
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
@@ -28,6 +29,7 @@ from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
+from rayapp.storage.models.nf4 import shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +98,7 @@ class ServersClient:
             if not answered:
                 raise WeightSyncError(
                     f"{', '.join(f'{name_of[ref]}.{what}' for ref in late)} did not answer within "
-                    f"server.sync_timeout_s = {self._timeout_s:g} s"
+                    f"{self._timeout_s:g} s (a fifth of server.start_timeout_s)"
                 )
             for ref in answered:
                 try:
@@ -133,6 +135,8 @@ class Learner:
             ) from None
         try:
             self._learner = build_learner(config, ranks)
+            if rank == 0:
+                self._learner.on_micro_batch = Progress().tell
             self._idle = IdleMemory()
             self._rest()
         except BaseException:
@@ -174,7 +178,7 @@ class Learner:
         give_back_memory(self._config.cluster, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
-        parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
+        parameters = sum(shape_of(parameter).numel() for parameter in self._learner.model.parameters())
         ranks = self._learner.ranks
         return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
 

@@ -50,7 +50,7 @@ class PoolActor(Restartable):
             if ended:
                 log.warning("ended %d sandboxes of an earlier run %s", ended, self._run_name)
             report = Reporter(self._run_name).report
-            tending = tend_for_ever(self._pool, self._config, report)
+            tending = tend_for_ever(self._pool, report)
             self._chores = [asyncio.create_task(tending, name="tend sandboxes")]
             if self._reaper is not None:
                 self._chores.append(asyncio.create_task(self._beat_for_ever(self._reaper), name="beat for the reaper"))

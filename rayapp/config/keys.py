@@ -22,6 +22,7 @@ from rayapp.config.agent import (
     is_data_file,
 )
 from rayapp.config.algorithm import (
+    ADV_ESTIMATORS,
     NEEDS_GROUP,
     NEEDS_LOG_PROBS,
     NEEDS_NO_GROUP,
@@ -44,6 +45,7 @@ from rayapp.config.sections import (
     TrackingSection,
     TrainSection,
     WarmupSection,
+    rounded_keys,
 )
 from rayapp.core.files import Location
 
@@ -103,6 +105,17 @@ class Keys(FrozenModel):
         )
 
     @property
+    def rounding_note(self) -> str:
+        """Sentence about formats in which servers and learners differ, and their correction; empty without any."""
+        found = [f"server.{key}={value}" for key, value in rounded_keys(self.server.model_dump()).items()]
+        if not found:
+            return ""
+        return (
+            f"servers round what learners don't ({', '.join(found)}): importance weights correct every token "
+            "(algorithm.rollout_correction.level=token); rollout_probs_diff/* measure the difference"
+        )
+
+    @property
     def judges_read_references(self) -> bool:
         """True if a judge of this source reads its rows' ground truths."""
         return any(judge.reference for judge in self.judges if judge.name in self.reward.judges)
@@ -136,6 +149,19 @@ class Keys(FrozenModel):
         others = (*NEEDS_NO_GROUP, *NEEDS_GROUP)
         uses_rewards = self.distillation.reward_weight > 0
         return self.rollout.group_size == 1 and uses_rewards and self.algorithm.adv_estimator not in others
+
+    @property
+    def pulls_at_zero_advantage(self) -> bool:
+        """True if a trajectory without an advantage may have a gradient."""
+        return self.algorithm.pulls_at_zero_advantage or bool(self.distillation.teacher)
+
+    @property
+    def skips_equal_rewards(self) -> bool:
+        """True if a group whose rewards are all equal has no gradient."""
+        algorithm, looks_beyond = self.algorithm, ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
+        if algorithm.adv_estimator in looks_beyond or algorithm.adv_estimator not in ADV_ESTIMATORS:
+            return False
+        return not (self.lacks_baseline or algorithm.scores_before_advantages or self.pulls_at_zero_advantage)
 
     @property
     def scores_old_log_probs(self) -> bool:
@@ -199,6 +225,18 @@ class Keys(FrozenModel):
         evaluated = section.get("tasks") if isinstance(section, dict) else ()
         has_files = any(isinstance(task, str) and is_data_file(task) for task in evaluated or ())
         return values | {"tasks": []} if has_files or values.get("sources") else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rounded_servers_are_corrected(cls, values: Any) -> Any:
+        """Correct every token if servers round what learners don't, and the user sets no level."""
+        if not isinstance(values, dict) or not rounded_keys(values.get("server")):
+            return values
+        algorithm = values.get("algorithm") or {}
+        correction = algorithm.get("rollout_correction") or {} if isinstance(algorithm, dict) else None
+        if not isinstance(correction, dict) or "level" in correction:
+            return values
+        return values | {"algorithm": algorithm | {"rollout_correction": correction | {"level": "token"}}}
 
     @model_validator(mode="before")
     @classmethod

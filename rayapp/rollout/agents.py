@@ -26,7 +26,7 @@ from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.problem import Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder
-from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.storage.media import compact
 from rayapp.tools.base import RawCall
 from rayapp.tools.toolset import ToolSet
 
@@ -95,11 +95,10 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
         )
 
 
-def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
+def render_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """Return the prompts of the tasks, in their order. InputError: one is longer than rollout.max_prompt_tokens."""
-    tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     prompts = [task.render(tokenizer) for task in tasks]
-    check_length(prompts, config.rollout.max_prompt_tokens)
+    check_length(prompts, max_prompt_tokens)
     return prompts
 
 
@@ -130,7 +129,8 @@ class LoopAgent:
         """Make the agent for the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
-            return await open_loop(config, sandboxes, brought=tools)
+            limit = config.rollout.max_completion_tokens
+            return await open_loop(config.model, config.agent, limit, sandboxes, brought=tools)
 
         return cls(make_loop, default=config.agent_name)
 
@@ -150,7 +150,10 @@ class LoopAgent:
         self._player(problem.agent_name, start.tools)  # make plug-ins now: their errors are reported at the start
         chat = self._loop(problem.agent_name, start.tools).chat
         if bare.token_ids.size:  # a row's prompt was already rendered and cut when the row was read
-            text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
+            ids = bare.token_ids.tolist()
+            if bare.media:  # show one placeholder for a picture, not hundreds
+                ids = compact(ids, bare.media, ids[bare.media[0].start])
+            text = chat.tokenizer.decode(ids, skip_special_tokens=False)
             return replace(bare, text=text, messages=start.messages)
         ids = np.array(chat.prompt_ids(start.messages), np.int32)
         return replace(bare, text=chat.render(start.messages), token_ids=ids, messages=start.messages)

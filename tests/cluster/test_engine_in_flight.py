@@ -40,7 +40,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": 56, "max_completion_tokens": 200},
             "learner": {"max_tokens_per_microbatch": 512, "cpu_threads": 1},
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "kv_block_tokens": BLOCK_TOKENS},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "engine_args": {"block_size": BLOCK_TOKENS}},
         }
     )
     started = await VllmEngine.start(config, num_gpu_blocks_override=NUM_BLOCKS)

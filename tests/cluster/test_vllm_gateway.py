@@ -92,7 +92,9 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
     from transformers import AutoModelForCausalLM
 
     model = small_model(tmp_path, chat_tokenizer, "float32")
-    values = server_values(model) | {"server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32, "dtype": "float32"}}
+    values = server_values(model) | {
+        "server": {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}, "dtype": "float32"}
+    }
     server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
     tool: Any = {"type": "function", "function": {"name": "rate", "description": "", "parameters": SCORE}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "score", "schema": SCORE}}
@@ -165,7 +167,7 @@ def server_values(model: Path) -> dict[str, Any]:
         "model": {"path": str(model)},
         "cluster": {"device": "cpu"},
         "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
-        "server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32},
+        "server": {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}},
     }
 
 

@@ -62,7 +62,7 @@ async def recorded(dialect: Literal["e2b", "kruise"], **options: Any) -> AsyncIt
 
 def provider_of(dialect: str, url: str, api_key: str = API_KEY) -> E2BProvider:
     if dialect == "kruise":
-        return E2BProvider(E2BConfig(dialect="kruise", api_url=f"{url}/kruise/api"), api_key=api_key)
+        return E2BProvider(E2BConfig(api_url=f"{url}/kruise/api"), api_key=api_key)
     return E2BProvider(E2BConfig(api_url=url, sandbox_url=url), api_key=api_key)
 
 

@@ -48,7 +48,7 @@ def section(kind: str, url: str) -> ProviderConfig:
         case "e2b":
             return E2BConfig(api_url=url, sandbox_url=url, api_key_env=KEY_ENV)
         case "kruise":
-            return E2BConfig(dialect="kruise", api_url=f"{url}/kruise/api", api_key_env=KEY_ENV)
+            return E2BConfig(api_url=f"{url}/kruise/api", api_key_env=KEY_ENV)
         case "daytona":
             return DaytonaConfig(api_url=f"{url}/api", api_key_env=KEY_ENV)
         case _:

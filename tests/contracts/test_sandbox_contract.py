@@ -46,7 +46,7 @@ async def kruise() -> AsyncIterator[SandboxProvider]:
 
     stub = E2BStub(dialect="kruise")
     async with stub.running() as url:
-        config = E2BConfig(dialect="kruise", api_url=f"{url}/kruise/api", template="code-interpreter")
+        config = E2BConfig(api_url=f"{url}/kruise/api", template="code-interpreter")
         provider = E2BProvider(config, api_key=API_KEY)
         try:
             yield provider

@@ -36,7 +36,7 @@ def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, 
 
     def make(url: str) -> RemoteProvider:
         api_url, ports = (f"{url}/kruise/api", "") if dialect == "kruise" else (url, url)
-        config = E2BConfig(dialect=dialect, api_url=api_url, sandbox_url=ports)
+        config = E2BConfig(api_url=api_url, sandbox_url=ports)
         return E2BProvider(config, api_key=API_KEY)
 
     return E2BStub(dialect=dialect, **options), make

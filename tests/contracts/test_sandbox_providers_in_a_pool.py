@@ -26,7 +26,7 @@ Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub
 async def service(kind: str) -> AsyncIterator[tuple[Stub, dict[str, object]]]:
     """A service on loopback, and the section of a configuration that names it."""
     common: dict[str, object] = {"api_key_env": KEY_ENV, "max_sandboxes": 3}
-    rate: dict[str, object] = {"creations_per_s": 100, "creation_burst": 10}
+    rate: dict[str, object] = {"creations_per_s": 100}
     made: dict[str, tuple[Stub, str, str]] = {
         "e2b": (e2b_stub.E2BStub(), e2b_stub.API_KEY, "e2b"),
         "kruise": (e2b_stub.E2BStub(dialect="kruise"), e2b_stub.API_KEY, "e2b"),
@@ -37,7 +37,7 @@ async def service(kind: str) -> AsyncIterator[tuple[Stub, dict[str, object]]]:
     async with stub.running() as url:
         address: dict[str, dict[str, object]] = {
             "e2b": {"api_url": url, "sandbox_url": url, **rate},
-            "kruise": {"api_url": f"{url}/kruise/api", "dialect": "kruise", "template": "code-interpreter", **rate},
+            "kruise": {"api_url": f"{url}/kruise/api", "template": "code-interpreter", **rate},
             "daytona": {"api_url": f"{url}/api", **rate},
             "mcp": {"url": url},
         }

@@ -200,7 +200,7 @@ def _fake_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> Policy
 
 def _meta_policy(config: Config, *, trainable: bool) -> PolicyModel:
     with unset_fake_temporarily(), torch.device("meta"):
-        causal_lm = build_causal_lm(config, is_checked=False)
+        causal_lm = build_causal_lm(config.model, config.learner, config.max_model_tokens, is_checked=False)
         return policy_of(causal_lm, config, trainable=trainable)
 
 

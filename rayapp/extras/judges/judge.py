@@ -15,7 +15,7 @@ from rayapp.config.other_models import JudgeSection
 from rayapp.core.errors import ConfigError, RewardFailedError, one_line
 from rayapp.core.http import EndpointClient
 from rayapp.core.trajectories import storable
-from rayapp.extras.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
+from rayapp.extras.judges.questions import MAX_SCORE, Asked, Messages, pairwise_question, read_answer, rubric_question
 
 Winner = Literal["A", "B", "tie"]
 
@@ -78,10 +78,9 @@ class Judge:
             said = await self._classified(asked)
             return self._of_class(said.answer["probs"]), {}, said
         said = await self._answered(*rubric_question(self.section, asked))
-        most, scores = self.section.max_score, said.answer["scores"]
-        parts = {each.name: scores[each.name] / most for each in self.section.rubric}
-        total = sum(each.weight for each in self.section.rubric)
-        return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
+        scores = said.answer["scores"]
+        parts = {name: scores[name] / MAX_SCORE for name in self.section.rubric}
+        return sum(parts.values()) / len(parts), parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
         """Ask a pairwise judge, showing the responses in this order. Raises RewardFailedError."""
@@ -151,16 +150,12 @@ class Judge:
         return Judgement(answer={"probs": probs}, bill=self._bill(found))
 
     def _of_class(self, probs: list[float]) -> float:
-        place = self.section.class_index
-        if (place is None and len(probs) != 1) or (place or 0) >= len(probs):
-            raise self._failed(
-                f"class_index is {place}, but the model has {len(probs)} classes: set class_index to a number from 0 "
-                f"to {len(probs) - 1}"
-            )
+        if len(probs) != 1:
+            raise self._failed(f"the model has {len(probs)} classes: use a reward model with one class")
         try:
-            return storable(probs[place or 0])
+            return storable(probs[0])
         except ValueError:
-            raise self._failed(f"the score is {probs[place or 0]}, which is not a finite number") from None
+            raise self._failed(f"the score is {probs[0]}, which is not a finite number") from None
 
     def _bill(self, found: Mapping[str, Any]) -> Bill:
         usage = found.get("usage")

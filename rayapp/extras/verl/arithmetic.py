@@ -93,7 +93,9 @@ def quantization(key: str, value: Any, values: Values) -> Landing:
     names: dict[Any, str] = {None: "none", "fp8": "fp8_per_block"} | {name: name for name in ROUNDINGS}
     if value not in names:
         raise ConfigError(f"{key} = {value!r} can't be imported: use {', '.join(ROUNDINGS)}, or leave it out.")
-    return Landing(settings={"server.quantization": names[value]}, note="needs rollout_correction.rollout_is=token")
+    return Landing(
+        settings={"server.quantization": names[value]}, note="corrected as with rollout_correction.rollout_is=token"
+    )
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:
@@ -257,14 +259,15 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
     if not value:
         return Landing(note="no KL is subtracted from rewards")
     kind, control = values.get("algorithm.kl_penalty", "kl"), values.get(f"{_KL_CTRL}.type", "fixed")
+    if control != "fixed":
+        raise ConfigError(
+            f"{_KL_CTRL}.type = {control!r} can't be imported: rayapp keeps the coefficient. It must be fixed."
+        )
     estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
     if estimator is None:
         known = ", ".join(KL_ESTIMATORS)
         raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; supported values are {known}")
-    settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
-    if control == "adaptive":
-        settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
-        settings["horizon"] = int(values.get(f"{_KL_CTRL}.horizon", 10000))
+    settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator}
     return Landing(settings={f"algorithm.kl_in_reward.{name}": setting for name, setting in settings.items()})
 
 

@@ -23,6 +23,7 @@ DATA: dict[str, Rule] = {
     "data.train_files": arithmetic.data_files("tasks"),
     "data.val_files": arithmetic.data_files("eval.tasks"),
     "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
+    "data.image_key": rules.image_key,
 }
 
 ALGORITHM: dict[str, Rule] = {

@@ -19,13 +19,14 @@ from rayapp.core.errors import SandboxError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.stock import Stock
-from rayapp.sandbox.pool.supply import StockItem
+from rayapp.sandbox.pool.supply import IDLE_TIMEOUT_S, StockItem
 
 __all__ = ["Fate", "Lease", "LeasePool"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
 _LAST_WAITS = 2048
+MAX_WAITING = 10_000  # callers that may wait at once; further ones are refused at once instead of at their deadlines
 Turn = asyncio.Future[Lease]
 
 
@@ -70,12 +71,12 @@ class LeasePool:
     """Pool that grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    max_waiting: int  # callers at once
     ttl_s: float  # after which a lease that was not released is reclaimed
     provider: str = "local"  # in every lease
     stock: Stock | None = None  # None if the lease holders make the sandboxes
     min_ready: int = 0  # for each kind in use
-    idle_timeout_s: float = 300.0  # without a request; no sandboxes of a kind are then kept ready
+    max_waiting: int = MAX_WAITING
+    idle_timeout_s: float = IDLE_TIMEOUT_S  # without a request; no sandboxes of a kind are then kept ready
     clock: Callable[[], float] = time.monotonic
     # A random start: a pool that replaces a dead pool must not use ids that callers still hold.
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
@@ -113,7 +114,7 @@ class LeasePool:
             if self._num_waiting > self.max_waiting:
                 raise SandboxUnavailableError(
                     f"{self._num_waiting - 1} callers already wait for a sandbox, which is the maximum: raise "
-                    "sandbox.max_waiting"
+                    "sandbox.max_leases"
                 )
             # wait_for is not used: on Python 3.11 it loses a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):

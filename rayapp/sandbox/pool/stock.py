@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
-from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import (
     SandboxConfigError,
     SandboxDeadlineError,
@@ -26,8 +25,8 @@ from rayapp.core.errors import (
 )
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
-from rayapp.sandbox.pool.supply import StockItem, StockState, Supply
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, ConnectedSandbox, RemoteProvider
+from rayapp.sandbox.pool.supply import CREATE_TIMEOUT_S, IDLE_TIMEOUT_S, StockItem, StockState, Supply
 
 _LOOK = r"""
 import hashlib, itertools, os, stat
@@ -86,6 +85,8 @@ async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
+# Lifetime that providers are asked for, extended while a sandbox is in use. A killed run's ones end within it.
+SANDBOX_TTL_S = 900.0
 _KILL_ATTEMPTS = 3
 _CLOSE_ROUNDS = 3
 _MAX_CALLS_AT_ONCE = 32
@@ -93,14 +94,25 @@ _CHECK_TIMEOUT_S = 15.0
 _LIST_TIMEOUT_S = 30.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockRules:
+    """Settings of a stock, as in `SandboxConfig`."""
+
+    min_ready: int
+    max_uses: int
+    create_timeout_s: float = CREATE_TIMEOUT_S
+    sandbox_ttl_s: float = SANDBOX_TTL_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    kill_timeout_s: float = ANSWER_WITHIN_S
+    grace_s: float = GRACE_S  # after the provider's own deadline
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Stock:
     supply: Supply
     provider: RemoteProvider
-    config: SandboxConfig
+    rules: StockRules
     _: KW_ONLY
-    kill_timeout_s: float  # `answer_within_s` of the provider
-    grace_s: float = GRACE_S  # after the provider's own deadline
     labels: Mapping[str, str]  # by them its sandboxes are found if the pool dies
     clock: Callable[[], float]
     on_change: Callable[[], None]  # a sandbox is ready, or there is room for another
@@ -133,7 +145,7 @@ class Stock:
     def give_back(self, item: StockItem, *, is_clean: bool) -> None:
         """Take back a sandbox whose lease ended: check it for the next lease, or end it."""
         item.num_uses += 1
-        if is_clean and item.num_uses < self.config.max_uses and not self._is_closing:
+        if is_clean and item.num_uses < self.rules.max_uses and not self._is_closing:
             item.state = StockState.CHECKING
             self._spawn(self._check(item), "check a sandbox")
         else:
@@ -150,7 +162,7 @@ class Stock:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=error)
 
     async def _create(self, spec: SandboxSpec) -> None:
-        wait_s = self.config.create_timeout_s + self.grace_s
+        wait_s = self.rules.create_timeout_s + self.rules.grace_s
         try:
             # The provider ends a sandbox that arrives after this; a sweep ends one whose answer was lost.
             async with asyncio.timeout(wait_s):
@@ -158,8 +170,8 @@ class Stock:
                     sandbox = await self.provider.create(
                         spec,
                         labels=self.labels,
-                        ttl_s=self.config.sandbox_ttl_s,
-                        timeout_s=self.config.create_timeout_s,
+                        ttl_s=self.rules.sandbox_ttl_s,
+                        timeout_s=self.rules.create_timeout_s,
                     )
             await self._welcome(sandbox, spec)
         except TimeoutError as error:
@@ -189,7 +201,7 @@ class Stock:
         item = StockItem(
             connection=sandbox.connection,
             spec=spec,
-            expires_at=now + self.config.sandbox_ttl_s,
+            expires_at=now + self.rules.sandbox_ttl_s,
             idle_since=now,
             state=StockState.CHECKING,
         )
@@ -200,7 +212,7 @@ class Stock:
         if self._is_closing:
             self.retire(item)
             return
-        if self.config.max_uses > 1:
+        if self.rules.max_uses > 1:
             try:
                 item.fingerprint = await self._look(lambda: sandbox)
             except SandboxError:
@@ -256,8 +268,8 @@ class Stock:
         """End a sandbox; try a few times. A SandboxError says that it may still be alive."""
         for attempt in range(_KILL_ATTEMPTS):
             try:
-                async with self._calls, asyncio.timeout(self.kill_timeout_s + self.grace_s):
-                    await self.provider.kill(sandbox_id, timeout_s=self.kill_timeout_s)
+                async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
+                    await self.provider.kill(sandbox_id, timeout_s=self.rules.kill_timeout_s)
                 return
             except Exception as error:  # boundary: a provider's SDK may raise anything; the last error is raised
                 if attempt == _KILL_ATTEMPTS - 1:
@@ -289,22 +301,22 @@ class Stock:
         for item in tuple(self.supply.items.values()):
             if (
                 item.state in (StockState.READY, StockState.LEASED)
-                and item.expires_at - now < self.config.sandbox_ttl_s / 2
+                and item.expires_at - now < self.rules.sandbox_ttl_s / 2
             ):
                 # Set the new end before the answer arrives, so that the next call of `tend` does not extend the sandbox
                 # again.
-                item.expires_at = now + self.config.sandbox_ttl_s
+                item.expires_at = now + self.rules.sandbox_ttl_s
                 self._spawn(self._extend(item), "extend a sandbox")
         for item in self.supply.idle_items():
             is_spare = self.supply.num_ready(item.spec) > (num_kept if item.spec in kinds_in_use else 0)
-            if is_spare and now - item.idle_since > self.config.idle_timeout_s:
+            if is_spare and now - item.idle_since > self.rules.idle_timeout_s:
                 self.retire(item)
 
     async def _extend(self, item: StockItem) -> None:
         try:
             sandbox = self.provider.attach(item.connection, item.spec)
-            async with self._calls, asyncio.timeout(self.kill_timeout_s + self.grace_s):
-                await sandbox.extend(self.config.sandbox_ttl_s, timeout_s=self.kill_timeout_s)
+            async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
+                await sandbox.extend(self.rules.sandbox_ttl_s, timeout_s=self.rules.kill_timeout_s)
         # boundary: a provider's SDK may raise anything; `tend` replaces a ready sandbox that could not be extended
         except Exception as error:
             self.supply.failures[type(error).__name__] += 1
@@ -314,7 +326,7 @@ class Stock:
     async def sweep(self, *, stray_after_s: float | None = None) -> int:
         """End sandboxes at the provider that this stock does not know for `stray_after_s` (None: longer than a creation
         takes). Return their number."""
-        patience_s = self.config.create_timeout_s + 2 * self.grace_s if stray_after_s is None else stray_after_s
+        patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.items)
         try:
             living = await self.living()
@@ -326,7 +338,7 @@ class Stock:
 
     async def living(self) -> set[str]:
         with self._asking():
-            async with asyncio.timeout(_LIST_TIMEOUT_S + self.grace_s):
+            async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
                 return {found async for found in self.provider.list(self.labels, timeout_s=_LIST_TIMEOUT_S)}
 
     def _bury(self, gone: set[str]) -> None:

@@ -15,7 +15,7 @@ from rayapp.cli.doctor import _compiler_is_there, _gpu_computes, fitness
 from rayapp.cli.machine import Finding, _token_folder, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
-from rayapp.learner.memory.plan import plan_host
+from rayapp.learner.memory.host import plan_host
 from rayapp.learner.memory.shape import model_shape
 
 PARAMETER = b"\0\0\0\0"
@@ -320,7 +320,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
 
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:
-    rubric = [{"name": "right", "text": "It is right."}]
+    rubric = {"right": "It is right."}
     judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric, "max_retries": 0}
     config = {"model": {"path": str(model)}, "reward": {"judges": {"q": 1.0}}}
 

@@ -33,6 +33,7 @@ from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import problem_of_environment, prompted
@@ -135,11 +136,13 @@ class Bench:
             template=load_template("chatml_hermes"),
             make_parser=lambda *parts: HermesParser(),
         )
-        return await ExternalAgent(self.config, formats, None).started()
+        config = self.config
+        limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        return await ExternalAgent(config.agent.external, limits, formats, None).started()
 
     @asynccontextmanager
     async def agents(self) -> AsyncIterator[EnvironmentAgents]:
-        agents = EnvironmentAgents(self.config, self._loop, self._agent)
+        agents = EnvironmentAgents(self.config.agent, self.config.rollout.max_prompt_tokens, self._loop, self._agent)
         try:
             yield agents
         finally:

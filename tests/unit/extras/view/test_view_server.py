@@ -258,14 +258,14 @@ def test_the_list_has_each_run_with_its_state_and_cost(tmp_path: Path, capsys: p
     for name, last in (("slow", '"cost/total": 2.5'), ("quick\x1b[31m", '"reward/solved/mean": 0.75')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 2, "time": 1, "reward/mean": 0.2, {last}}}\n')
-        (tmp_path / name / "config.yaml").write_text("train: {num_steps: 2}\nbudget: {currency: EUR}\n")
+        (tmp_path / name / "config.yaml").write_text("train: {num_steps: 2}\n")
 
     assert run_command(["view", str(tmp_path), "--list"]) == 0
     said = capsys.readouterr().out
     lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
 
     assert lines["run"] == ["state", "step", "reward", "solved", "cost"]
-    assert lines["slow"] == ["finished", "2/2", "0.2", "-", "2.5", "EUR"]
+    assert lines["slow"] == ["finished", "2/2", "0.2", "-", "2.5"]
     assert "\x1b" not in said
 
 
@@ -282,3 +282,20 @@ def test_a_missing_package_is_told_with_the_way_out(run: Path) -> None:
     assert (
         done.stderr == "error: rayapp view needs the package duckdb: make venv, or pip install '.[view]' in a clone\n"
     )
+
+
+async def test_a_picture_is_sent_as_a_picture_and_other_files_are_not(run: Path) -> None:
+    png, script = b"\x89PNG\r\n", b"<script></script>"
+    (run / "pictures").mkdir()
+    (run / "pictures" / ("a" * 64)).write_bytes(png)
+    (run / "pictures" / ("b" * 64)).write_bytes(script)
+
+    async with client(run) as browser:
+        shown = await browser.get("/api/runs/0/picture", params={"sha256": "a" * 64})
+        refused = [
+            (await browser.get("/api/runs/0/picture", params={"sha256": name})).status_code
+            for name in ("b" * 64, "c" * 64, "../metrics.jsonl", "")
+        ]
+
+    assert (shown.headers["content-type"], shown.content) == ("image/png", png)
+    assert refused == [404] * 4

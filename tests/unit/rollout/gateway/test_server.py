@@ -603,11 +603,11 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
 async def test_a_policy_behind_the_gateway_can_judge(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "question_number", lambda: 12345)
     said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 4}})
-    async with serve(said, "I like it, 4 of 5.") as served:
+    async with serve(said, "I like it, 4 of 10.") as served:
         monkeypatch.setenv("SESSION_KEY", served.session.key)
         section = JudgeSection.model_validate(
             {"name": "q", "base_url": f"{served.url}/v1", "model": "any", "api_key_env": "SESSION_KEY",
-             "response_format": "none", "max_score": 5, "rubric": [{"name": "right", "text": "It is right."}]}
+             "response_format": "none", "rubric": {"right": "It is right."}}
         )  # fmt: skip
         judge = Judge(section)
         asked = Asked(messages=tuple(HI), response="hello")
