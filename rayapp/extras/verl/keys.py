@@ -47,6 +47,7 @@ ALGORITHM: dict[str, Rule] = {
 
 LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.optim.lr": to("learner.optimizer.lr", float),
+    f"{_ACTOR}.freeze_vision_tower": to("model.freeze_vision", bool),
     f"{_MODEL}.lora_rank": arithmetic.lora,
     f"{_ACTOR}.ppo_mini_batch_size": arithmetic.minibatches,
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": arithmetic.microbatch_tokens,
