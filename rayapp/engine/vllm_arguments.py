@@ -17,11 +17,11 @@ from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ClusterSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
+from rayapp.core.profiles import MOST_ITERATIONS
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import Transport, choose_transport
-from rayapp.runs.profiles import MOST_ITERATIONS
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has buffers; another rank uses part of the next larger one

@@ -24,8 +24,8 @@ from rayapp.driver.loop import train_step
 from rayapp.driver.store import StoredGroup, TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
 from rayapp.learner.step_plan import loss_scale, make_table
+from rayapp.rollout.overlong import overlong_penalty, shape_group
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.tasks.verdict import overlong_penalty, shape_group
 from support import make
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.runs import profiles
-from rayapp.runs.profiles import Profile, read_trace, write_profile
+from rayapp.core import profiles
+from rayapp.core.profiles import Profile, read_trace
+from rayapp.runs.profiles import write_profile
 
 
 def test_the_traces_of_a_step_are_in_its_folder(tmp_path: Path) -> None:
