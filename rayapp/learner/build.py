@@ -63,7 +63,10 @@ def _inputs(model: ModelSection, encoded: bytes) -> Inputs:
 def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:
     """Load a model that the learners don't train, sharded like the policy. InputError: its vocabulary is smaller."""
     if name == "reference":
-        return load_policy(config, ranks.mesh, trainable=False, is_checked=False)
+        reference = load_policy(config, ranks.mesh, trainable=False, is_checked=False)
+        if reference.tower is not None and policy.tower is not None and config.model.freeze_vision:
+            reference.tower.share(policy.tower)
+        return reference
     try:
         model = load_policy(with_local_model(config), ranks.mesh, trainable=False)
         found, wanted = model.vocabulary, policy.vocabulary

@@ -39,7 +39,7 @@ LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room i
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
     "actors": 3035, "api": 827, "cli": 2747, "config": 3064, "core": 3131, "driver": 2645, "engine": 2182,
-    "extras": 13967, "learner": 7662, "rollout": 6841, "runs": 2480, "sandbox": 7195, "storage": 1683, "tasks": 5581,
+    "extras": 13967, "learner": 7690, "rollout": 6841, "runs": 2480, "sandbox": 7195, "storage": 1683, "tasks": 5627,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

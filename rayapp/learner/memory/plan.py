@@ -189,7 +189,8 @@ def tower_bytes(shape: ModelShape, config: Config) -> dict[str, int]:
     element, num_ranks = ELEMENT_BYTES[config.learner.compute_dtype], config.learner.num_learners
     groups = 1 + -(-config.train.groups_per_step * config.learner.sequence_parallel // num_ranks)
     features = groups * config.rollout.max_prompt_tokens * shape.num_picture_layers * shape.hidden
-    return {"vision tower": element * shape.num_frozen_in_tower, "features of pictures": element * features}
+    towers = shape.num_frozen_in_tower + (shape.teacher.num_frozen_in_tower if shape.teacher is not None else 0)
+    return {"vision tower": element * towers, "features of pictures": element * features}
 
 
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
@@ -313,8 +314,14 @@ def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     recomputed = learner.num_recomputed(shape.num_layers)
     inputs = recomputed * tokens * element * shape.hidden
-    tower = tokens * element * shape.tower_values[min(1, recomputed)]
+    tower = tokens * kept_in_tower(shape, learner)
     return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm + tower
+
+
+def kept_in_tower(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes that a trained vision tower keeps for the backward for each token of a picture."""
+    recomputes = learner.num_recomputed(shape.num_layers) > 0
+    return ELEMENT_BYTES[learner.compute_dtype] * shape.tower_values[recomputes]
 
 
 def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:

@@ -34,6 +34,7 @@ from rayapp.learner.memory.plan import (
     gathered_bytes,
     head_bytes,
     head_bytes_per_token,
+    kept_in_tower,
     longest_part,
     plan_learner,
     tower_bytes,
@@ -153,7 +154,8 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     longest = longest_part(config.learner, config.max_learner_tokens)
     need = measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
-    room -= tower_bytes(model_shape(config), config).get("features of pictures", 0)
+    if model.tower is not None:
+        room -= tower_bytes(model_shape(config), config).get("features of pictures", 0)
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
         raise LearnerError(
@@ -199,10 +201,9 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         needs_logits=config.distillation.needs_logits,
         softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None,
     )
-    return MemoryNeed(
-        fixed=first - few * per_token + head + frozen,
-        per_token=per_token.clip(0) + head_bytes_per_token(shape, config.learner),
-    )
+    unseen = head_bytes_per_token(shape, config.learner) + kept_in_tower(shape, config.learner)
+    fixed = first - few * per_token + head + frozen
+    return MemoryNeed(fixed=fixed, per_token=per_token.clip(0) + unseen)
 
 
 def _marks_of_layers(
