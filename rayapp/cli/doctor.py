@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-    EXIT_FAILED,
+from rayapp.cli.arguments import (
     ModelConfig,
     OptionalConfigFile,
     Overrides,
