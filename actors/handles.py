@@ -36,7 +36,7 @@ from rayapp.core.errors import (
     ProcessUnavailableError,
     RayappError,
 )
-from rayapp.core.profiles import Profile
+from rayapp.core.timing import Profile
 from rayapp.core.types import (
     Completion,
     FloatArray,

@@ -22,7 +22,7 @@ from rayapp.core.errors import (
     RayappError,
     WeightSyncError,
 )
-from rayapp.core.profiles import Profile
+from rayapp.core.timing import Profile
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal

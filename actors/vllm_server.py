@@ -20,8 +20,8 @@ from rayapp.config.config import Config, with_values
 from rayapp.core.aio import News, as_they_end
 from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.core.logs import about, label_logs
-from rayapp.core.profiles import Profile
 from rayapp.core.protocols import OnTokens
+from rayapp.core.timing import Profile
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.vllm_arguments import gpu_bytes

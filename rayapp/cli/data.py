@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rayapp.core.errors import InputError, StorageExistsError
-from rayapp.core.progress import progress_bar
+from rayapp.core.logs import progress_bar
 
 if TYPE_CHECKING:
     from rayapp.tasks.data.preparing import Preparation

@@ -17,7 +17,7 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
-from rayapp.core.profiles import Profile
+from rayapp.core.timing import Profile
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver

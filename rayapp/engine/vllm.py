@@ -26,9 +26,8 @@ import psutil
 from rayapp.config.config import Config, with_number_formats
 from rayapp.config.engine_args import check_names
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.profiles import MOST_ITERATIONS, Profile, take_engine_trace
 from rayapp.core.protocols import OnTokens
-from rayapp.core.timing import InHand
+from rayapp.core.timing import MOST_ITERATIONS, InHand, Profile, take_engine_trace
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
 from rayapp.engine.vllm_arguments import (

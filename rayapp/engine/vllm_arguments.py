@@ -17,7 +17,7 @@ from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ClusterSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
-from rayapp.core.profiles import MOST_ITERATIONS
+from rayapp.core.timing import MOST_ITERATIONS
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry

@@ -21,8 +21,7 @@ import torch
 from rayapp.config.config import Config
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError
-from rayapp.core.profiles import MOST_MICRO_BATCHES, Profile, read_trace
-from rayapp.core.timing import Stopwatch
+from rayapp.core.timing import MOST_MICRO_BATCHES, Profile, Stopwatch, read_trace
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
 from rayapp.learner.algo.losses import LossRows

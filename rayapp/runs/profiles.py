@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rayapp.core.files import aside
-from rayapp.core.profiles import Profile
+from rayapp.core.timing import Profile
 from rayapp.runs.layout import PROFILES, step_name
 
 

@@ -86,7 +86,7 @@ async def _audited(
 ) -> list[TaskReport]:
     import os
 
-    from rayapp.core.progress import progress_bar
+    from rayapp.core.logs import progress_bar
     from rayapp.extras.audit.checks import audit as run_audit
     from rayapp.extras.audit.subjects import subjects_of
     from rayapp.rollout.sources import answer_rewards

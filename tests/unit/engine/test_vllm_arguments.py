@@ -14,7 +14,7 @@ import torch
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.core.profiles import MOST_ITERATIONS, take_engine_trace
+from rayapp.core.timing import MOST_ITERATIONS, take_engine_trace
 from rayapp.engine import vllm_arguments
 from rayapp.engine.vllm_arguments import (
     WHOLE_GIB_OF_CACHE,

@@ -26,7 +26,7 @@ from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
-from rayapp.core.profiles import MOST_MICRO_BATCHES
+from rayapp.core.timing import MOST_MICRO_BATCHES
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
