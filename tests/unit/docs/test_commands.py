@@ -105,6 +105,7 @@ ELSEWHERE = (
     How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
     How(begins="rayapp train --verl", test="tests/unit/extras/verl/test_verl.py"),
     How(begins="rayapp train configs/coding_cpu.yaml --smoke", test="tests/e2e/test_smoke.py"),
+    How(begins="python -m scripts.fit_table", test="tests/unit/learner/test_memory_plan.py"),
     How(begins="rayapp images pull", test="tests/unit/cli/test_images.py"),
     How(begins="rayapp images prune", test="tests/unit/cli/test_images.py"),
     How(begins="rayapp train configs/coding_8gpu.yaml", why_not="needs 8 GPUs; the config is loaded here"),
