@@ -152,7 +152,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **_transfer_args(choose_transport(config, on_gpu=on_gpu)),
         **adapter_args(config.learner.lora),
         **_rounding_args(config.model),
-        **picture_args(config.model),
+        **picture_args(config.model, on_gpu=on_gpu),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }

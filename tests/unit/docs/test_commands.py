@@ -128,6 +128,7 @@ ELSEWHERE = (
     How(begins="rayapp data prepare gsm8k --out", why_not="needs the Hugging Face hub"),
     How(begins="rayapp data prepare geometry3k", why_not="needs the Hugging Face hub and a bucket"),
     How(begins="rayapp data prepare gsm8k --source /data/raw", test="tests/unit/tasks/test_data_prepare.py"),
+    How(begins="rayapp data view", test="tests/unit/tasks/test_pictures.py"),
     How(begins="rayapp data prepare humaneval", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp data prepare taco", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp data prepare codecontests --language", test="tests/unit/tasks/test_code_data.py"),
