@@ -147,7 +147,7 @@ async def test_a_server_that_takes_no_schema_is_told_in_words_and_checked_all_th
     desk: Any, form: str, sent: Any
 ) -> None:
     async with desk(response_format=form) as at:
-        at.stub.said = '{"question": QUESTION, "reason": "", "scores": {"right": 10, "short": 2}}'
+        at.stub.said = '{"question": QUESTION, "reason": "", "scores": {"right": 10, "short": 6}}'
         reward = await at.score("abc")
         at.stub.said = '{"question": QUESTION, "reason": "", "scores": {"right": 11, "short": 2}}'
         wrong = await at.score("abcd")
