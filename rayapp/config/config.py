@@ -92,7 +92,7 @@ def alone(config: Config, server: ModelServerSection) -> Config:
     """Return the config with a model server's model as the policy, for the policy's checks and plan."""
     share = float(server.options.get("gpu-memory-utilization", MODEL_SERVER_SHARE))
     own: dict[str, Any] = {"tensor_parallel_size": server.tensor_parallel_size, "gpu_memory_utilization": share}
-    own |= {"quantization": "none", "kv_cache_dtype": "auto"}  # of the policy's servers
+    own |= {"quantization": "none", "kv_cache_dtype": "auto", "kv_cache_gib": "auto"}  # of the policy's servers
     model = {"path": server.path, "max_position_embeddings": None, "quantization": "none"}
     return with_values(config, model=model, server=own, learner={"expert_parallel_size": 1})
 

@@ -24,6 +24,7 @@ FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
 
 # Default of `vllm serve`; an engine made in a program defaults to 2048, which slows prompts down.
 GPU_BATCHED_TOKENS = 8192
+CPU_CACHE_GIB = 2
 
 
 class RunSection(FrozenModel):
@@ -216,11 +217,11 @@ class ServerSection(FrozenModel):
     """Number format of the servers' weights and computation; learners send weights in this format. auto: as
     learner.compute_dtype."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
-    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that `rayapp plan` allows,
-    minus 3% of the GPU (docs/scale.md)."""
-    kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
-    """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
-    start. Unused on GPU."""
+    """Share of the GPU's memory that vLLM takes; unused on CPU, and on GPUs where server.kv_cache_gib is a number.
+    auto: the largest share that `rayapp plan` allows, minus 3% of the GPU (docs/scale.md)."""
+    kv_cache_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    """Size of the KV cache of each server process, in GiB; may be fractional. On CPU each GiB adds seconds to the
+    start. auto: 2 on CPU; on GPU what server.gpu_memory_utilization leaves beside weights and activations."""
     max_num_seqs: int = Field(64, ge=1)
     """Maximum number of sequences that a server decodes at once; further sequences wait."""
     max_num_batched_tokens: int = Field(0, ge=0)
@@ -277,6 +278,12 @@ class ServerSection(FrozenModel):
         """`gpu_memory_utilization` as a number. A server replaces auto before this is read."""
         assert not isinstance(self.gpu_memory_utilization, str), "auto was not replaced by a number"
         return self.gpu_memory_utilization
+
+    def kv_cache_bytes(self, *, on_gpu: bool) -> int | None:
+        """Return the size of a process's KV cache; None: what the GPU's share of memory leaves."""
+        if self.kv_cache_gib == "auto":
+            return None if on_gpu else CPU_CACHE_GIB << 30
+        return int(self.kv_cache_gib * 2**30)
 
     @property
     def gpu_batched_tokens(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.config.bundles import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
-from rayapp.config.sections import ClusterSection, ModelSection, TrainSection
+from rayapp.config.sections import ClusterSection, ModelSection, ServerSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
@@ -126,6 +126,7 @@ def gpu_bytes() -> int:
 
 def vllm_args(config: Config) -> dict[str, Any]:
     server, on_gpu = config.server, is_on_gpu(config.cluster)
+    cache_bytes = server.kv_cache_bytes(on_gpu=on_gpu)
     return {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -133,8 +134,8 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # only for GPUs
-        "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
+        "gpu_memory_utilization": _share_at_start(server, cache_bytes) if on_gpu else 0.85,  # only for GPUs
+        "kv_cache_memory_bytes": cache_bytes,
         "max_num_seqs": server.max_num_seqs,
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),
@@ -159,6 +160,11 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
+
+
+def _share_at_start(server: ServerSection, cache_bytes: int | None) -> float:
+    # vLLM refuses to start if less of the GPU is free. For a cache in bytes it reads the share for nothing else.
+    return server.gpu_share if cache_bytes is None else min(1.0, cache_bytes / gpu_bytes())
 
 
 def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:

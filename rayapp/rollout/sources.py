@@ -256,9 +256,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
     if not used:
         return None
-    judges: Judges = load_extra("judges.judging:Judges")(
-        used, config.run_folder, num_sharing=config.rollout.num_workers
-    )
+    judges: Judges = load_extra("judges.judging:Judges")(used, num_sharing=config.rollout.num_workers)
     return judges
 
 

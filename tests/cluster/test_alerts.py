@@ -23,7 +23,7 @@ from rayapp.engine.vllm_output import EngineLoad
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.operator_metrics import of_step
 from rayapp.runs.tracking.trackers import RunTracker
-from rayapp.sandbox.pool.waiting import PoolStats
+from rayapp.sandbox.pool.pool import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
 from support import make
 from support.ports import free_port
@@ -58,8 +58,8 @@ def step(timing: Scalars, groups: list[GroupSummary]) -> Scalars:
 
 def sandboxes(wait_s: float, num_waiting: int) -> Scalars:
     stats = PoolStats()
-    stats.waited(wait_s, is_fallback=False)
-    return stats.scalars(num_leased=8, num_waiting=num_waiting, sources=[])
+    stats.waits_s.append(wait_s)
+    return stats.scalars(num_leased=8, num_waiting=num_waiting)
 
 
 def created(num_created: float, num_failed: float, num_strays: float) -> Scalars:

@@ -120,7 +120,7 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     needs_logits = config.distillation.needs_logits
     head = head_bytes(shape, section, needs_logits=needs_logits, softmax_rows=CPU_SOFTMAX_ROWS)
     batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
-    rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
+    rank = SERVER_BYTES + (server.kv_cache_bytes(on_gpu=False) or 0)
     weights = ELEMENT_BYTES[server.dtype] * (shape.num_parameters + shape.num_frozen_in_tower)
     serving = weights + server.tensor_parallel_size * rank
     return HostPlan(

@@ -93,6 +93,11 @@ class ServerPlan:
     num_sequences: int  # of full length, that it holds
 
     @property
+    def awake(self) -> int:
+        """Bytes that vLLM takes, without CUDA graphs."""
+        return self.weights + self.kv_cache + self.runtime
+
+    @property
     def asleep(self) -> int:
         """Bytes on the GPU of a sleeping server, whose weights are in host memory."""
         return RUNTIME_BYTES + self.graphs
@@ -110,7 +115,6 @@ class GpuPlan:
     server: ServerPlan
     room: int
     is_shared: bool
-    server_share: int  # room x server.gpu_memory_utilization
     transfer: int  # largest full tensor and the buckets, while weights are sent
     export: int  # largest full tensor, while weights are exported
 
@@ -127,7 +131,7 @@ class GpuPlan:
 
     @property
     def generating(self) -> int:
-        return self.server_share + self.beside_server
+        return self.server.awake + self.beside_server
 
     @property
     def sending(self) -> int:
@@ -154,7 +158,6 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
         server=plan_server(shape, config.server, config.max_model_tokens, gpu.room),
         room=gpu.room,
         is_shared=config.cluster.placement == "colocated",
-        server_share=int(gpu.room * config.server.gpu_share),
         transfer=transfer_bytes(shape, config.learner, config.server.weight_bucket_mib),
         export=export_bytes(shape, config.learner),
     )
@@ -439,7 +442,9 @@ def plan_server(shape: ModelShape, section: ServerSection, max_model_tokens: int
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
     sampling = 3 * FLOAT32 * section.max_num_seqs * shape.vocabulary
     runtime = RUNTIME_BYTES + prefill + sampling
-    kv_cache = int(gpu_bytes * section.gpu_share) - weights - runtime
+    kv_cache = section.kv_cache_bytes(on_gpu=True)
+    if kv_cache is None:
+        kv_cache = int(gpu_bytes * section.gpu_share) - weights - runtime
     # Every layer holds a key and a value for every key head; the heads are divided among the GPUs.
     cached = 1 if section.kv_cache_dtype == "fp8" else element
     per_token = 2 * cached * shape.num_layers * max(1, shape.num_key_heads // parallel) * shape.head_size

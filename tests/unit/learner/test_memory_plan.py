@@ -219,6 +219,17 @@ def test_a_gpu_that_both_share_by_hand() -> None:
     assert plan.fits
 
 
+def test_a_cache_in_bytes_is_counted_whatever_the_share() -> None:
+    base = shared_config(enforce_eager=False)
+    sized = with_values(base, server={"kv_cache_gib": 3})
+
+    by_share, by_size = (plan_gpu(SHAPE, each, gpu_of(10)) for each in (base, sized))
+
+    assert by_size.server.kv_cache == 3 * GIB
+    assert by_size.generating - by_share.generating == 3 * GIB - by_share.server.kv_cache
+    assert plan_gpu(SHAPE, with_values(sized, server={"gpu_memory_utilization": 0.1}), gpu_of(10)) == by_size
+
+
 def test_a_learner_that_parks_leaves_its_gpu_to_the_cache_but_for_a_catch_up() -> None:
     shared = shared_config()
     parked = with_values(shared, learner={"offload_when_idle": True})

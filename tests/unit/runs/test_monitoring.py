@@ -96,7 +96,7 @@ def test_providers_and_causes_become_labels() -> None:
 
 def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
     # The scalars of the sandbox pool, which reports by itself.
-    from rayapp.sandbox.pool.waiting import PoolStats
+    from rayapp.sandbox.pool.pool import PoolStats
 
     stats = PoolStats().scalars(num_leased=1, num_waiting=2)
 
