@@ -288,7 +288,7 @@ class VllmEngine:
         """Free the GPU's memory for the learners until the next weights. Return False on CPU. Idempotent.
 
         With `keeps_requests` requests stop between two tokens, also on a CPU, and continue after the next weights, on a
-        GPU with new keys and values; else wait for their end. Not run on a GPU yet. WeightSyncError: an earlier update
+        GPU with new keys and values (not run on one yet); else wait for their end. WeightSyncError: an earlier update
         never ended.
         """
         sleeps = self._engine.model_config.enable_sleep_mode
@@ -410,6 +410,7 @@ class VllmEngine:
         cache = self._engine.vllm_config.cache_config
         return {
             "vllm": vllm.__version__,
+            "async_scheduling": self._engine.vllm_config.scheduler_config.async_scheduling,
             "kv_blocks": cache.num_gpu_blocks,
             "block_tokens": cache.block_size,
             "max_model_tokens": self._engine.model_config.max_model_len,
