@@ -17,11 +17,11 @@ from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ClusterSection, ModelSection, ServerSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
+from rayapp.core.timing import MOST_ITERATIONS
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import Transport, choose_transport
-from rayapp.runs.profiles import MOST_ITERATIONS
 from rayapp.storage.models.nf4 import kernels
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
@@ -105,6 +105,9 @@ def set_process_environment(config: Config) -> None:
     if config.run.deterministic and is_on_gpu(config.cluster):
         # On a CPU cohorts suffice: equal batches give equal results.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    # With torch's kernels of another instruction set beside its own, vLLM 0.30 samples tokens of probability 0.0001.
+    for imitation in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        os.environ.pop(imitation, None)
     tp = config.server.tensor_parallel_size
     # A single rank runs inside the engine core. By default vLLM runs even a single rank in its multi-process executor,
     # which spins on a queue and pins threads: 1.6 times slower on 2 cores.
