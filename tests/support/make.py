@@ -130,6 +130,13 @@ def summary(rewards: Sequence[float] | FloatArray, **fields: Any) -> GroupSummar
     return GroupSummary(**usual | fields)
 
 
+def request(group_id: int = 0, **fields: Any) -> Any:
+    """Return the request for a group of training by policy version 0, unless `fields` says otherwise."""
+    from rayapp.rollout.order import GroupRequest
+
+    return GroupRequest(**{"group_id": group_id, "policy_version": 0, **fields})
+
+
 Said = str | Sequence[int]
 
 
@@ -155,7 +162,6 @@ async def played(
         options: arguments of `run_group`, and `request` in place of a training request for `group_id`.
     """
     from rayapp.rollout.group import run_group
-    from rayapp.rollout.order import GroupRequest
 
     usual: dict[str, Any] = {
         "sandboxes": None,
@@ -164,8 +170,8 @@ async def played(
         "seed": 0,
         "deadline_s": 60.0,
     }
-    request = options.pop("request", None) or GroupRequest(group_id=group_id, policy_version=0)
-    return await run_group(request, problem, agent, engine=engine, **usual | options)
+    asked = options.pop("request", None) or request(group_id)
+    return await run_group(asked, problem, agent, engine=engine, **usual | options)
 
 
 class Clock:

@@ -29,7 +29,6 @@ from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import get_folder, put_folder, read_manifest
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import MIB, S3Settings, Transfer
-from support.ports import free_port
 from support.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen
 from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 
@@ -260,14 +259,6 @@ async def test_a_missing_object_is_named(storage: Storage, tmp_path: Path) -> No
         await storage.get_bytes("nothing")
     with pytest.raises(StorageNotFoundError, match="run/nothing"):
         await storage.get_file("nothing", tmp_path / "a")
-
-
-async def test_a_server_that_is_not_there_is_unreachable() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-
-    async with open_storage("s3://bucket/x", settings=settings(url)) as storage:
-        with pytest.raises(StorageUnreachableError, match=url):
-            await storage.check()
 
 
 async def test_a_server_killed_in_the_middle_leaves_the_file_and_a_new_start_succeeds(big: Path) -> None:
