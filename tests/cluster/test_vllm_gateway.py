@@ -19,7 +19,7 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from support.learners import save_llama
+from support.learners import MAX_LOG_PROB_DIFFERENCE, save_llama
 
 pytestmark = [
     pytest.mark.cluster,
@@ -27,9 +27,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
-
-MAX_LOG_PROB_DIFFERENCE = 0.05
-"""As in test_vllm_server.py: two orders of summation in bfloat16."""
 
 
 async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_paths(

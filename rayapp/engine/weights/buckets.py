@@ -4,7 +4,7 @@ learner rank 0: tensors in server.dtype -> WeightBucket -> object store -> serve
 
 Checksums of a sample of tensors prove that a server loads the tensors that the learners sent: the learner computes them
 when it sends, and the engine's workers as the tensors arrive. Tests prove that the pinned vLLM then computes with these
-tensors (`tests/support/read_back.py`).
+tensors (`tests/cluster/test_number_formats.py`).
 """
 
 from __future__ import annotations
