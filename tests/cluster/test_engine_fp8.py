@@ -96,4 +96,4 @@ async def test_new_weights_are_rounded_as_they_are_loaded(
 
     other, own = await errors(engine, 1, tiny_model, moved)
     assert own < FP8_ERROR < 3 * FP8_ERROR < other
-    assert num_loaded == len(weights.checksums)
+    assert num_loaded == len(weights.entries)

@@ -72,7 +72,7 @@ async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs
     finally:
         learner.close()
 
-    assert facts["num_loaded"] == sum(len(bucket.checksums) for bucket in buckets)
+    assert facts["num_loaded"] == sum(len(bucket.entries) for bucket in buckets)
     assert sampled.policy_version == 1
     assert sampled.token_ids.size == expected.size
     assert np.abs(sampled.log_probs - expected).max() < MAX_LOG_PROB_DIFFERENCE

@@ -90,7 +90,7 @@ async def test_experts_are_the_learners_after_every_sync(
         for version in (0, 1, 0):
             buckets, expected = sent[version]
             facts = await server.load_weights(version, references(buckets))
-            assert facts["num_loaded"] == sum(len(bucket.checksums) for bucket in buckets)
+            assert facts["num_loaded"] == sum(len(bucket.entries) for bucket in buckets)
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_FLOAT32_DIFFERENCE, f"weights {version}"
     finally:
