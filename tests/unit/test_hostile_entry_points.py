@@ -7,7 +7,6 @@ way have a row in `REPLIES`. `DECODES` names each module that decodes bytes or s
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import ctypes
 import gc
@@ -458,89 +457,3 @@ async def test_no_reply_holds_the_loop_up_or_fills_the_process(
 
 
 # No way in without a row ------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[2]
-ROOMS = (
-    "rayapp/rollout",
-    "rayapp/tasks",
-    "rayapp/extras",
-    "rayapp/tools",
-    "rayapp/sandbox",
-    "actors",
-)
-"""Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
-DECODERS = {"loads", "decompress", "literal_eval", "raw_decode", "unpackb", "frombuffer"}
-SERVERS_MADE_BY = {"Application", "Starlette", "MCPServer", "start_server", "start_unix_server", "create_server"}
-OURS = "ours"
-"""Decodes only what rayapp, the user's files or the user's services wrote, or runs inside a sandbox."""
-DECODES = {
-    "rayapp/rollout/agent/chat.py": OURS,
-    "rayapp/extras/curriculum/curriculum.py": OURS,
-    "rayapp/extras/environments/openenv.py": "replies of an environment",
-    "rayapp/rollout/gateway/conversation.py": "gateway",
-    "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
-    "rayapp/rollout/gateway/reading.py": "gateway",
-    "rayapp/rollout/gateway/server.py": "gateway",
-    "rayapp/rollout/gateway/turns.py": "unit/rollout/gateway/test_session.py",
-    "rayapp/rollout/images.py": OURS,
-    "rayapp/extras/view/server.py": "view",
-    "rayapp/extras/images/pull.py": "unit/extras/images/test_pull.py",
-    "rayapp/extras/images/store.py": OURS,
-    "rayapp/extras/images/tree.py": OURS,
-    "rayapp/sandbox/local/doctor.py": OURS,
-    "rayapp/sandbox/local/inside/child.py": OURS,
-    "rayapp/sandbox/local/inside/guest.py": OURS,
-    "rayapp/sandbox/local/staging.py": OURS,
-    "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
-    "rayapp/extras/service/app.py": "sandbox service",
-    "rayapp/extras/providers/relay.py": "unit/extras/providers/test_relay.py",
-    "rayapp/extras/providers/relay_program.py": OURS,
-    "rayapp/sandbox/verdict/program.py": "unit/sandbox/verdict/test_results.py",
-    "rayapp/extras/audit/hunt.py": OURS,
-    "rayapp/extras/audit/subject.py": OURS,
-    "rayapp/tasks/code/formats.py": OURS,
-    "rayapp/tasks/data/files.py": OURS,
-    "rayapp/tasks/data/rows.py": OURS,
-    "rayapp/extras/environments/verifiers.py": OURS,
-    "rayapp/extras/environments/verifiers_child.py": OURS,
-    "rayapp/extras/service/fusion.py": "sandbox service",
-    "rayapp/extras/generators/reasoning_gym.py": OURS,
-    "rayapp/tasks/grading.py": OURS,
-    "rayapp/extras/judges/judge.py": "answers of judges",
-    "rayapp/extras/judges/questions.py": "answers of judges",
-    "rayapp/extras/repositories/folder.py": OURS,
-    "rayapp/extras/repositories/hidden_tests.py": OURS,
-    "rayapp/extras/repositories/named_tests.py": "unit/extras/repositories/test_swe.py",
-    "rayapp/extras/repositories/scripts.py": "unit/extras/repositories/test_repository.py",
-    "rayapp/extras/repositories/sentinels.py": OURS,
-    "rayapp/extras/repositories/task.py": "files that agents changed",
-    "rayapp/tasks/text_child.py": OURS,
-    "rayapp/extras/s3/checkpoints.py": OURS,
-    "rayapp/extras/s3/lock.py": OURS,
-    "rayapp/extras/s3/mirror.py": OURS,
-    "rayapp/extras/trackers/traces.py": OURS,
-    "rayapp/extras/trl/translation.py": OURS,
-    "rayapp/rollout/demonstrations.py": OURS,
-    "rayapp/tasks/data/downloads.py": OURS,
-    "rayapp/tools/base.py": OURS,
-    "rayapp/tools/toolset.py": "arguments of tool calls",
-}
-"""Module that decodes bytes or starts a server -> the row above or the test file with its hostile bytes."""
-
-
-def _decodes(path: Path) -> bool:
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    names = {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in calls}
-    return not names.isdisjoint(DECODERS | SERVERS_MADE_BY)
-
-
-def test_every_module_that_decodes_or_serves_has_a_row() -> None:
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if "library" not in path.parts]
-    assert {str(path.relative_to(ROOT)) for path in files if _decodes(path)} == DECODES.keys()
-    known = {
-        OURS,
-        *BODIES,
-        *REPLIES,
-        *(f"unit/{file.relative_to(ROOT / 'tests/unit')}" for file in (ROOT / "tests/unit").rglob("test_*.py")),
-    }
-    assert set(DECODES.values()) <= known
