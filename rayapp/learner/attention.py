@@ -1,13 +1,8 @@
-"""Attention over packed, prefix-shared tokens, plugged into transformers as `attn_implementation="rayapp_packed"`.
+"""Attention over packed, prefix-shared tokens: `attn_implementation="rayapp_packed"` of transformers.
 
-transformers calls `packed_attention` in every layer with q, k, v of the N unique tokens and the `AttentionLayout` that
-the learner passed to the model's forward. A segment of the radix tree (see `packing`) attends to itself causally and to
-all of its ancestors. On CPU a segment and its descendants attend to the segment in blocks of torch's flash kernel, and
-blocks are merged by their log-sum-exp. On GPU each segment is one sequence of varlen flash attention, with keys
-gathered along its path.
-
-Sliding windows, soft caps and sinks are supported. On CPU masked blocks (`families/flex`) compute them. On GPU the
-varlen kernel computes windows, and flex attention (`families/flex`) computes layers with sinks or a cap.
+A segment of the radix tree (`packing`) attends to itself causally and to all its ancestors. On CPU blocks of torch's
+flash kernel are merged by their log-sum-exp (masked ones, `families/flex`, for windows, caps and sinks). On GPU each
+segment is one sequence of varlen flash attention; flex attention computes layers with sinks or a cap.
 """
 
 from __future__ import annotations
@@ -37,10 +32,10 @@ from rayapp.learner.families.flex import (
 from rayapp.learner.packing import Packing, Segment, segment_paths
 
 ATTENTION_NAME = "rayapp_packed"
+# arguments that don't affect the result of packed attention
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
 )
-"""Arguments that a model may pass to its attention and that don't affect the result of packed attention."""
 
 # Call the internal operators of scaled_dot_product_attention: only they return the log-sum-exp, which merging needs.
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -51,34 +46,27 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class VarlenLayout:
     """Arguments of varlen attention on GPU, for S segments whose paths have K keys in total."""
 
+    # packed positions of all segments' keys, (K,): each one's whole path, which ends with the segment
     key_index: Tensor
-    """Packed positions of the keys of all segments, (K,): for each segment its whole path, which ends with the segment.
-    """
-    cu_queries: Tensor
-    """First query of each segment, then the number of queries, (S + 1,) int32."""
-    cu_keys: Tensor
-    """First key of each segment, then the number of keys, (S + 1,) int32."""
+    cu_queries: Tensor  # first query of each segment, then their number, (S + 1,) int32
+    cu_keys: Tensor  # first key of each segment, then their number, (S + 1,) int32
     max_queries: int
     max_keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
-    """Layout of one forward pass: the tokens to which each token attends."""
+    """The tokens to which each token of a forward attends."""
 
     segments: tuple[Segment, ...]
-    max_length: int
-    """Length of the longest path in tokens."""
-    positions: Tensor
-    """Position of each token within its own sequence, (N,), on the host."""
-    varlen: VarlenLayout | None
-    """Arguments of the varlen kernel on GPU; None on CPU."""
+    max_length: int  # of a path, in tokens
+    positions: Tensor  # within each token's own sequence, (N,), on the host
+    varlen: VarlenLayout | None  # on GPU
+    # makes and caches the mask for layers that the varlen kernel can't compute; None on CPU
     tree: Callable[[], TreeMask] | None
-    """Function that makes and caches the mask for layers that the varlen kernel can't compute. None on CPU."""
 
 
 def plan_attention(packing: Packing, device: torch.device) -> AttentionLayout:
-    """Return the attention layout of these tokens on this device."""
     on_gpu = device.type == "cuda"
     return AttentionLayout(
         segments=packing.segments,
@@ -112,17 +100,11 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer; called by transformers.
+    """Compute the attention of one layer: query (1, Hq, N, D), key (1, Hkv, N, D), value (1, Hkv, N, Dv) -> (1, N, Hq,
+    Dv).
 
-    Args:
-        query: (1, Hq, N, D). key: (1, Hkv, N, D). value: (1, Hkv, N, Dv).
-        sliding_window: number of tokens that a query sees, itself included.
-        softcap: scores become softcap * tanh(score / softcap).
-        s_aux: (Hq,) attention sinks: one more score in each softmax, without a token.
-    Returns:
-        (1, N, Hq, Dv), and None in place of attention weights.
-    Raises:
-        LearnerError: the model uses an attention option that packed attention lacks.
+    A query sees `sliding_window` tokens, itself included; scores become softcap * tanh(score / softcap); `s_aux` (Hq,)
+    are sinks, one more score in each softmax. LearnerError: the model uses another option.
     """
     if plan is None:
         raise LearnerError("the model's layers call attention without the arguments that packing needs")
@@ -171,7 +153,7 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLayout, rule: MaskRule) -> Tensor:
-    """Attend causally, with each segment's queries at the end of its keys, as flash attention aligns them."""
+    # Each segment's queries are at the end of its keys, as flash attention aligns them.
     from torch.nn.attention.varlen import varlen_attn
 
     rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
@@ -192,11 +174,9 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLay
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Attention on CPU, block by block. Exact: a block's gradient needs only the final output and log-sum-exp of its
-    rows.
+    """Attention on CPU, block by block: a block's gradient needs only the final output and log-sum-exp of its rows.
 
-    It computes in float32, so that merging loses no precision; torch's flash kernel also takes three times as long for
-    a bfloat16 gradient.
+    In float32, so that merging loses no precision; the flash kernel takes three times as long for a bfloat16 gradient.
     """
 
     @staticmethod
@@ -238,12 +218,11 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
-    """Reshape sinks (Hq,) to (Hkv, G, 1)."""
     return sinks.float().view(*lse.shape[:2], 1)
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value as (Hkv, G, N, D) float32; keys and values have stride 0 in G."""
+    # (Hkv, G, N, D) float32; keys and values have stride 0 in G
     heads = key.shape[1]
     wide_query: Tensor = query[0].unflatten(0, (heads, -1)).float()  # type: ignore[no-untyped-call]
     shape = wide_query.shape
@@ -253,7 +232,7 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _forward_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], positions: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (Hkv, G, N, D), laid out by token, and the log-sum-exp (Hkv, G, N)."""
+    # output (Hkv, G, N, D), laid out by token, and log-sum-exp (Hkv, G, N)
     heads, groups, num_tokens, width = query.shape
     out = query.new_empty(num_tokens, heads, groups, width).permute(1, 2, 0, 3)
     lse = query.new_empty(heads, groups, num_tokens)
@@ -273,7 +252,6 @@ def _forward_blocks(
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a block's output in place into `out` for the same rows."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
@@ -292,9 +270,7 @@ def _backward_blocks(
     *,
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, each (Hkv, G, N, D). `narrow`: products of blocks between two
-    segments in bfloat16, as the model does.
-    """
+    # (Hkv, G, N, D) each; `narrow`: products of blocks between two segments in bfloat16, as the model does
     heads, groups, num_tokens, width = query.shape
     zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
     for block in blocks:
@@ -315,10 +291,10 @@ def _backward_blocks(
 def _narrow_gradient(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of an unmasked block, with products in bfloat16 for all query heads of a key head at once.
+    """Return the gradients of an unmasked block, in bfloat16 for all query heads of a key head at once.
 
-    It is 2.8 times as fast as the flash kernel where many completions see one prompt. As in flash attention, the
-    weights are exp(scores - lse) with the final log-sum-exp.
+    2.8 times as fast as the flash kernel where many completions see one prompt. As in flash attention, the weights are
+    exp(scores - lse) with the final log-sum-exp.
     """
     shape, heads, width = query.shape, query.shape[0], query.shape[-1]
     rows, grad_rows, out_rows = (tensor.reshape(heads, -1, width) for tensor in (query, grad_out, out))  # (Hkv, GQ, D)
@@ -334,7 +310,7 @@ def _narrow_gradient(
 
 
 def _first_head(summed: Tensor, groups: int) -> Tensor:
-    """Expand (Hkv, K, D) to (Hkv, G, K, D) float32, with zeros but in the first of G heads."""
+    # (Hkv, K, D) -> (Hkv, G, K, D) float32, with zeros but in the first of G heads
     spread = summed.new_zeros(summed.shape[0], groups, *summed.shape[1:], dtype=torch.float32)
     spread[:, 0] = summed
     return spread

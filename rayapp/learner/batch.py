@@ -1,8 +1,7 @@
 """Micro-batches: the tokens that one forward computes, and the places of each trajectory's log-probs among them.
 
-Pure numpy until `to_device`. A micro-batch never splits a trajectory; a group may be spread over several, each of which
-computes the prompt again. A trajectory with forks is a tree: one row of the loss, whose branches share prefixes as the
-trajectories of a group do.
+A micro-batch never splits a trajectory; a group may be spread over several, each of which computes the prompt again. A
+trajectory with forks is one row of the loss, whose branches share prefixes as a group's trajectories do.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ if TYPE_CHECKING:
 class TrainItem:
     """Trajectory to compute, with its advantages."""
 
-    row: int
-    """Index among all trajectories of the step."""
-    group: int
-    """Position of the group in the step."""
+    row: int  # among all trajectories of the step
+    group: int  # position in the step
     trajectory: Trajectory
-    advantages: FloatArray
-    """Advantage of each response token, (R,)."""
+    advantages: FloatArray  # of each response token, (R,)
 
     @property
     def rollout_log_probs(self) -> FloatArray:
@@ -58,23 +54,17 @@ class MicroBatch:
 
     items: tuple[TrainItem, ...]
     packing: Packing
+    # (M,) ascending, each predicts a response token: one for each set of tokens that a form allowed there
     head_positions: Int64Array
-    """Packed positions that predict a response token, ascending, (M,): one for each set of tokens that a form allowed
-    there."""
+    # index in head_positions of each unique pair of a position and its next token, ascending, (P,)
     pair_rows: Int64Array
-    """Index in head_positions of each unique pair of a position and its next token, ascending, (P,)."""
-    pair_targets: Int64Array
-    """Next token of each pair, (P,)."""
-    row_pairs: Int64Array
-    """Pair of each response token, (B, T); 0 past a row's own tokens."""
-    row_heads: Int64Array
-    """Index in head_positions of each response token, (B, T); 0 past a row's own tokens."""
-    mask: FloatArray
-    """1 on a row's own response tokens, else 0, (B, T)."""
-    allowed: AllowedTokens | None = None
-    """Tokens that forms allowed at each of the M positions; None: all."""
+    pair_targets: Int64Array  # next token of each pair, (P,)
+    row_pairs: Int64Array  # pair of each response token, (B, T); 0 past a row's own
+    row_heads: Int64Array  # index in head_positions of each response token, (B, T); 0 past a row's own
+    mask: FloatArray  # 1 on a row's own response tokens, (B, T)
+    allowed: AllowedTokens | None = None  # by forms, at each of the M positions; None: all
+    # the engine's, of each packed token, (N, layers, k); -1 without a record
     routed_experts: NDArray[np.int16] | None = None
-    """The engine's experts of each packed token, (N, layers, k); -1 without a record."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -82,11 +72,8 @@ class MicroBatch:
 
 
 def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Return micro-batches of at most `max_tokens` computed tokens, about equally full.
-
-    Raises:
-        LearnerError: a trajectory alone exceeds `max_tokens`, or has a response token without a prompt.
-    """
+    """Return micro-batches of at most `max_tokens` computed tokens, about equally full. LearnerError: a trajectory
+    alone exceeds it, or has a response token without a prompt."""
     ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
@@ -121,7 +108,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    """Return the recorded experts of all items' inputs, (number of inputs, layers, k)."""
+    # (number of inputs, layers, k)
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -139,7 +126,7 @@ def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
 def _pack_routed(
     trees: Sequence[Sequence[NDArray[np.int32]]], experts: NDArray[np.int16], *, share_prefixes: bool
 ) -> tuple[Packing, NDArray[np.int16]]:
-    """Pack ids of unique (token, experts) pairs, so that a token is shared only with equal experts."""
+    # A token is shared only with equal experts.
     branches = [branch for tree in trees for branch in tree]
     tokens = np.concatenate(branches)
     columns = tokens.astype(">i4")[:, None].view(np.uint8), experts.reshape(tokens.size, -1).view(np.uint8)
@@ -152,7 +139,6 @@ def _pack_routed(
 
 
 def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
-    """Return a micro-batch of one untrained sequence, with 0 or 1 head positions."""
     heads, none = np.zeros(num_heads, np.int64), np.zeros((0, 1), np.int64)
     return MicroBatch(
         items=(),
@@ -173,9 +159,8 @@ def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
 
 
 def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Array]]:
-    """Return, for each branch, the indices of its tokens, and the positions in it of the response tokens to train. A
-    token that branches share is trained in the first of them; branches without one are left out.
-    """
+    """Return, for each branch, its tokens' indices and the positions in it to train. A token that branches share is
+    trained in the first of them; branches without one are left out."""
     left, found = trajectory.response_mask.copy(), list[tuple[Int64Array, Int64Array]]()
     for path in branches(trajectory.num_tokens, trajectory.forks):
         responses = np.flatnonzero(left[path])
@@ -192,7 +177,7 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those it needs alone."""
+    # for each item: the tokens that it adds to its predecessor's micro-batch, and those it needs alone
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -209,7 +194,7 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    """Return the number of leading tokens that two rows share, with equal experts."""
+    # leading tokens, with equal experts
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0
@@ -231,7 +216,6 @@ def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
 
 
 def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
-    """Return the micro-batch of a packing."""
     positions, targets = [], []
     packed = iter(packing.paths)
     for item in items:
@@ -266,7 +250,6 @@ def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
 
 
 def _allowed_of(items: Sequence[TrainItem]) -> AllowedTokens | None:
-    """Return the tokens that forms allowed at all response tokens, item by item."""
     parts = list[tuple[AllowedTokens | None, int]]()
     for item in items:
         allowed, mask = item.trajectory.allowed, item.trajectory.response_mask
@@ -294,8 +277,6 @@ def stack_rows(rows: Sequence[FloatArray], width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """Scores of one trajectory's R response tokens."""
-
     log_probs: FloatArray
     entropy: FloatArray
     sum_pi_squared: FloatArray

@@ -65,8 +65,7 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
 
 def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
     """Set `learner.share_prefixes` to False if layers must compute every sequence whole: they need memory for all
-    tokens, and shared micro-batches are limited by unique ones.
-    """
+    tokens, and shared micro-batches are limited by unique ones."""
     if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
     log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")

@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard, or the tensor if it isn't sharded."""
     part = tensor.detach()
     return part.to_local() if isinstance(part, DTensor) else part
 
@@ -45,12 +44,9 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    cpu_group: dist.ProcessGroup
-    """For Python objects."""
-    save_group: dist.ProcessGroup
-    """For threads that write checkpoints: their calls must not mix with training's."""
-    sequence: SequenceGroup | None = None
-    """Ranks that compute each micro-batch together with this one."""
+    cpu_group: dist.ProcessGroup  # for Python objects
+    save_group: dist.ProcessGroup  # for threads that write checkpoints: their calls must not mix with training's
+    sequence: SequenceGroup | None = None  # ranks that compute each micro-batch together
 
     @property
     def data_rank(self) -> int:
@@ -113,7 +109,6 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
 
 @contextmanager
 def only_rank(config: Config) -> Iterator[Ranks]:
-    """Context manager for a single learner rank in this process."""
     ranks = start_ranks(config, 0, 1, "", 0)
     try:
         yield ranks
@@ -121,18 +116,12 @@ def only_rank(config: Config) -> Iterator[Ranks]:
         end_ranks()
 
 
-EXPERT_RANKS = "experts"
-"""Dimension of the mesh over which experts are split."""
+EXPERT_RANKS = "experts"  # dimension of the mesh over which experts are split
 
 
 def learner_mesh(device_type: str, world_size: int, section: LearnerSection) -> DeviceMesh:
-    """Return the mesh over which FSDP shards parameters. It has two dimensions with
-
-    - replicas: shards over neighbouring ranks, gradients summed over the replicas.
-    - expert parallelism: experts are split over neighbouring ranks, and each part is sharded over the other dimension;
-    all
-      other parameters over all ranks.
-    """
+    """Return the mesh over which FSDP shards parameters: shards over neighbouring ranks within replicas; with expert
+    parallelism experts are split over neighbouring ranks, and each part over the other dimension."""
     if (size := section.expert_parallel_size) > 1:
         return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("shard", EXPERT_RANKS))
     if (replicas := section.replicas) == 1:
@@ -171,7 +160,7 @@ def learner_device(cluster: ClusterSection) -> torch.device:
 
 
 def _has_been_given_gpu(cluster: ClusterSection) -> bool:
-    """Return True if the config requires a GPU or Ray reserved one: then the CPU must not be used silently."""
+    # If the config requires a GPU or Ray reserved one, the CPU must not be used silently.
     return cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 
@@ -189,6 +178,7 @@ def use_threads(config: Config, world_size: int) -> None:
     )
 
 
+# As vLLM 0.30 sets them in its workers with VLLM_BATCH_INVARIANT: with others the first broadcast would hang.
 NCCL_OF_BATCH_INVARIANCE = {
     "NCCL_ALGO": "allreduce:tree",
     "NCCL_COLLNET_ENABLE": "0",
@@ -201,13 +191,10 @@ NCCL_OF_BATCH_INVARIANCE = {
     "NCCL_PROTO": "Simple",
     "NCCL_SOCKET_NTHREADS": "1",
 }
-"""What vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT: with other values the first broadcast would hang."""
 
 
 def use_deterministic_kernels(run: RunSection) -> None:
-    """Make torch choose kernels that repeat their bits, with `run.deterministic`, before CUDA or NCCL start. An
-    operator without one raises.
-    """
+    """With `run.deterministic`, choose kernels that repeat their bits, before CUDA or NCCL start."""
     if not run.deterministic:
         return
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | NCCL_OF_BATCH_INVARIANCE

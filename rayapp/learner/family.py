@@ -1,12 +1,8 @@
 """Adapts a family of models to packed training, and checks from its config alone that the results are right.
 
-`rayapp doctor` and `load_policy` call `check_family` before any weights are read. It scores two packed sequences that
-share a prefix with a small random model, and compares with plain eager attention, one sequence at a time. A feature
-that the learner lacks shows as a difference, even in a family that is not known.
-
-`pin_positions` handles longrope, whose frequencies depend on the longest sequence of a forward, so that a short
-sequence packed beside a long one would get others than alone. vLLM chooses them once, by `max_model_len`. So every
-forward also computes the embedding of the last possible position.
+`check_family` scores two packed sequences that share a prefix with a small random model, and compares with plain eager
+attention. `pin_positions` handles longrope, whose frequencies depend on a forward's longest sequence; vLLM chooses them
+once, by `max_model_len`, so every forward also computes the last possible position.
 """
 
 from __future__ import annotations
@@ -34,16 +30,15 @@ from rayapp.learner.packing import pack
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.storage.models.families import FAMILIES
 
+# Granite divides; Cohere and Falcon-H1 multiply
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
-"""Logit scales in configs: Granite divides; Cohere and Falcon-H1 multiply."""
 
 
 class HeadRule(NamedTuple):
     """How a model turns products with the output embedding into logits: a factor and a soft cap."""
 
     factor: float = 1.0
-    softcap: float | None = None
-    """Logits become cap * tanh(logit / cap)."""
+    softcap: float | None = None  # logits become cap * tanh(logit / cap)
 
     def applied_to(self, options: HeadOptions) -> HeadOptions:
         """Return the options for this model: its factor in the temperature, its cap before the temperature."""
@@ -87,17 +82,14 @@ def _with_last(
     return tuple(turns[:, :-1] for turns in forward(hidden, told, *args, **options))
 
 
-MAX_DIFFERENCE = 1e-2
-"""Limit of the difference of float32 log-probs: right families differ by at most 2e-4, others by 0.65 or more."""
+MAX_DIFFERENCE = 1e-2  # of float32 log-probs: right families differ by at most 2e-4, others by 0.65 or more
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
-_WINDOW = 5
-"""Sliding window of small models, shorter than the prompt, so that it affects both sequences."""
+_WINDOW = 5  # shorter than the prompt, so that it affects both sequences
 
 
 def read_architecture(model: ModelSection) -> Any:
-    """Return the config of `model.path` without dropout and jitter, which act in training mode. InputError: it can't be
-    read."""
+    """Return the config of `model.path` without dropout and jitter, which act in training mode."""
     from transformers import AutoConfig
 
     try:
@@ -162,13 +154,8 @@ def _check_class(architecture: Any, model: ModelSection) -> None:
 
 
 def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = False) -> float:
-    """Return the largest difference of log-probs between packed and plain computation of a small model.
-
-    Args:
-        num_tokens: length of the longest possible sequence, on which some models' positions depend.
-    Raises:
-        LearnerError: the model uses an attention option that packed attention lacks.
-    """
+    """Return the largest difference of log-probs between packed and plain computation of a small model. Some models'
+    positions depend on `num_tokens`, the longest possible sequence."""
     if not getattr(text, "num_attention_heads", None):
         raise InputError("its config has no num_attention_heads, and the learner supports only models with attention")
     with _one_thread(), torch.random.fork_rng(devices=[]):
@@ -181,8 +168,7 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
 
 
 def _difference_with_adapters(text: Any, config: Config) -> float:
-    """The same with adapters, beside the plain model with the adapters merged: some model's code bypasses an adapted
-    layer."""
+    # Beside the plain model with the adapters merged: some model's code bypasses an adapted layer.
     section = config.learner.lora
     with _one_thread(), torch.random.fork_rng(devices=[]):
         adapted, merged = (
@@ -222,7 +208,7 @@ def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 
 def _packed(causal_lm: Any) -> list[Tensor]:
-    """Return log-probs (T, V) of each sequence, computed as in the learner."""
+    # (T, V) each, as in the learner
     causal_lm.set_attn_implementation(ATTENTION_NAME)
     packing = pack([list(_sequences())], share_prefixes=True)
     with torch.no_grad():
@@ -237,8 +223,7 @@ def _packed(causal_lm: Any) -> list[Tensor]:
 
 
 def training_mode(causal_lm: Any) -> Any:
-    """Put layers in training mode, which checkpointing needs, but leaf modules (dropout, routers) in evaluation mode:
-    no noise."""
+    """Put layers in training mode, for checkpointing, but leaf modules (dropout, routers) in evaluation mode."""
     causal_lm.train()
     for module in causal_lm.modules():
         if not any(True for _ in module.children()):
@@ -254,7 +239,7 @@ def _logits(causal_lm: Any, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: two are no faster for a small model, and 20 times as slow on busy cores."""
+    # Two threads are no faster for a small model, and 20 times as slow on busy cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -283,7 +268,7 @@ def _sequences() -> tuple[Any, Any]:
 
 
 def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
-    """Return a small model whose random weights are so large that each part affects the scores."""
+    # The random weights are so large that each part affects the scores.
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -335,7 +320,7 @@ def small_config(text: Any) -> Any:
 
 
 def _num_layers(text: Any) -> int:
-    """Return the smallest number of layers that includes each type."""
+    # the fewest that include each type
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
     kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
     firsts = [layers.index(kind) for layers in kinds for kind in layers]
@@ -343,7 +328,7 @@ def _num_layers(text: Any) -> int:
 
 
 def _plain(causal_lm: Any) -> list[Tensor]:
-    """Return log-probs (T, V) of each sequence, computed one at a time by plain transformers."""
+    # (T, V) each, one at a time by plain transformers
     with torch.no_grad():
         return [
             _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])

@@ -1,8 +1,8 @@
 """Computes log-probs and entropies of tokens from hidden states, for a chunk of positions at a time.
 
-Logits in float32 exist for at most `chunk_rows` positions at once. Forward keeps logits in the model's dtype for as
-many positions as fit into the memory of one float32 chunk, and backward recomputes the others. Both compute the softmax
-in float32: bfloat16 values near 1 are 1/256 apart, so the gradient of a confident token, 1 - p, would be lost.
+Logits in float32 exist for at most `chunk_rows` positions. Forward keeps logits in the model's dtype as far as they fit
+into one chunk's memory; backward recomputes the others. The softmax is in float32: bfloat16 values near 1 are 1/256
+apart, so the gradient of a confident token, 1 - p, would be lost.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from rayapp.core.types import AllowedTokens, Int32Array
 from rayapp.learner.algo.distillation import kl, kl_gradient
 from rayapp.learner.packing import Int64Array
 
-_NOT_ALLOWED = -1e30
-"""Logit of a token that a form does not allow: probability 0, and finite in sums."""
+_NOT_ALLOWED = -1e30  # of a token that a form does not allow: probability 0, and finite in sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
     """Tokens that forms allowed at M positions."""
 
-    words: Tensor
-    """Bits, (K, W) int32 on the device, as in `AllowedTokens`."""
-    mask_of: Int32Array
-    """Mask of each position, (M,), on the host; -1: all tokens."""
+    words: Tensor  # bits, (K, W) int32 on the device, as in `AllowedTokens`
+    mask_of: Int32Array  # of each position, (M,), on the host; -1: all tokens
 
     def applied_to(self, scaled: Tensor, start: int) -> Tensor:
         """Return the scaled logits (C, V) of positions `start`, ... with tokens that are not allowed at -1e30."""
@@ -54,12 +51,9 @@ def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
 class Targets:
     """P pairs (position, next token) to score over M positions: several tokens may follow one position."""
 
-    rows: Tensor
-    """Position of each pair, ascending, (P,)."""
-    token_ids: Tensor
-    """(P,)."""
-    first_pairs: Int64Array
-    """First pair of each position, then P, (M + 1,), on the host."""
+    rows: Tensor  # position of each pair, ascending, (P,)
+    token_ids: Tensor  # (P,)
+    first_pairs: Int64Array  # first pair of each position, then P, (M + 1,), on the host
     allowed: Masks | None = None
 
 
@@ -70,16 +64,12 @@ def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """Settings of the output head."""
-
     temperature: float
     chunk_rows: int
-    softcap: float | None = None
-    """Logits become cap * tanh(logit / cap), before the temperature."""
+    softcap: float | None = None  # logits become cap * tanh(logit / cap), before the temperature
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
-    softmax_rows: int | None = None
-    """Rows in one softmax; None: a whole chunk on a GPU, CPU_SOFTMAX_ROWS on a CPU."""
+    softmax_rows: int | None = None  # in one softmax; None: a whole chunk on a GPU, CPU_SOFTMAX_ROWS on a CPU
 
     def rows_together(self, logits: Tensor) -> int:
         return self.softmax_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else logits.shape[0])
@@ -103,13 +93,9 @@ def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions, teacher: TeacherHead | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probs of the targets (P,), and of each position (M,): entropy, sum of squared probabilities, KL to the
-    teacher.
+    teacher, all float32; from `hidden` (M, H) after the final norm and the output embedding (V, H).
 
-    All are float32. Entropy has a gradient with `entropy_needs_grad`; the sums are 0 without `needs_sum_pi_squared`.
-
-    Args:
-        hidden: (M, H) hidden states after the final norm.
-        weight: (V, H) output embedding.
+    Entropy has a gradient with `entropy_needs_grad`; the sums are 0 without `needs_sum_pi_squared`.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher, targets.allowed
@@ -193,7 +179,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
-    """Add a chunk's gradient in float32: in bfloat16 each addition would lose bits."""
+    # In bfloat16 each addition would lose bits.
     if is_only:
         return part
     return part.float() if total is None else total.add_(part)
@@ -204,12 +190,10 @@ def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
 
 
 class _Logits(NamedTuple):
-    logits: Tensor
-    """(C, V)."""
+    logits: Tensor  # (C, V)
     options: HeadOptions
     allowed: Masks | None
-    first: int
-    """Chunk's first position among the M."""
+    first: int  # chunk's first position among the M
 
     def scaled(self, start: int, stop: int) -> Tensor:
         """Return the softmax's input for rows [start, stop)."""
@@ -242,7 +226,6 @@ def _score(
 
 
 def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
-    """Return logits in float32, capped and divided by the temperature."""
     scaled = logits.float()
     if options.softcap is not None:
         scaled = (scaled / options.softcap).tanh_().mul_(options.softcap)
@@ -250,7 +233,7 @@ def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _row_dots(first: Tensor, second: Tensor) -> Tensor:
-    """Return the dot products of rows, (C, V) -> (C,), without a temporary tensor."""
+    # (C, V) -> (C,), without a temporary tensor
     return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
 
 
@@ -258,18 +241,13 @@ def _row_dots(first: Tensor, second: Tensor) -> Tensor:
 class _Slopes:
     """Gradients of the loss for the scores of C positions, divided by the temperature, in float32."""
 
-    rows: Tensor
-    """Position of each pair, (P,)."""
-    token_ids: Tensor
-    """(P,)."""
-    first_pairs: Int64Array
-    """First pair of each position, then P, (C + 1,)."""
-    log_probs: Tensor
-    """(P,)."""
-    entropy: Tensor | None
-    """(C,)."""
+    rows: Tensor  # position of each pair, (P,)
+    token_ids: Tensor  # (P,)
+    first_pairs: Int64Array  # first pair of each position, then P, (C + 1,)
+    log_probs: Tensor  # (P,)
+    entropy: Tensor | None  # (C,)
+    # teacher, the chunk's first position, and gradients for each KL (C,)
     teacher: tuple[TeacherHead, int, Tensor] | None
-    """Teacher, the chunk's first position, and gradients for each KL (C,)."""
 
 
 def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
@@ -298,7 +276,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
 
 
 def _distribution_gradient(log_p: Tensor, per_row: Tensor, own: slice, slopes: _Slopes) -> Tensor:
-    """Return the gradient (rows, V) without the targets' one-hot terms."""
+    # (rows, V), without the targets' one-hot terms
     towards: Tensor | None = None
     if slopes.teacher is not None:
         teacher, first, grad_kl = slopes.teacher

@@ -1,8 +1,7 @@
 """Computes the metrics of one step on rank 0, from the facts of all ranks. No metric is an average of ranks' averages.
 
-The difference between the learner's and the engine's log-probs is measured every step on the computed trajectories,
-whether it is corrected or not. If it is large, engine and learner compute different policies (weights not synced, other
-dtypes or temperatures), and the policy gradient is biased.
+The difference between the learner's and the engine's log-probs is measured every step: if it is large, they compute
+different policies (weights not synced, other dtypes or temperatures), and the policy gradient is biased.
 """
 
 from __future__ import annotations
@@ -39,12 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Compare log-probs (B, T) under the weights that should have sampled the tokens with the engine's.
-
-    Returns:
-        `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared); empty
-        without tokens.
-    """
+    """Compare log-probs (B, T) under the weights that should have sampled the tokens with the engine's:
+    `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared)."""
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 
     if not bool(mask.any()):
@@ -64,50 +59,38 @@ def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask:
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
-    """Return the Pearson correlation; 1.0 if either tensor is constant."""
+    # Pearson; 1.0 if either tensor is constant
     first, second = first - first.mean(), second - second.mean()
     scale = float(first.norm() * second.norm())
     return float(first @ second) / scale if scale > 0 else 1.0
 
 
+# of a step on a rank
 STRETCHES = ("prepare", "old_log_probs", "ref", "teacher", "forward_backward", "optimizer", "metrics")
-"""Parts of a step on a rank, whose times are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchFacts:
-    """Counts and losses of one micro-batch."""
-
-    num_computed_tokens: int
-    """Unique tokens that went through the model."""
-    num_input_tokens: int
-    """Tokens that would have without shared prefixes."""
+    num_computed_tokens: int  # unique tokens that went through the model
+    num_input_tokens: int  # without shared prefixes
     num_trained_tokens: int
-    num_heads: int
-    """Positions whose logits were computed."""
-    num_attended: int
-    """Pairs of a token and a token that it attends to."""
-    num_input_attended: int
-    """The same without shared prefixes."""
-    loss: float
-    """Part of the mini-batch's loss; the parts add up."""
-    metrics: dict[str, float]
-    """verl's metrics, each a mean over tokens."""
+    num_heads: int  # positions whose logits were computed
+    num_attended: int  # pairs of a token and a token that it attends to
+    num_input_attended: int  # without shared prefixes
+    loss: float  # part of the mini-batch's; the parts add up
+    metrics: dict[str, float]  # verl's, each a mean over tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
     """Values for each of a trajectory's R response tokens, (R,)."""
 
-    log_probs: FloatArray
-    """During the optimizer step that trained on the trajectory."""
-    old_log_probs: FloatArray
-    """At the start of the step."""
+    log_probs: FloatArray  # during the optimizer step that trained on the trajectory
+    old_log_probs: FloatArray  # at the start of the step
     rollout_log_probs: FloatArray
     entropy: FloatArray
     ref_log_probs: FloatArray | None
-    teacher_kl: FloatArray | None
-    """Over the whole vocabulary, or log p - log q of the sampled tokens."""
+    teacher_kl: FloatArray | None  # over the whole vocabulary, or log p - log q of the sampled tokens
 
 
 def row_facts(batch: MicroBatch, rows: LossRows) -> dict[int, RowFacts]:
@@ -196,7 +179,7 @@ def _row_metrics(rows: Mapping[int, RowFacts], teaching: DistillationSection) ->
 
 
 def _reference_kl(rows: Sequence[RowFacts]) -> float:
-    """Return the k3 estimate of KL(policy || reference), whatever the loss uses."""
+    # the k3 estimate of KL(policy || reference), whatever the loss uses
     log_ratio = np.concatenate([row.ref_log_probs - row.log_probs for row in rows if row.ref_log_probs is not None])
     return float((np.exp(np.clip(log_ratio, -20.0, 20.0)) - log_ratio - 1.0).mean())
 
@@ -229,8 +212,6 @@ def timing_metrics(watch: Stopwatch) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MfuMeter:
-    """MFU of the learners' forward and backward passes, from their tokens and seconds."""
-
     shape: ModelShape
     gpu: Gpu
     num_gpus: int
@@ -257,11 +238,8 @@ def mfu_meter(config: Config, device: torch.device) -> MfuMeter | None:
 
 
 def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: float) -> dict[str, float]:
-    """Return `perf/*` of the micro-batches of all ranks.
-
-    `perf/mfu` counts each computed token once, as `rayapp plan` does; `perf/mfu_unshared` counts each trajectory by
-    itself, with the logits of all its tokens (docs/scale.md).
-    """
+    """Return `perf/*` of the micro-batches of all ranks. `perf/mfu` counts each computed token once,
+    `perf/mfu_unshared` each trajectory by itself (docs/scale.md)."""
     if not micro or seconds <= 0:
         return {}
     names = ("num_computed_tokens", "num_heads", "num_attended", "num_input_tokens", "num_input_attended")
@@ -292,7 +270,6 @@ class StepProfiler:
             yield
 
     def first_of(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of one pass, recording the first ones."""
         first, others = batches[:MOST_MICRO_BATCHES], batches[MOST_MICRO_BATCHES:]
         self._num_passed += len(batches)
         self._num_recorded += len(first)

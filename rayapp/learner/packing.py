@@ -24,21 +24,15 @@ from rayapp.core.types import Int32Array
 
 Int64Array = NDArray[np.int64]
 
-MIN_SAVED_TOKENS = 4
-"""Tokens that a branch must save: its attention calls cost as much as a few tokens."""
+MIN_SAVED_TOKENS = 4  # that a branch must save: its attention calls cost as much as a few tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive tokens between two branching points."""
-
     start: int
-    end: int
-    """Position after the last token, greater than `start`."""
-    subtree_end: int
-    """[end, subtree_end) continue this segment and see all of it."""
-    parent: int
-    """Segment that this one continues; -1 for a root."""
+    end: int  # after the last token
+    subtree_end: int  # [end, subtree_end) continue this segment and see all of it
+    parent: int  # the segment that this one continues; -1 for a root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +43,10 @@ class Packing:
     [0, 1, 2, 3] and [0, 1, 2, 4] (without MIN_SAVED_TOKENS).
     """
 
-    token_ids: Int64Array
-    """Unique tokens in packed order, (N,)."""
-    position_ids: Int64Array
-    """Position of each token within its own sequence, (N,)."""
-    segments: tuple[Segment, ...]
-    """Depth first; they cover [0, N)."""
-    paths: tuple[Int64Array, ...]
-    """Packed positions of each sequence's tokens."""
+    token_ids: Int64Array  # unique tokens in packed order, (N,)
+    position_ids: Int64Array  # within each token's own sequence, (N,)
+    segments: tuple[Segment, ...]  # depth first; they cover [0, N)
+    paths: tuple[Int64Array, ...]  # packed positions of each sequence's tokens
 
     @property
     def num_tokens(self) -> int:
@@ -83,14 +73,10 @@ class _Branch:
     """Sorted sequences that continue one path."""
 
     order: list[int]
-    shared: list[int]
-    """Length of the prefix that `order[i]` and `order[i + 1]` share."""
-    depth: int
-    """Tokens that are on the path."""
-    path: Int64Array
-    """Packed positions of these tokens."""
-    parent: int
-    """Segment that ends the path; -1 for none."""
+    shared: list[int]  # length of the prefix that `order[i]` and `order[i + 1]` share
+    depth: int  # tokens that are on the path
+    path: Int64Array  # their packed positions
+    parent: int  # segment that ends the path; -1 for none
 
 
 class _PackingBuilder:
@@ -125,9 +111,8 @@ class _PackingBuilder:
         )
 
     def _place_branch(self, branch: _Branch) -> list[_Branch | int]:
-        """Place the tokens that all sequences of a branch share. Return the branches that continue them, then the index
-        of the new segment, whose subtree ends where the last of the branches ends.
-        """
+        # Places the tokens that all sequences share. Returns the branches that continue them, then the new segment's
+        # index, whose subtree ends where the last of the branches ends.
         order, shared, depth = branch.order, branch.shared, branch.depth
         first = self._sequences[order[0]]
         common = min(shared) if shared else first.size
@@ -141,7 +126,7 @@ class _PackingBuilder:
         return [*self._continued(replace(branch, depth=common, path=path, parent=index)), index]
 
     def _continued(self, branch: _Branch) -> Iterator[_Branch]:
-        """Yield the branches after the first `depth` tokens, which all sequences share."""
+        # the branches after the first `depth` tokens
         order, shared = branch.order, branch.shared
         smallest, first = min(shared, default=0), 0
         for i in range(len(order)):

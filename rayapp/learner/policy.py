@@ -1,11 +1,8 @@
 """Holds the policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
 
-The same code serves one rank and many, CPU and GPU, the trained policy and frozen models. The learning rate is a pure
-function of the optimizer step, so a resumed run needs no scheduler state.
-
-`fuse` compiles norms, rotary positions and gated MLPs (`learner.compile`): chains of small operators that read and
-write every token's activations several times. Attention, head and experts have hand-written code. Whole layers are not
-compiled, because micro-batches differ in every dimension but the width.
+The learning rate is a pure function of the optimizer step, so a resumed run needs no scheduler state. `fuse` compiles
+norms, rotary positions and gated MLPs; whole layers are not compiled, because micro-batches differ in every dimension
+but the width.
 """
 
 from __future__ import annotations
@@ -65,26 +62,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """A micro-batch on the learner's device."""
-
-    token_ids: Tensor
-    """(1, N)."""
-    position_ids: Tensor
-    """(1, N)."""
+    token_ids: Tensor  # (1, N)
+    position_ids: Tensor  # (1, N)
     attention: AttentionLayout | SequenceLayout
-    head_positions: Tensor
-    """(M,)."""
+    head_positions: Tensor  # (M,)
     targets: Targets
-    row_pairs: Tensor
-    """(B, T)."""
-    row_heads: Tensor
-    """(B, T)."""
-    mask: Tensor
-    """(B, T) float32."""
-    routed_experts: Tensor | None = None
-    """(N, layers, k)."""
+    row_pairs: Tensor  # (B, T)
+    row_heads: Tensor  # (B, T)
+    mask: Tensor  # (B, T) float32
+    routed_experts: Tensor | None = None  # (N, layers, k)
+    # of this rank with sequence parallelism; N, M and the targets then cover only this part
     part: OwnTokens | None = None
-    """This rank's part with sequence parallelism; N, M and the targets then cover only this part."""
 
 
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
@@ -126,8 +114,7 @@ class TokenScores(NamedTuple):
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor
-    teacher_kl: Tensor
-    """KL to the teacher at each sampled token's position."""
+    teacher_kl: Tensor  # KL to the teacher at each sampled token's position
 
 
 class PolicyModel(nn.Module):
@@ -137,10 +124,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._head = head_rule(causal_lm)
-        self.num_tokens: int | None = None
-        """Tokens of the head to use if another model has a smaller vocabulary."""
-        self.replay: RouterReplay | None = None
-        """Makes the routers choose the experts that the engine chose."""
+        self.num_tokens: int | None = None  # of the head, if another model has a smaller vocabulary
+        self.replay: RouterReplay | None = None  # makes the routers choose the experts that the engine chose
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token, with the KL to the teacher if one is given."""
@@ -166,7 +151,7 @@ class PolicyModel(nn.Module):
         )
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        """Return hidden states (M, H) of the positions that predict a response token."""
+        # (M, H), of the positions that predict a response token
         model: Any = self.causal_lm
         experts = {} if self.replay is None else {EXPERTS: batch.routed_experts}
         outputs = model.get_decoder()(
@@ -176,7 +161,7 @@ class PolicyModel(nn.Module):
         return hidden
 
     def _output_weight(self) -> Tensor:
-        """Return the output embedding (V, H)."""
+        # (V, H)
         weight: Tensor = self.causal_lm.get_output_embeddings().weight  # type: ignore[operator]
         return weight if self.num_tokens is None else weight[: self.num_tokens]
 
@@ -186,7 +171,7 @@ class PolicyModel(nn.Module):
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """Gather values into rows (B, T). The gradient of a token that rows share is the sum over them."""
+    # (B, T); the gradient of a token that rows share is the sum over them
     if index.shape[0] == 0:
         # An empty micro-batch has no row, but a zero gradient must reach every parameter: otherwise FSDP waits forever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
@@ -195,14 +180,7 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 
 def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked: bool = True) -> PolicyModel:
     """Load the model at `config.model.path`: built and sharded without memory, then each rank reads its part of the
-    weights.
-
-    Args:
-        is_checked: check the model's family, on rank 0 only.
-    Raises:
-        InputError: the model can't be loaded, or its family is not supported.
-        LearnerError: the compiler is missing, or there is nothing to compile.
-    """
+    weights. `is_checked`: check the model's family, on rank 0 only."""
     compiles = config.compiles(on_gpu=mesh.device_type == "cuda")
     if compiles:
         check_compiler(mesh.device_type)
@@ -257,11 +235,7 @@ def recompute(causal_lm: Any, num_layers: int) -> None:
 
 
 def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
-    """Build the transformers model in float32 with packed attention, on torch's meta device.
-
-    Raises:
-        InputError: the model can't be built, or its family is not supported.
-    """
+    """Build the transformers model in float32 with packed attention, on torch's meta device."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -290,7 +264,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
 
 
 def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> None:
-    """Allocate a sharded model that is on the meta device. Buffers are computed, parameters stay unset."""
+    # The model is on the meta device. Buffers are computed, parameters stay unset.
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
     causal_lm.tie_weights()  # tie weights again, because each name got its own memory
@@ -305,8 +279,7 @@ def shard(
     model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
 ) -> PolicyModel:
     """Shard the model with FSDP2: float32 shards, gathered in compute_dtype, gradients reduced in float32.
-    `cpu_offload` keeps shards, gradients and the optimizer's state in host memory.
-    """
+    `cpu_offload` keeps shards, gradients and the optimizer's state in host memory."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
@@ -328,11 +301,8 @@ def shard(
 
 
 def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
-    """Tell FSDP, before a backward, whether to reduce gradients after it.
-
-    On CPU they are reduced once, after the last micro-batch of an optimizer step; on GPU after each, to save the memory
-    of the unsharded sum.
-    """
+    """Tell FSDP, before a backward, whether to reduce gradients after it: on CPU once, after the last micro-batch; on
+    GPU after each, to save the memory of the unsharded sum."""
     if device.type == "cpu":
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         model.set_reshard_after_backward(is_last)  # type: ignore[operator]
@@ -392,18 +362,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     return float(norm)
 
 
-ROPE = "apply_rotary_pos_emb"
-"""Function for rotary positions in transformers' model modules."""
-GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
-"""Linear layers of a gated MLP, for each known layout."""
+ROPE = "apply_rotary_pos_emb"  # in transformers' model modules
+GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))  # linear layers, for each known layout
 
 
 def fuse(causal_lm: Any, *, is_asked: bool) -> None:
-    """Make the model compile its small operators when they first run. Call it before sharding.
-
-    Raises:
-        LearnerError: `is_asked`, but the model has nothing to compile.
-    """
+    """Make the model compile its small operators when they first run. Call it before sharding. LearnerError:
+    `is_asked`, but there is nothing to compile."""
     decoder = causal_lm.get_decoder()
     norms = [module for module in decoder.modules() if _is_norm(module)]
     mlps = [module for module in decoder.modules() if _is_gated(module)]
@@ -436,7 +401,7 @@ def _compile(function: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return True if the module is a norm to compile; torch's own are single kernels already."""
+    # torch's own norms are single kernels already
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 
@@ -458,7 +423,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def _missing(device_type: str) -> Iterator[str]:
-    """Yield what torch.compile lacks. Compilers are looked up as Triton (C) and torch (C++) do."""
+    # Looked up as Triton (C) and torch (C++) do.
     if device_type == "cpu":
         if not shutil.which(os.environ.get("CXX", "g++")):
             yield "C++ compiler (CXX, or g++)"

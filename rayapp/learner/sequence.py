@@ -1,10 +1,8 @@
 """Sequence parallelism (Ulysses): several ranks compute one micro-batch, each a range of its tokens.
 
-Ranks of a group make the same micro-batch of N tokens. Each computes everything but attention for its own n = N / size
-tokens. For attention an exchange gives every rank all N tokens of some heads, which it computes as a single rank would.
-Log-probs are gathered at the end, so that all ranks of a group have the same loss.
-
     (n, all heads) --exchange--> (N, own heads) --attention--> (N, own heads) --exchange--> (n, all heads)
+
+Log-probs are gathered at the end, so that all ranks of a group have the same loss.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ SEQUENCE_ATTENTION = "rayapp_packed_over_ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroup:
-    """Ranks that compute a micro-batch together, and this rank's index among them."""
-
     group: dist.ProcessGroup
     rank: int
     size: int
@@ -47,8 +43,7 @@ class SequenceGroup:
 class SequenceLayout:
     """Attention layout over the ranks of a group, which attention gets as `plan`."""
 
-    whole: AttentionLayout
-    """Layout of all N tokens."""
+    whole: AttentionLayout  # of all N tokens
     group: SequenceGroup
 
 
@@ -100,13 +95,8 @@ def attention_over_ranks(
     plan: SequenceLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention; transformers calls it on every rank with its own n tokens.
-
-    Args:
-        query: (1, Hq, n, D). key: (1, Hkv, n, D). value: (1, Hkv, n, Dv).
-    Returns:
-        (1, n, Hq, Dv), and None in place of attention weights.
-    """
+    """Compute a layer's attention; transformers calls it on every rank with its own n tokens: query (1, Hq, n, D), key
+    (1, Hkv, n, D), value (1, Hkv, n, Dv) -> (1, n, Hq, Dv)."""
     group, heads = plan.group, query.shape[1]
     # Repeat key heads if their number is not a multiple of the number of ranks: several ranks then need the same key
     # head.
@@ -160,7 +150,7 @@ def _to_heads(tensors: tuple[Tensor, ...], group: SequenceGroup) -> list[Tensor]
 
 
 def _to_tokens(tensors: tuple[Tensor, ...], group: SequenceGroup, *, heads_first: bool = False) -> list[Tensor]:
-    """Exchange each tensor (1, N, H / size, D) for (1, n, H, D), or (1, H, n, D) with `heads_first`."""
+    # (1, N, H / size, D) each -> (1, n, H, D), or (1, H, n, D) with `heads_first`
     parts = [tensor[0].unflatten(0, (group.size, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
     received = _exchange(parts, group)  # by source rank: its heads, own tokens (size, n, H / size, D)
     order = (0, 2, 1, 3) if heads_first else (1, 0, 2, 3)
@@ -169,7 +159,7 @@ def _to_tokens(tensors: tuple[Tensor, ...], group: SequenceGroup, *, heads_first
 
 
 def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
-    """Send row r of every part to rank r. Row r of each result comes from rank r."""
+    # Row r of every part goes to rank r; row r of each result comes from rank r.
     flat = torch.cat([part.reshape(group.size, -1) for part in parts], dim=1)
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group.group)
@@ -179,26 +169,17 @@ def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTokens:
-    """This rank's part of a micro-batch."""
-
     group: SequenceGroup
-    packing: Packing
-    """Packing of all N tokens, padded to a multiple of the ranks."""
-    tokens: slice
-    """Packed positions of this rank's tokens."""
-    heads: slice
-    """Range of `head_positions` that this rank computes."""
+    packing: Packing  # of all N tokens, padded to a multiple of the ranks
+    tokens: slice  # packed positions
+    heads: slice  # range of `head_positions`
     pairs: slice
-    """Range of pairs that this rank computes."""
-    num_heads: tuple[int, ...]
-    """By rank."""
-    num_pairs: tuple[int, ...]
-    """By rank."""
+    num_heads: tuple[int, ...]  # by rank
+    num_pairs: tuple[int, ...]  # by rank
 
     def head_positions(self, batch: MicroBatch) -> NDArray[np.int64]:
         """Return this rank's positions that predict a response token, or position 0, whose result is ignored: FSDP's
-        reduction waits for the head's gradient of every rank.
-        """
+        reduction waits for the head's gradient of every rank."""
         positions = batch.head_positions[self.heads] - self.tokens.start
         return positions if positions.size else np.zeros(1, np.int64)
 
@@ -221,9 +202,8 @@ def own_tokens(batch: MicroBatch, group: SequenceGroup) -> OwnTokens:
 
 
 def gather_rows(own: Tensor, sizes: tuple[int, ...], group: SequenceGroup) -> Tensor:
-    """Gather rows (sizes[rank],) of all ranks. All must compute the same loss from them, because each takes the
-    gradient of its own rows from its own loss.
-    """
+    """Gather rows (sizes[rank],) of all ranks. All must compute the same loss from them: each takes the gradient of its
+    own rows from its own loss."""
     rows: Tensor = _GatherRows.apply(own, sizes, group)  # type: ignore[no-untyped-call]
     return rows
 

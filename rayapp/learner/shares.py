@@ -1,5 +1,6 @@
-"""Assigns a step's trajectories to ranks, so that in every mini-batch all ranks have about equally many tokens: they
-wait for each other at every optimizer step. The driver calls it, so it does not import torch.
+"""Assigns a step's trajectories to ranks, so that in every mini-batch all ranks have about equally many tokens.
+
+The driver calls it, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from rayapp.core.types import GroupSummary
 class Share(NamedTuple):
     """Consecutive trajectories of a group. Examples: `Share(3, 0, 8)`, the first eight; `Share(3)`, all."""
 
-    position: int
-    """Position of the group in its step."""
+    position: int  # of the group in its step
     start: int = 0
     stop: int | None = None
 
@@ -30,20 +30,16 @@ class Share(NamedTuple):
 class _Row(NamedTuple):
     position: int
     trajectory: int
-    num_tokens: int
-    """Tokens that are computed only for this trajectory."""
-    num_shared: int
-    """Tokens that a rank computes once for all its trajectories of the group."""
+    num_tokens: int  # computed only for this trajectory
+    num_shared: int  # computed once for all its trajectories of the group
 
 
-Shares = tuple[tuple[Share, ...], ...]
-"""Shares of each rank (sequence group), in the order of the step."""
+Shares = tuple[tuple[Share, ...], ...]  # of each rank (sequence group), in the order of the step
 
 
 def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
     """Return each rank's shares, in the order of the step. Few groups are split, and the busiest rank has as few tokens
-    as possible.
-    """
+    as possible."""
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]
     for first in range(0, len(summaries), size):
@@ -62,7 +58,6 @@ def groups_per_minibatch(num_groups: int, num_minibatches: int) -> int:
 
 
 def pulls_at_zero_advantage(config: Config) -> bool:
-    """Return True if a trajectory with zero advantages may have a gradient."""
     return config.algorithm.pulls_at_zero_advantage or bool(config.distillation.teacher)
 
 
@@ -77,7 +72,7 @@ def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row
 
 
 def _teaches(summary: GroupSummary, config: Config) -> bool:
-    """Return False if the group's gradient is known to be zero."""
+    # False if the group's gradient is known to be zero
     estimator = config.algorithm.adv_estimator
     looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
     if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
@@ -89,7 +84,7 @@ def _teaches(summary: GroupSummary, config: Config) -> bool:
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
-    """Return the rank of each row: consecutive rows, and as few tokens as possible on the busiest rank."""
+    # consecutive rows, and as few tokens as possible on the busiest rank
     low, high = 0, sum(row.num_tokens + row.num_shared for row in rows)
     while low < high:
         middle = (low + high) // 2
@@ -98,7 +93,6 @@ def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
 
 
 def _fill(rows: Sequence[_Row], capacity: int) -> list[int]:
-    """Return the rank of each row if each rank takes rows up to `capacity` tokens."""
     ranks, rank, load, last = [], 0, 0, -1
     for row in rows:
         more = row.num_tokens + (row.num_shared if row.position != last else 0)

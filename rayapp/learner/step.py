@@ -1,9 +1,6 @@
 """Trains one step on one rank: scoring, forward and backward of every micro-batch, optimizer.
 
-Every rank runs the same collectives in the same order, whatever its trajectories are: a rank with fewer micro-batches
-computes empty ones.
-
-    plan (advantages, counts) -> [old log-probs] -> per mini-batch: micro-batches -> clip -> AdamW -> metrics of rank 0
+Every rank runs the same collectives in the same order: a rank with fewer micro-batches computes empty ones.
 """
 
 from __future__ import annotations
@@ -96,21 +93,16 @@ class PolicyLearner:
     ranks: Ranks
     model: PolicyModel
     optimizer: torch.optim.AdamW
+    # models that don't learn, by their names in `frozen_models`
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
-    """Models that don't learn, by their names in `frozen_models`."""
-    verdicts: VerdictReader | None = None
-    """Puts the verdict on an answer before the prompt that the teacher reads."""
-    mfu: MfuMeter | None = None
-    """Computes `perf/mfu`; None on a CPU and on an unknown GPU."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL in the reward at the next step."""
+    verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
+    mfu: MfuMeter | None = None  # computes `perf/mfu`; None on a CPU and on an unknown GPU
+    kl_coef: float = 0.0  # of the KL in the reward at the next step
     optimizer_steps: int = 0
-    skipped_steps: int = 0
-    """Optimizer steps of the run that were skipped because a loss or gradient was not finite."""
+    skipped_steps: int = 0  # in the run, because a loss or gradient was not finite
+    # Log-probs (R,) under the weights with which the last step began, by row; only of computed trajectories.
     log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
-    """Log-probs (R,) under the weights with which the last step began, by row; only of computed trajectories."""
-    profile: Profile | None = None
-    """Trace of the last step in `train.profile_steps`; only on rank 0."""
+    profile: Profile | None = None  # of the last step in `train.profile_steps`; only on rank 0
     _profiler: StepProfiler | None = None
 
     def train_step(
@@ -164,9 +156,8 @@ class PolicyLearner:
         return batches + [empty_micro_batch()] * missing
 
     def update(self, losses: Sequence[float], step: int) -> tuple[float, bool]:
-        """Update the weights, unless the gradient or a loss is not finite on some rank. Collective. Returns the
-        gradient's norm before clipping, and whether the weights were updated.
-        """
+        """Update the weights, unless the gradient or a loss is not finite on some rank. Collective. Return the
+        gradient's norm before clipping, and whether the weights were updated."""
         section, train = self.config.learner.optimizer, self.config.train
         self.optimizer_steps += 1
         rate = learning_rate(self.optimizer_steps, train.num_steps * train.num_minibatches, section)
@@ -189,7 +180,7 @@ class PolicyLearner:
         return norm, is_finite
 
     def _fill_missing_gradients(self) -> None:
-        """Set missing gradients to zero, so that AdamW updates these parameters by their momentum."""
+        # AdamW then updates these parameters by their momentum.
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -219,11 +210,10 @@ class _Step:
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
+        # log-probs (R,) of the sampled tokens, by model (or teacher) and row
         self.frozen: dict[str, dict[int, FloatArray]] = {}
-        """Log-probs (R,) of the sampled tokens, by model (or teacher) and row."""
         self.kl_metrics: dict[str, float] = {}
-        self.mean_weight = 1.0
-        """Divisor of importance weights (see `LossScale`)."""
+        self.mean_weight = 1.0  # divisor of importance weights (see `LossScale`)
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -242,7 +232,7 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        """Return this rank's scored trajectories, without those whose gradient is known to be zero."""
+        # without those whose gradient is known to be zero
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
             log.warning("step %d leaves out groups %s, because their rewards are not finite", self.number, bad)
         scored: list[TrainItem] = []
@@ -260,8 +250,7 @@ class _Step:
         return items
 
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
-        """Return the estimator's inputs. `scored` are this rank's trained rows with `scores_before_advantages`.
-        Collective."""
+        # `scored` are this rank's trained rows with `scores_before_advantages`. Collective.
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
@@ -280,7 +269,7 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        """Return the reward (B, T) that trained tokens lose for their KL, and update the coefficient. Collective."""
+        # (B, T), lost by trained tokens; updates the coefficient. Collective.
         learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
         old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
@@ -294,13 +283,12 @@ class _Step:
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
-        """Gather per-token values (B, T) of all trained rows, given this rank's. Collective."""
+        # (B, T) of all trained rows, given this rank's. Collective.
         rows = {row: values for part in self.learner.ranks.gather_data(own) for row, values in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         return stack_rows([rows[int(row)] for row in table.trained_rows], width)
 
     def _score(self, items: Sequence[TrainItem]) -> None:
-        """Compute the log-probs that the update itself does not compute."""
         learner = self.learner
         # Scoring is collective, so all ranks must decide alike. Decide by the config and not by `self.old`, which is
         # empty on a rank that has only failed groups.
@@ -319,7 +307,7 @@ class _Step:
                 self.frozen["teacher"] = self._taught(items)
 
     def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
-        """Return the teacher's log-probs (R,) of the sampled tokens, by row."""
+        # the teacher's log-probs (R,) of the sampled tokens, by row
         learner, section = self.learner, self.config.distillation
         if learner.verdicts is not None:
             items = [learner.verdicts.beside(item) for item in items]
@@ -381,7 +369,7 @@ class _Step:
         return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
-        """Return the teacher's head, if the loss needs its whole distribution. Collective."""
+        # if the loss needs its whole distribution. Collective.
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None
@@ -449,7 +437,6 @@ class _Step:
         )
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
-        """Add KL losses and the entropy bonus."""
         if self.algorithm.kl_loss_coef > 0:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.config.distillation.needs_logits:

@@ -25,14 +25,10 @@ from rayapp.learner.shares import Share, groups_per_minibatch, pulls_at_zero_adv
 class StepTable:
     """All R trajectories of the step, one row each; the same on every rank."""
 
-    group: NDArray[np.int64]
-    """Position of each trajectory's group in the step, (R,)."""
-    index: NDArray[np.int64]
-    """Index of each trajectory in its group, (R,)."""
-    trained: NDArray[np.bool_]
-    """Trajectories that count in baselines, and in losses unless `filtered`, (R,)."""
-    filtered: NDArray[np.bool_]
-    """Trajectories that algorithm.overlong.filter leaves out of the loss, (R,)."""
+    group: NDArray[np.int64]  # position in the step, (R,)
+    index: NDArray[np.int64]  # of each trajectory in its group, (R,)
+    trained: NDArray[np.bool_]  # counts in baselines, and in losses unless `filtered`, (R,)
+    filtered: NDArray[np.bool_]  # left out of the loss by algorithm.overlong.filter, (R,)
     rewards: FloatArray
     num_response_tokens: NDArray[np.int64]
     num_groups: int
@@ -48,8 +44,7 @@ class StepTable:
 
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     """Mark the trajectories to train on: not invalid ones, the greedy baseline of remax, groups with a reward that is
-    not finite, nor a group's only valid trajectory if advantages compare the trajectories of a group.
-    """
+    not finite, nor a group's only valid trajectory if advantages compare the trajectories of a group."""
     estimator = config.algorithm.adv_estimator
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
     for valid in trained:
@@ -78,7 +73,6 @@ def has_finite_rewards(summary: GroupSummary) -> bool:
 
 
 def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
-    """Return the estimator's inputs for the trained rows."""
     rows = table.trained_rows
     baselines = None
     if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
@@ -131,7 +125,7 @@ def local_items(
     shares: Sequence[Share],
     groups: Sequence[Group],
 ) -> list[TrainItem]:
-    """Return this rank's trajectories that have an entry in `advantages`. LearnerError: a group does not match its
+    """Return this rank's trajectories that have an entry in `advantages`. LearnerError: a group doesn't match its
     summary."""
     mine = {share.position: (share, group) for share, group in zip(shares, groups, strict=True)}
     items: list[TrainItem] = []
@@ -158,7 +152,7 @@ def needs_computing(item: TrainItem, config: Config) -> bool:
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
-    """Return the trained rows' values of each term that all their groups have. Failed groups have none."""
+    # of the trained rows, for terms that all their groups have; failed groups have none
     in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
     names = sorted(set.intersection(*in_play)) if in_play else []
     return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}

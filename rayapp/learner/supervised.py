@@ -1,5 +1,4 @@
-"""Takes supervised steps on one rank: the cross-entropy of demonstrations, with the model, packing and optimizer of
-GRPO.
+"""Takes supervised steps on one rank: the cross-entropy of demonstrations, with GRPO's model, packing and optimizer.
 
     loss = -(sum of log-probs of the marked tokens) / (their number, over all ranks)
 
@@ -21,7 +20,7 @@ from rayapp.learner.step import PolicyLearner
 
 
 def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Take one optimizer step on this rank's rows. Returns metrics over all ranks. Collective."""
+    """Take one optimizer step on this rank's rows. Return metrics over all ranks. Collective."""
     watch = stopwatch(learner.ranks.device)
     with watch("prepare"):
         batches = learner.micro_batches(_items(rows))
@@ -63,7 +62,7 @@ def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
 
 
 def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
-    """Return this micro-batch's share of the loss, and the sum of its entropies."""
+    # this micro-batch's share of the loss, and the sum of its entropies
     scores = learner.model(to_device(batch, learner.ranks.device, learner.ranks.sequence), learner.head_options())
     if not batch.items:
         scores.log_probs.sum().backward()

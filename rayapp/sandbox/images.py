@@ -25,28 +25,23 @@ _REGISTRY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,199}")
 Kind = Literal["registry", "oci", "archive", "build"]
-MOUNT_POINTS = ("dev", "proc", "sys", "tmp")
-"""Folders that every image's tree has, for mounts."""
+MOUNT_POINTS = ("dev", "proc", "sys", "tmp")  # in every image's tree, for mounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """Record of an image that is unpacked in the cache, with everything that a sandbox needs to know about it."""
+    """An image that is unpacked in the cache."""
 
-    name: str
-    """Name under which the image was pulled, with its digest."""
+    name: str  # with its digest
     digest: str
-    tree: str
-    """Name of the image's folder in `ImageCache.trees`."""
+    tree: str  # folder in `ImageCache.trees`
     num_bytes: int
-    """Size of the tree as it lies on the disk."""
     env: tuple[tuple[str, str], ...]
     workdir: str
     uid: int
     gid: int
     home: str
-    python: str
-    """Path of the image's python3; empty if the image has no usable one."""
+    python: str  # path of the image's python3; empty without a usable one
 
     @property
     def user(self) -> tuple[int, int]:
@@ -65,19 +60,13 @@ class ImageCache(Protocol):
     """The cache of images on this node, as `rayapp.extras.images.pull.ImageSource` implements it."""
 
     @property
-    def trees(self) -> Path:
-        """Folder of the unpacked images."""
+    def trees(self) -> Path: ...
 
     async def hold(self, template: str) -> Hold:
-        """Return a lock on the image of a template; pull the image first if it is missing.
+        """Lock the image of a template; pull it first if it is missing. An unreachable registry is a
+        SandboxUnavailableError."""
 
-        Raises:
-            ImageError: the image is missing, damaged, too large, or for another platform.
-            SandboxUnavailableError: the registry can't be reached.
-        """
-
-    def find(self, template: str) -> Image | None:
-        """Return the image of a template if it is in the cache."""
+    def find(self, template: str) -> Image | None: ...
 
     def prefetch(self, templates: Sequence[str]) -> None:
         """Pull missing images in the background, in this order."""
@@ -88,14 +77,10 @@ class Reference:
     """A parsed name of an image."""
 
     kind: Kind
-    registry: str = ""
-    """Host and port of the registry; empty for other kinds of names."""
-    name: str
-    """Repository in a registry, path of a folder or archive, or name of a built image."""
-    tag: str = ""
-    """Tag in a registry; for a folder or archive, the name that selects one of its images."""
+    registry: str = ""  # host and port
+    name: str  # repository in a registry, path of a folder or archive, or name of a built image
+    tag: str = ""  # for a folder or archive, the name that selects one of its images
     digest: str = ""
-    """Digest of the manifest; empty if the name is not pinned."""
 
     def __str__(self) -> str:
         tag = f":{self.tag}" if self.tag else ""
@@ -109,7 +94,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """True if no registry can change the image that this name means: it has a digest, or names no registry."""
+        """True if no registry can change the image that this name means."""
         return bool(self.digest) or self.kind != "registry"
 
     def pinned(self, digest: str) -> Reference:
@@ -117,16 +102,12 @@ class Reference:
 
 
 def is_image(template: str) -> bool:
-    """Return True if a sandbox template names an image, not a template of a provider."""
+    """True for an image, False for a template of a provider."""
     return template.startswith(PREFIX)
 
 
 def parse(text: str) -> Reference:
-    """Parse a name, with or without `image:` before it.
-
-    Raises:
-        ImageError: the text is not the name of an image.
-    """
+    """Parse a name, with or without `image:` before it."""
     rest = text.removeprefix(PREFIX)
     for kind in ("oci", "archive", "build"):
         if rest.startswith(f"{kind}:"):

@@ -10,29 +10,21 @@ from typing import Protocol
 from rayapp.core.protocols import Sandbox, SandboxProvider
 from rayapp.core.types import SandboxSpec
 
-RUN_LABEL = "rayapp-run"
-"""Label of every remote sandbox whose value is the run's name. The pool's sweeps and `rayapp sandbox reap` select by
-it."""
-APP_LABEL, APP_NAME = "rayapp-app", "rayapp"
-"""Label, and its value, of every remote sandbox that rayapp makes in any run."""
+RUN_LABEL = "rayapp-run"  # The pool's sweeps and `rayapp sandbox reap` select by it.
+APP_LABEL, APP_NAME = "rayapp-app", "rayapp"  # of every remote sandbox, in any run
+# A run that starts ends the sandboxes that earlier attempts of the run left, but only those of its own host.
 HOST_LABEL = "rayapp-host"
-"""Label whose value is the pool's host. A run that starts ends the sandboxes that earlier attempts of the run left, but
-only those of its own host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Data that a worker needs to connect to one remote sandbox without calling the provider's API."""
+    """Data with which a worker connects to one remote sandbox without calling the provider's API."""
 
     sandbox_id: str
-    endpoint: str = ""
-    """Address of the sandbox: a URL or a domain, in the provider's own form."""
+    endpoint: str = ""  # a URL or a domain, in the provider's own form
     token: str = field(default="", repr=False)
-    """Secret of this sandbox; empty if the provider has none."""
-    traffic_token: str = field(default="", repr=False)
-    """Secret of the proxy in front of the sandbox; only E2B has one."""
-    version: str = ""
-    """Version of the provider's agent in the sandbox, for clients that depend on it."""
+    traffic_token: str = field(default="", repr=False)  # of the proxy in front of the sandbox; only E2B has one
+    version: str = ""  # of the provider's agent in the sandbox, for clients that depend on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +33,20 @@ class Lease:
 
     lease_id: int
     holder: str
-    """Name of the caller that holds the lease. Statistics show it, and the leases of a dead caller are found by it."""
-    expires_at: float
-    """Time at which the lease expires, in seconds on the pool's clock."""
+    expires_at: float  # on the pool's clock, in seconds
     provider: str = "local"
-    connection: Connection | None = None
-    """Connection to the sandbox. None if the holder itself makes the sandbox (`local`): the lease then only limits the
-    number of sandboxes."""
+    connection: Connection | None = None  # None if the holder makes the sandbox itself (`local`)
 
 
 class Fate(StrEnum):
     """State of a sandbox when its lease ends."""
 
-    CLEAN = "clean"
-    """The sandbox answered every call, and no code in it was stopped: after a check it may be leased again."""
+    CLEAN = "clean"  # every call was answered, no code was stopped: after a check it may be leased again
     DIRTY = "dirty"
     GONE = "gone"
 
 
 class ConnectedSandbox(Sandbox, Protocol):
-    """A sandbox that other processes can connect to."""
-
     @property
     def connection(self) -> Connection: ...
 
@@ -74,7 +59,5 @@ class RemoteProvider(SandboxProvider, Protocol):
     ) -> ConnectedSandbox: ...
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox that another process created. Nothing is sent: if the sandbox is gone, its first use
-        fails.
-        """
+        """Return a sandbox that another process created. Nothing is sent: if it is gone, its first use fails."""
         ...

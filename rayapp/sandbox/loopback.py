@@ -1,10 +1,7 @@
-"""The loopback of a sandbox: programs in the sandbox can connect to one service of this process, and to no other
-address outside.
+"""The loopback of a sandbox: programs in it can connect to one service of this process, and to no other address.
 
-    program in the sandbox -- TCP to 127.0.0.1:port --> accept(): a socket of this process
-
-In local sandboxes the zygote makes the listening socket inside and passes it out. In remote sandboxes a relay program
-runs (`providers/relay.py`).
+In local sandboxes the zygote makes the listening socket inside and passes it out; in remote ones a relay program runs
+(`providers/relay.py`).
 """
 
 from __future__ import annotations
@@ -18,27 +15,20 @@ from pathlib import Path
 from rayapp.core.errors import SandboxConfigError
 from rayapp.core.protocols import Sandbox
 
-Accept = Callable[[], Awaitable[socket.socket]]
-"""Function that waits for the next connection and returns its socket. The program that connects may be hostile."""
+Accept = Callable[[], Awaitable[socket.socket]]  # waits for the next connection, whose program may be hostile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loopback:
     """Port in the sandbox, and a function that accepts connections to it."""
 
-    port: int
-    """Port of 127.0.0.1 inside the sandbox."""
-    folder: Path
-    """Folder in the sandbox in which the connecting program may write."""
+    port: int  # of 127.0.0.1 inside the sandbox
+    folder: Path  # in the sandbox, in which the connecting program may write
     accept: Accept
 
 
 def loopback_of(sandbox: Sandbox) -> AbstractAsyncContextManager[Loopback]:
-    """Return a context manager that opens a sandbox's loopback.
-
-    Raises:
-        SandboxConfigError: sandboxes of this provider have no loopback.
-    """
+    """Return a context manager that opens a sandbox's loopback."""
     own: Callable[[], AbstractAsyncContextManager[Loopback]] | None = getattr(sandbox, "loopback", None)
     if own is None:
         raise SandboxConfigError(

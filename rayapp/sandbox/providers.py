@@ -1,6 +1,4 @@
-"""Makes provider objects from the configuration. A remote provider and its SDK are imported only if a configuration has
-the provider.
-"""
+"""Makes provider objects from the configuration. A remote provider's SDK is imported only if needed."""
 
 from __future__ import annotations
 
@@ -22,23 +20,21 @@ from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
+# place of its class in `rayapp.extras`
 REMOTE = {
     "e2b": "providers.e2b:E2BProvider",
     "daytona": "providers.daytona:DaytonaProvider",
     "mcp": "providers.mcp:McpProvider",
 }
-"""Type of a remote provider -> place of its class in `rayapp.extras`."""
 _NOT_IN_A_REGISTRY = tuple(f"{PREFIX}{kind}:" for kind in ("oci", "archive", "build"))
 
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
-    """Return the number of local sandboxes that may be in use at the same time."""
     own = config.local.max_sandboxes if config.local is not None else 0
     return own or config.max_leases or num_cores()
 
 
 def local_provider(config: SandboxConfig) -> LocalProvider | None:
-    """Return the provider of sandboxes in the calling process; None if the configuration has no local provider."""
     if config.local is None:
         return None
     return LocalProvider(
@@ -50,7 +46,6 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
 
 
 def image_source(section: LocalConfig) -> ImageCache:
-    """Return the cache of images that local sandboxes use."""
     source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
@@ -61,31 +56,18 @@ def image_source(section: LocalConfig) -> ImageCache:
 
 
 def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """Return every remote provider of the configuration, by name.
-
-    Raises:
-        SandboxConfigError: a provider's package or key is missing.
-    """
     sections = [section for section in config.providers if not isinstance(section, LocalConfig)]
     return {section.type: remote_provider(section) for section in sections}
 
 
 def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """Return the remote providers that can list sandboxes of other processes.
-
-    Raises:
-        SandboxConfigError: a provider's package or key is missing.
-    """
+    """Return the remote providers that can list sandboxes of other processes."""
     sections = [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
     return {section.type: remote_provider(section) for section in sections}
 
 
 def remote_provider(section: ProviderConfig) -> RemoteProvider:
-    """Make one remote provider.
-
-    Raises:
-        SandboxConfigError: the provider's package or key is missing.
-    """
+    """Make a provider. SandboxConfigError: its package or key is missing."""
     match section:
         case E2BConfig() | DaytonaConfig() | McpConfig():
             try:
@@ -118,11 +100,8 @@ def _of_plugin(section: PluginConfig) -> RemoteProvider:
 
 
 def why_no_sandbox(config: SandboxConfig, template: str) -> str:
-    """Return the reason why a provider can't make sandboxes of this image or template; empty if all providers may have
-    it.
-
-    The pool may send any lease to any provider, so one provider without the image is an error.
-    """
+    """Return why a provider can't make sandboxes of this image or template; empty if all may. The pool may send any
+    lease to any provider."""
     for section in config.providers if template else ():
         name = template.removeprefix(PREFIX).removeprefix("build:")
         if isinstance(section, LocalConfig) and (why := _why_no_image(section, template)):
@@ -142,15 +121,12 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
 
 
 def _builds_templates(section: ProviderConfig, template: str) -> bool:
-    """Return True if a template is the name of an image in a registry, and E2B builds its own template from it."""
+    # The name of an image in a registry, from which E2B builds its own template.
     is_e2b = isinstance(section, E2BConfig) and section.dialect == "e2b"
     return is_e2b and is_image(template) and not template.startswith(_NOT_IN_A_REGISTRY)
 
 
 def _why_no_image(section: LocalConfig, template: str) -> str:
-    """Return the reason why the local provider can't make sandboxes of a template; empty if it has the image or can
-    pull it.
-    """
     wanted = section.images.get(template, template)
     if not is_image(wanted):
         return (
@@ -166,7 +142,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
 
 
 def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
-    """Return the reason why a provider can't make the sandboxes that an agent needs; empty if every provider can."""
+    """Return why a provider can't make the sandboxes that an agent needs; empty if every provider can."""
     images = start.images or ({start.spec.template: ""} if start.spec else {})
     for image, needed in images.items():
         if why := why_no_sandbox(config, image):

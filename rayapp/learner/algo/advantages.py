@@ -1,7 +1,7 @@
 """Computes advantages with verl's estimators.
 
-Every rank calls it once a step with all trained trajectories of the step, because some estimators whiten over all of
-them. Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
+Every rank calls it once a step with all trained trajectories, because some estimators whiten over all of them. Row i
+holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
 """
 
 from __future__ import annotations
@@ -36,33 +36,19 @@ class AdvantageInputs:
     Example: two groups of two, one trajectory of the second invalid and left out -> B = 3, group_index [0, 0, 1].
     """
 
-    rewards: FloatArray
-    """(B,)."""
-    num_response_tokens: NDArray[np.int64]
-    """(B,), at least 1."""
-    group_index: NDArray[np.int64]
-    """(B,): equal for trajectories of one prompt."""
-    reward_terms: dict[str, FloatArray]
-    """Values (B,) by term, each of which gdpo normalises."""
-    baselines: FloatArray | None = None
-    """Reward of each group's greedy trajectory, (B,); only for remax."""
-    kl_penalty: Tensor | None = None
-    """Reward that each token loses for its KL to the reference, (B, T)."""
-    old_log_probs: Tensor | None = None
-    """(B, T); only for the optimal token baselines."""
-    sum_pi_squared: Tensor | None = None
-    """(B, T); only for the optimal token baselines."""
-    is_weights: Tensor | None = None
-    """Importance weights of the rollout correction, (B, T)."""
+    rewards: FloatArray  # (B,)
+    num_response_tokens: NDArray[np.int64]  # (B,), at least 1
+    group_index: NDArray[np.int64]  # (B,): equal for trajectories of one prompt
+    reward_terms: dict[str, FloatArray]  # values (B,) by term, each of which gdpo normalises
+    baselines: FloatArray | None = None  # of each group's greedy trajectory, (B,); only for remax
+    kl_penalty: Tensor | None = None  # (B, T), what each token loses for its KL to the reference
+    old_log_probs: Tensor | None = None  # (B, T); only for the optimal token baselines
+    sum_pi_squared: Tensor | None = None  # (B, T); only for the optimal token baselines
+    is_weights: Tensor | None = None  # of the rollout correction, (B, T)
 
 
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> Tensor:
-    """Return the advantage of each response token, (B, T) float32, 0 past a row's own tokens.
-
-    Raises:
-        ConfigError: the estimator is unknown, or a reward lacks a term that gdpo uses.
-        LearnerError: a reward is not finite.
-    """
+    """Return the advantage of each response token, (B, T) float32, 0 past a row's own tokens."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     check_estimator(algorithm.adv_estimator)
@@ -84,12 +70,8 @@ def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSe
 
 
 class KlPenalty(NamedTuple):
-    """KL to the reference that is subtracted from the rewards of a step."""
-
-    rewards: Tensor
-    """Reward that each token loses, (B, T)."""
-    mean_kl: float
-    """Mean over trajectories of their mean KL per token."""
+    rewards: Tensor  # (B, T), lost by each token
+    mean_kl: float  # over trajectories, of their mean KL per token
     next_coef: float
 
 
@@ -159,7 +141,7 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    """Return the terms for gdpo, which puts each on the last token itself."""
+    # gdpo puts each term on the last token itself
     import torch
 
     if not algorithm.gdpo_reward_terms:
@@ -180,7 +162,7 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
 
 
 def _centred(values: FloatArray, group_index: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Subtract from each value (B,) the mean of its group. A value alone in its group stays: the estimator's too."""
+    # A value alone in its group stays, as the estimator leaves it.
     _, group = np.unique(group_index, return_inverse=True)
     sizes = np.bincount(group)
     means = np.where(sizes > 1, np.bincount(group, weights=values.astype(np.float64)) / sizes, 0.0)
@@ -189,7 +171,7 @@ def _centred(values: FloatArray, group_index: NDArray[np.int64]) -> NDArray[np.f
 
 
 def _algo_config(algorithm: AlgorithmSection) -> Any:
-    """Return what estimators read from verl's AlgoConfig, as a DictConfig: gdpo reads keys that AlgoConfig lacks."""
+    # A DictConfig: gdpo reads keys that verl's AlgoConfig lacks.
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
@@ -202,9 +184,8 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Put each reward on its row's last token, (B, T), in float64: float32 would round the mean of equal rewards, and
-    give them advantages of about 1e-9 / (0 + 1e-6). Token baselines accept only float32.
-    """
+    # In float64, (B, T): float32 would round the mean of equal rewards, and give them advantages of about 1e-9 / (0 +
+    # 1e-6). Token baselines accept only float32.
     import torch
 
     dtype = torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64

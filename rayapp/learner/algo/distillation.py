@@ -1,11 +1,8 @@
 """On-policy distillation: the KL between policy and teacher on tokens that the policy sampled.
 
-For the whole distribution, `log_probs` calls `kl` for a chunk of positions at a time; for the sampled tokens, the step
-calls `teacher_advantages`. Forward and reverse KL: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM). Thinking
-Machines' "On-Policy Distillation" (2025) uses the log-ratio of a sampled token as its advantage.
-
-`VerdictReader` puts the verdict on an answer before the prompt that the teacher reads: self-distillation with feedback,
-as in arXiv:2601.20802 (SDPO), where the policy is its own teacher.
+Forward and reverse KL: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM); the log-ratio of a sampled token as its
+advantage: Thinking Machines' "On-Policy Distillation" (2025). `VerdictReader` puts the verdict on an answer before the
+teacher's prompt: arXiv:2601.20802 (SDPO), where the policy is its own teacher.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LARGEST_LOG_RATIO = 20.0
-"""Limit of the log-ratios that the forward KL exponentiates."""
-_LOG_OF_NOTHING = -87.0
-"""Least log-prob of an outcome: about the smallest probability in float32."""
+LARGEST_LOG_RATIO = 20.0  # of the log-ratios that the forward KL exponentiates
+_LOG_OF_NOTHING = -87.0  # about the smallest probability in float32
 
 
 def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSection) -> Tensor:
@@ -64,9 +59,7 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the teacher's log-probs (C, V) to compare. With `kl_over: top_k` all other tokens are one outcome, whose
-    probability is spread in proportion to the policy's.
-    """
+    # With `kl_over: top_k` all other tokens are one outcome, with a probability spread in proportion to the policy's.
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
         return log_q
     top = (log_p if section.kl == "reverse" else log_q).topk(section.top_k, dim=-1).indices
@@ -112,7 +105,6 @@ class VerdictReader:
         return np.array(self._rendered(text)[: self._max_tokens], np.int32)
 
     def _rendered(self, text: str) -> list[int]:
-        """Return the text's ids as a user's message, or alone without a chat template."""
         if getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -140,7 +132,7 @@ async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ran
 
 
 async def _scored(item: TrainItem, section: DistillationSection, client: EndpointClient) -> FloatArray:
-    """Return one item's log-probs (R,): a request for each branch with trained tokens."""
+    # a request for each branch with trained tokens -> (R,)
     trajectory = item.trajectory
     log_probs = np.zeros(trajectory.num_tokens, np.float32)
     for path, responses in trained_branches(trajectory):
@@ -153,7 +145,7 @@ async def _scored(item: TrainItem, section: DistillationSection, client: Endpoin
 
 
 def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
-    """Return the tokens' log-probs (T,); 0 for the first."""
+    # (T,); 0 for the first
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], entries[1:], strict=True)

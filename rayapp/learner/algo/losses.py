@@ -1,11 +1,8 @@
 """Computes policy losses with verl's functions, normalised so that the result doesn't depend on how the batch is split.
 
-verl's `agg_loss` divides by the global counts in `global_batch_info`, and multiplies by dp_size because FSDP averages
-gradients. geo_mean divides by the rows of the micro-batch, so `policy_loss` rescales it.
-
-`coupled_gradients` serves losses that depend on the whole mini-batch (clip_cov, kl_cov, normalized weights). Every rank
-computes the same loss of all rows, in the order of the step, and keeps d loss / d log-prob, with which the backward of
-its own micro-batches starts. So the result, random choices included, depends on neither micro-batches nor ranks.
+verl's `agg_loss` divides by global counts and multiplies by dp_size, because FSDP averages gradients.
+`coupled_gradients` is for losses of the whole mini-batch (clip_cov, kl_cov, normalized weights): every rank computes
+the same loss of all rows and keeps d loss / d log-prob, with which the backward of its own micro-batches starts.
 """
 
 from __future__ import annotations
@@ -29,23 +26,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LEAST_MEAN = 1e-8
-"""Mean weight below which verl doesn't normalise."""
+_LEAST_MEAN = 1e-8  # mean weight below which verl doesn't normalise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
     """Divisors of the losses of one optimizer step, over all ranks and micro-batches."""
 
-    num_tokens: int
-    """Response tokens in the loss."""
+    num_tokens: int  # in the loss
     num_trajectories: int
-    dp_size: int
-    """Ranks, whose gradients FSDP averages."""
-    max_response_tokens: int
-    """Divisor of seq-mean-token-sum-norm (Dr. GRPO): a constant, not a micro-batch's width."""
-    mean_weight: float = 1.0
-    """Mean importance weight of the step, with rollout_correction.batch_normalize."""
+    dp_size: int  # ranks, whose gradients FSDP averages
+    max_response_tokens: int  # of seq-mean-token-sum-norm (Dr. GRPO): a constant, not a micro-batch's width
+    mean_weight: float = 1.0  # with rollout_correction.batch_normalize
 
     def for_verl(self) -> dict[str, int]:
         return {
@@ -60,22 +52,14 @@ class LossScale:
 class LossRows:
     """Inputs of the policy loss for B trajectories of T response tokens, left-aligned."""
 
-    log_probs: Tensor
-    """(B, T), with gradient."""
-    old_log_probs: Tensor
-    """At the start of the step, (B, T)."""
-    rollout_log_probs: Tensor
-    """The engine's, (B, T)."""
-    advantages: Tensor
-    """(B, T)."""
-    mask: Tensor
-    """(B, T) float32."""
-    entropy: Tensor | None = None
-    """(B, T), with gradient if there is an entropy bonus."""
-    ref_log_probs: Tensor | None = None
-    """(B, T); None without a KL loss."""
-    teacher_kl: Tensor | None = None
-    """(B, T), with gradient if it covers more than the sampled token."""
+    log_probs: Tensor  # (B, T), with gradient
+    old_log_probs: Tensor  # at the start of the step, (B, T)
+    rollout_log_probs: Tensor  # the engine's, (B, T)
+    advantages: Tensor  # (B, T)
+    mask: Tensor  # (B, T) float32
+    entropy: Tensor | None = None  # (B, T), with gradient if there is an entropy bonus
+    ref_log_probs: Tensor | None = None  # (B, T)
+    teacher_kl: Tensor | None = None  # (B, T), with gradient if it covers more than the sampled token
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
@@ -113,9 +97,8 @@ class LossResult:
 
 
 def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor | None:
-    """Return bounded importance weights between learner and engine, (B, T), from their log-probs. None if they are off,
-    and in bypass mode, whose loss takes the engine's log-probs as the old ones.
-    """
+    """Return bounded importance weights between learner and engine, (B, T), from their log-probs. None in bypass mode
+    too: its loss takes the engine's log-probs as the old ones."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     correction = algorithm.rollout_correction
@@ -136,7 +119,6 @@ def mean_weight(weights: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> f
 
 
 def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Return the KL to the reference, aggregated like the policy loss."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
     assert rows.ref_log_probs is not None, "the KL loss needs reference log-probs"
@@ -145,7 +127,6 @@ def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Te
 
 
 def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Aggregate values (B, T) like the policy loss."""
     from verl.trainer.ppo.core_algos import agg_loss
 
     loss: Tensor = agg_loss(values, mask, algorithm.loss_agg_mode, **scale.for_verl())
@@ -185,7 +166,6 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
 
 
 def check_policy_loss(name: str) -> None:
-    """Raise ConfigError if there is no loss of this name."""
     if name not in POLICY_LOSSES and not is_plugin("losses", name):
         raise ConfigError(
             f"algorithm.policy_loss {name!r} is neither a policy loss of verl 0.9.1 nor a plug-in. Use one of "
@@ -194,21 +174,19 @@ def check_policy_loss(name: str) -> None:
 
 
 def _declared(options: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Return the options that are fields of `config_class`; none is a field of two of verl's classes."""
+    # none is a field of two of verl's classes
     names = {field.name for field in fields(config_class)}
     return {name: value for name, value in options.items() if name in names}
 
 
-Scored = tuple[TrainItem, FloatArray, FloatArray]
-"""Trajectory, its log-probs now, and at the start of the step."""
+Scored = tuple[TrainItem, FloatArray, FloatArray]  # trajectory, its log-probs now, and at the start of the step
 
 
 class Coupled(NamedTuple):
     """Loss of a whole mini-batch, and its gradients, both times dp_size."""
 
     loss: float
-    slopes: dict[int, FloatArray]
-    """Gradient for each row's log-probs, (R,), by row."""
+    slopes: dict[int, FloatArray]  # gradient for each row's log-probs, (R,), by row
 
     def surrogate(self, log_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """Return a loss with the gradients of these rows. Its values over all micro-batches add up to `loss`."""
@@ -219,7 +197,6 @@ class Coupled(NamedTuple):
 def coupled_gradients(
     scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
 ) -> Coupled:
-    """Return loss and gradients of all rows of a mini-batch."""
     if not scored:
         return Coupled(0.0, {})
     scored = sorted(scored, key=lambda entry: entry[0].row)

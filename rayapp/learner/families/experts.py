@@ -1,9 +1,8 @@
 """Expert parallelism: each of several ranks holds a part of the experts, and tokens travel to their experts' ranks.
 
-A group of neighbouring ranks (`learner.expert_parallel_size`) shares the experts: each gathers only its own, over the
-ranks of other groups that hold the same. Routers, attention and everything else stay on the token's own rank.
-
     (N, H) --exchange--> rows of own experts --experts--> their outputs --exchange--> (N, k, H) --weights--> (N, H)
+
+Routers, attention and everything else stay on the token's own rank.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def experts_of(causal_lm: Any) -> list[Any]:
 
 
 def split_experts(causal_lm: Any, mesh: DeviceMesh) -> None:
-    """Give each rank of the one-dimensional mesh its part of all experts, before sharding, and make their forward
-    exchange tokens.
-    """
+    """Give each rank of the one-dimensional mesh its part of all experts, before sharding; forwards exchange tokens."""
     for experts in experts_of(causal_lm):
         own = experts.num_experts // mesh.size()
         for name, parameter in list(experts.named_parameters()):
@@ -89,7 +86,7 @@ class _OwnExperts:
 def _experts_over_ranks(
     experts: Any, group: dist.ProcessGroup, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the experts of a layer on this rank's tokens: (N, H), experts (N, k), their weights (N, k) -> (N, H)."""
+    # tokens (N, H), experts (N, k), their weights (N, k) -> (N, H)
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     own, k = _OwnExperts(experts, group.size()), top_k_index.shape[1]
@@ -125,7 +122,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[r]` rows to rank r, in order; `received[r]` rows arrive from rank r."""
+    # Sends `sent[r]` rows to rank r, in order; `received[r]` rows arrive from rank r.
     found = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found

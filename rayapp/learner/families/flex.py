@@ -1,11 +1,7 @@
 """Computes attention that the standard kernels lack.
 
-On GPU torch's flex attention computes layers with sinks or a soft cap, which the varlen kernel lacks. A rule on three
-numbers of each packed token determines to which tokens it attends, so no N x N mask is stored. tests/gpu compares it
-with the attention on CPU.
-
-On CPU masked blocks compute windows and soft caps, which torch's flash kernel lacks: some rows (queries) and columns
-(keys), by plain float32 products.
+On GPU torch's flex attention computes sinks and soft caps; a rule on three numbers of each packed token says to which
+tokens it attends, so no N x N mask is stored. On CPU masked blocks, in plain float32, compute windows and caps.
 """
 
 from __future__ import annotations
@@ -21,18 +17,13 @@ from torch import Tensor
 
 from rayapp.learner.packing import Packing, Segment
 
-MAX_ROWS = 256
-"""Rows of a block under a window: with more, most columns would be visible to few rows."""
+MAX_ROWS = 256  # of a block under a window: with more, most columns would be visible to few rows
 
 
 class MaskRule(NamedTuple):
-    """Scale, window and cap of a layer's scores."""
-
     scale: float
-    window: int | None = None
-    """Tokens that a query sees, itself included."""
-    softcap: float | None = None
-    """Scores become cap * tanh(score / cap)."""
+    window: int | None = None  # tokens that a query sees, itself included
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
 
 
 class Block(NamedTuple):
@@ -40,10 +31,8 @@ class Block(NamedTuple):
 
     rows: slice
     columns: slice
-    is_own: bool = False
-    """True if rows and columns are the same tokens: each row sees the columns up to itself."""
-    is_masked: bool = False
-    """True if rows see only some of the columns, or scores are capped: no block for the flash kernel."""
+    is_own: bool = False  # rows and columns are the same tokens: each row sees the columns up to itself
+    is_masked: bool = False  # rows see only some columns, or scores are capped: not for the flash kernel
 
 
 def blocks_of(segments: Sequence[Segment], positions: Tensor, rule: MaskRule) -> Iterator[Block]:
@@ -123,12 +112,9 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor, rule: MaskRule) -> Tensor:
 class TreeMask:
     """Radix tree of N packed tokens, on the device."""
 
-    ends: Tensor
-    """End of the subtree of each token's segment, (N,)."""
-    positions: Tensor
-    """Position within its own sequence, (N,)."""
-    masks: dict[int | None, Any] = field(default_factory=dict)
-    """Masks by window, shared by layers."""
+    ends: Tensor  # of the subtree of each token's segment, (N,)
+    positions: Tensor  # within its own sequence, (N,)
+    masks: dict[int | None, Any] = field(default_factory=dict)  # by window, shared by layers
 
     def block_mask(self, window: int | None) -> Any:
         if window not in self.masks:

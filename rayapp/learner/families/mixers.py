@@ -1,8 +1,7 @@
-"""Runs mixers on packed tokens: layers that mix tokens by linear attention, short convolutions or mamba.
+"""Runs mixers (linear attention, short convolutions, mamba) on packed tokens.
 
-Their state would leak from one packed sequence into the next. So each mixer gets every sequence in a row of its own,
-padded on the right, where padding does not affect causal layers. A token that several sequences share is computed in
-the row of each, and read from the first.
+Their state would leak from one packed sequence into the next, so each sequence gets a row of its own, padded on the
+right. A token that sequences share is computed in the row of each, and read from the first.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from torch import Tensor, nn
 from rayapp.core.errors import LearnerError
 from rayapp.learner.packing import Segment, segment_paths
 
-MAX_PADDING = 2
-"""Rows computed together are at most this many times as long as the shortest."""
+MAX_PADDING = 2  # rows computed together are at most this many times as long as the shortest
 
 
 class Borders:
-    """Borders of the sequences in the current forward. They stay for the backward, where checkpointing computes layers
-    again."""
+    """Borders of the sequences in the current forward. They stay for the backward, where layers are computed again."""
 
     def __init__(self) -> None:
         self._segments: tuple[Segment, ...] = ()
@@ -62,7 +59,7 @@ class Borders:
 
 
 def give_borders(causal_lm: Any) -> bool:
-    """Make every mixer compute sequence by sequence. Call it once, before sharding. Returns whether there are any."""
+    """Make every mixer compute sequence by sequence, once, before sharding. Return whether there are any."""
     mixers = mixers_of(causal_lm)
     if not mixers:
         return False
@@ -97,8 +94,7 @@ def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
 
 def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Return batches (B, T) of paths of about equal length, padded with their last token, and the index (N,) of each
-    token's first place in the flattened batches.
-    """
+    token's first place in the flattened batches."""
     rows, firsts, begin = [], [], 0
     for bunch in _bunches(sorted(paths, key=len)):
         width = len(bunch[-1])

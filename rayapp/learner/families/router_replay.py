@@ -1,8 +1,7 @@
 """Router replay (R3, arXiv 2510.11370): trains a mixture of experts with the experts that the server chose.
 
-If two experts score nearly equally, rounding decides, and server and learner may choose differently, which changes the
-log-prob. So the server records its choice, and the result of a router's `topk(scores, k)` is replaced by the recorded
-experts and their scores. The learner still computes each expert's weight, with its gradient.
+If two experts score nearly equally, rounding decides, and the learner may choose another. So the result of a router's
+`topk(scores, k)` is replaced by the recorded experts; their weights, with gradients, are still computed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.state.lora import ROUTERS
 
-EXPERTS = "routed_experts"
-"""Keyword argument of a decoder's forward: experts (N, layers, k), -1 for a router's own choice."""
-_ROUTE = "route_tokens_to_experts"
-"""Method of transformers' expert blocks that chooses the experts where no router module does."""
+EXPERTS = "routed_experts"  # argument of a decoder's forward: (N, layers, k), -1 for a router's own choice
+_ROUTE = "route_tokens_to_experts"  # chooses the experts in transformers' expert blocks without a router module
 _TOPK = (torch.topk, Tensor.topk)
 
 
@@ -40,10 +37,10 @@ class RouterReplay:
         num_experts = num_experts_of(causal_lm.config.get_text_config())
         layers = [_Layer(number, num_experts) for number in range(len(causal_lm.get_decoder().layers))]
         self.num_layers = len(layers)
+        # layers with routers
         self.routed = [
             own for own, layer in zip(layers, causal_lm.get_decoder().layers, strict=True) if own.join(layer)
         ]
-        """Layers with routers."""
 
     def check(self, recorded: Sequence[NDArray[np.int16] | None]) -> None:
         """Raise LearnerError if this model's routers can't have chosen the recorded experts."""
@@ -77,15 +74,12 @@ class RouterReplay:
 class _Layer:
     def __init__(self, number: int, num_experts: int) -> None:
         self.number, self.num_experts = number, num_experts
-        self.experts: Tensor | None = None
-        """Experts to choose, (N, k)."""
-        self.counts: Tensor | None = None
-        """Replayed experts that the routers would have chosen, and all, (2,)."""
+        self.experts: Tensor | None = None  # to choose, (N, k)
+        self.counts: Tensor | None = None  # replayed experts that the routers would have chosen, and all, (2,)
 
     def join(self, layer: nn.Module) -> bool:
         """Hook the experts out of the layer's arguments, also when checkpointing calls it again, and wrap its router.
-        Returns False without one.
-        """
+        False without one."""
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         routers = [(m, _ROUTE) for m in layer.modules() if hasattr(m, _ROUTE)]
         routers += [(part, "forward") for m in layer.modules() for name, part in m.named_children() if name in ROUTERS]

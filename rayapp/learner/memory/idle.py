@@ -1,7 +1,6 @@
-"""Parks an idle learner's tensors in host memory, so that a server on the same GPU can use the memory for its cache.
+"""Parks an idle learner's tensors in host memory, for the cache of a server on the same GPU (`offload_when_idle`).
 
-FSDP and the optimizer keep their tensor objects; only the storages are emptied and filled again
-(`learner.offload_when_idle`).
+FSDP and the optimizer keep their tensor objects; only the storages are emptied and filled again.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from rayapp.learner.distributed import local_part
 
 
 class _Parked(NamedTuple):
-    """Emptied storage and its content."""
-
     storage: torch.UntypedStorage
-    content: Tensor
-    """In host memory, pinned if the storage is on a GPU."""
+    content: Tensor  # in host memory, pinned if the storage is on a GPU
 
 
 class IdleMemory:
@@ -30,8 +26,7 @@ class IdleMemory:
 
     def __init__(self) -> None:
         self._parked: dict[int, _Parked] = {}
-        self._copies: dict[int, Tensor] = {}
-        """Host memory by storage, kept because pinning takes as long as several copies."""
+        self._copies: dict[int, Tensor] = {}  # by storage, kept because pinning takes as long as several copies
 
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their memory. Idempotent."""
@@ -91,7 +86,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """Yield each storage once, with a key that identifies it during its lifetime."""
+    # each storage once, with a key that identifies it during its lifetime
     seen = set[int]()
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
@@ -106,6 +101,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait for copies to and from GPUs, which are only queued."""
+    # copies to and from GPUs are only queued
     for device in {storage.device for storage in storages if storage.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,7 +1,6 @@
-"""Computes the memory that a configuration takes, by kind, before anything is allocated.
+"""Computes the memory that a configuration takes, by kind, before anything is allocated. All sizes are bytes per GPU.
 
-The formulas use only the model's shape and the config. Tests compare them with the learner's own step on fake tensors:
-they are within 10% of its peak. All sizes are bytes per GPU.
+The formulas use only the model's shape and the config; tests on fake tensors find them within 10% of a step's peak.
 """
 
 from __future__ import annotations
@@ -17,25 +16,18 @@ from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
 from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
-RUNTIME_BYTES = 3 * GIB // 2
-"""Assumed bytes of the CUDA context, kernels and NCCL's buffers. On one H100, without NCCL, 0.8 GiB were measured."""
-GRAPH_BYTES = GIB
-"""Assumed bytes of vLLM's CUDA graphs, on top of server.gpu_memory_utilization, also while the server sleeps."""
+RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 0.8 GiB on an H100 without NCCL
+GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
+# resident before weights: a learner; a server's three processes (vLLM 0.30, torch 2.13)
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
-"""Resident bytes of a learner and of a server's three processes before weights (vLLM 0.30, torch 2.13)."""
-WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB
-"""Assumed resident bytes of a rollout worker with its groups, and of Ray and the driver together."""
-PINNED_FACTOR = 1.5
-"""Bytes of pinned host memory for each byte kept there: torch rounds blocks up to powers of two."""
+WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB  # assumed: a rollout worker with its groups; Ray and the driver together
+PINNED_FACTOR = 1.5  # of pinned host memory for each byte kept there: torch rounds blocks up to powers of two
 FLOAT32, MASTER, ADAM = 4, 4, 8
-AUTO_SHARE = 0.9
-"""Share of a GPU that learners fill if `learner.max_tokens_per_microbatch` or `.activation_checkpointing` is auto."""
+AUTO_SHARE = 0.9  # of a GPU, for learners' `auto` values
+# of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto
 LARGEST_SHARE, AUTO_MARGIN = 0.95, 0.03
-"""Largest share of a GPU that vLLM may get, and the margin below the share that fits, if
-`server.gpu_memory_utilization` is auto."""
+# With as many, products are fast: layers are recomputed until a micro-batch may have them, if both are auto.
 ENOUGH_TOKENS = 8192
-"""Tokens with which matrix products are fast: layers are recomputed until a micro-batch may have as many, if both are
-auto."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 
@@ -44,14 +36,10 @@ class Moment:
     """Bytes on a learner's GPU at one moment of a step, beside the bytes that stay between steps."""
 
     name: str
-    gathered: int = 0
-    """Weights that FSDP has gathered in the compute dtype, and its buffers."""
-    activations: int = 0
-    """Activations kept for the backward, and temporary tensors of an operator or two."""
-    head: int = 0
-    """Logits of the chunks that exist at once, and the head's gradient."""
-    unreduced: int = 0
-    """Gradients before they are reduced over the ranks, in the compute dtype and in float32."""
+    gathered: int = 0  # weights in the compute dtype, and FSDP's buffers
+    activations: int = 0  # kept for the backward, and temporary tensors of an operator or two
+    head: int = 0  # logits of the chunks that exist at once, and the head's gradient
+    unreduced: int = 0  # gradients before they are reduced over the ranks, in the compute dtype and in float32
 
     @property
     def total(self) -> int:
@@ -62,20 +50,13 @@ class Moment:
 class LearnerPlan:
     """Bytes on each learner's GPU."""
 
-    weights: int
-    """Shards of the policy: trained parameters in float32, frozen ones in the compute dtype."""
-    frozen: dict[str, int]
-    """Shards of the models that don't learn, by name."""
-    gradients: int
-    """Shards in float32, from the first micro-batch of a step to its end."""
-    optimizer: int
-    """AdamW's two moments."""
-    moments: tuple[Moment, ...]
-    """Moments of a full micro-batch at which the peak can be."""
-    host: int
-    """Bytes that `learner.cpu_offload` keeps in host memory, not part of `total`."""
-    is_parked: bool = False
-    """True if weights and moments are in host memory while servers generate."""
+    weights: int  # shards: trained parameters in float32, frozen ones in the compute dtype
+    frozen: dict[str, int]  # shards of the models that don't learn, by name
+    gradients: int  # float32 shards, from the first micro-batch of a step to its end
+    optimizer: int  # AdamW's two moments
+    moments: tuple[Moment, ...]  # of a full micro-batch, at which the peak can be
+    host: int  # kept in host memory by `learner.cpu_offload`, not part of `total`
+    is_parked: bool = False  # weights and moments are in host memory while servers generate
     runtime: int = RUNTIME_BYTES
 
     @property
@@ -107,17 +88,12 @@ class ServerPlan:
     """Bytes on each GPU of a server."""
 
     weights: int
-    kv_cache: int
-    """vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
-    runtime: int
-    """CUDA, and temporary tensors of the largest prefill and of sampling a full batch."""
+    kv_cache: int  # below 0 if the weights don't fit
+    runtime: int  # CUDA, and temporary tensors of the largest prefill and of sampling a full batch
     graphs: int
-    kv_token_bytes: int
-    """Bytes of one token's keys and values."""
-    kv_tokens: int
-    """Tokens that the KV cache of all GPUs of the server holds."""
-    num_sequences: int
-    """Sequences of full length that it holds."""
+    kv_token_bytes: int  # one token's keys and values
+    kv_tokens: int  # that the KV cache of all GPUs of the server holds
+    num_sequences: int  # of full length, that it holds
 
     @property
     def asleep(self) -> int:
@@ -137,12 +113,9 @@ class GpuPlan:
     server: ServerPlan
     room: int
     is_shared: bool
-    server_share: int
-    """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
-    transfer: int
-    """Bytes of the largest full tensor and of the buckets, while weights are sent."""
-    export: int
-    """Bytes of the largest full tensor, while weights are exported."""
+    server_share: int  # room x server.gpu_memory_utilization
+    transfer: int  # largest full tensor and the buckets, while weights are sent
+    export: int  # largest full tensor, while weights are exported
 
     @property
     def training(self) -> int:
@@ -212,8 +185,7 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
 
 
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
-    """Return the bytes of some of the policy's own weights: in the compute dtype if only adapters are trained, else in
-    float32."""
+    """Return bytes of the policy's own weights: in the compute dtype if only adapters are trained, else in float32."""
     return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
@@ -254,8 +226,7 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of the teacher's head, last gathered layer and hidden states, if the loss needs its
-    distribution."""
+    # its head, last gathered layer and hidden states, if the loss needs its distribution
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -284,11 +255,8 @@ def export_bytes(shape: ModelShape, learner: LearnerSection) -> int:
 
 
 def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
-    """Replace `auto` of activation_checkpointing and max_tokens_per_microbatch by numbers. By these formulas: a run
-    measures the tokens (`token_budget`).
-
-    The number of tokens is the largest power of two that fits.
-    """
+    """Replace `auto` of activation_checkpointing and max_tokens_per_microbatch by these formulas' numbers (the largest
+    power of two that fits); a run measures the tokens (`token_budget`)."""
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": least_recomputed(shape, config, gpu_bytes)})
     if config.learner.max_tokens_per_microbatch != "auto":
@@ -347,8 +315,8 @@ def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
 def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     """Return the bytes that the backward of one layer takes beside all kept activations.
 
-    The first layers are computed again, and their backward comes last, when all other activations are freed. So only if
-    every layer is computed again, its activations come on top of what is kept.
+    The first layers are recomputed last, when all other activations are freed. So their activations come on top of what
+    is kept only if every layer is recomputed.
     """
     tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
     recomputes_all = learner.num_recomputed(shape.num_layers) == shape.num_layers
@@ -388,12 +356,8 @@ def _normed_heads(shape: ModelShape) -> int:
 def head_bytes(
     shape: ModelShape, config: Config, num_tokens: int | None = None, *, softmax_rows: int | None = None
 ) -> int:
-    """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`).
-
-    Args:
-        num_tokens: None: more tokens than the number whose logits are kept.
-        softmax_rows: rows that go through the softmax together; None: a whole chunk, as on a GPU.
-    """
+    """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`). `num_tokens` None: more than
+    the number whose logits are kept; `softmax_rows` None: a whole chunk, as on a GPU."""
     own = _own_head_bytes(shape, config.learner, num_tokens, softmax_rows or sys.maxsize)
     return own + _teacher_head_bytes(shape, config, num_tokens)
 
@@ -421,7 +385,7 @@ def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int 
 
 
 def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
-    """Return the bytes of comparing a chunk with the teacher: log-probs of both, their ratio, and the gradient."""
+    # log-probs of both, their ratio, and the gradient
     if not config.distillation.needs_logits:
         return 0
     rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
@@ -482,12 +446,9 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
 class NodePlan:
     """Bytes of host memory on a node of GPUs, without code in sandboxes."""
 
-    backups: int
-    """Weights of sleeping servers, in pinned memory."""
-    learners: int
-    """Tensors that learners keep or park in host memory."""
-    staging: int
-    """Copies from which a checkpoint is written."""
+    backups: int  # weights of sleeping servers, in pinned memory
+    learners: int  # kept or parked in host memory
+    staging: int  # copies from which a checkpoint is written
     processes: int
     object_store: int
 
@@ -496,7 +457,6 @@ class NodePlan:
         return self.backups + self.learners + self.staging + self.processes + self.object_store
 
     def described(self) -> str:
-        """Return sum and parts as text."""
         names = {
             "backups": "sleeping servers' weights",
             "learners": "parked by learners",
@@ -509,7 +469,6 @@ class NodePlan:
 
 
 def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    """Plan the host memory of a node, which has as many processes of each kind as fit its GPUs."""
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
@@ -535,10 +494,8 @@ def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> 
 class HostPlan:
     """Bytes of this machine's memory that a run on its CPU takes."""
 
-    learners: int
-    """Bytes of the learners at the peak of a step."""
-    activations: int
-    """Part of `learners` that only the largest micro-batch takes."""
+    learners: int  # at the peak of a step
+    activations: int  # of `learners`, taken only by the largest micro-batch
     servers: int
     object_store: int
 
@@ -554,8 +511,7 @@ class HostPlan:
 
 def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
-    they are reduced over ranks, and malloc keeps freed memory.
-    """
+    they are reduced, and malloc keeps freed memory."""
     config = with_number_formats(config, on_gpu=False)
     if config.learner.activation_checkpointing == "auto":
         config = with_values(config, learner={"activation_checkpointing": 0})

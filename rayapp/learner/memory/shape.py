@@ -19,22 +19,18 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A kind of GPU."""
-
     name: str
-    room: int
-    """Bytes that a process can use."""
-    tflops: float
-    """Peak of dense bfloat16 products with float32 sums."""
+    room: int  # bytes that a process can use
+    tflops: float  # dense bfloat16 products with float32 sums
     memory_gb_s: float
-    link_gb_s: float
-    """Bandwidth to the other GPUs of its node in one direction, in GB/s: NVLink or PCIe."""
+    link_gb_s: float  # to the other GPUs of its node in one direction: NVLink or PCIe
 
     @property
     def gib(self) -> float:
         return self.room / GIB
 
 
+# A name that contains another name comes before it.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -49,19 +45,13 @@ GPUS = {
         Gpu(name="mi300x", room=190 * GIB, tflops=1307, memory_gb_s=5300, link_gb_s=448),
     )
 }
-"""A name that contains another name comes before it."""
+# keys by which a user describes a GPU -> fields of `Gpu`
 FIGURES = {"memory_gib": "room", "memory_gb_s": "memory_gb_s", "tflops": "tflops", "link_gb_s": "link_gb_s"}
-"""Keys by which a user describes a GPU -> fields of `Gpu`."""
-NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0
-"""GPUs of a node, each GPU's GB/s to other nodes (400 Gbit/s), and over PCIe 4."""
+NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0  # GPUs; GB/s of each to other nodes (400 Gbit/s); over PCIe 4
 
 
 def gpu_called(name: str) -> Gpu:
-    """Return the kind of GPU of this name or description, such as `memory_gib=96,memory_gb_s=1790,tflops=250`.
-
-    Raises:
-        InputError: name or description is unknown.
-    """
+    """Return the kind of GPU of this name or description, such as `memory_gib=96,memory_gb_s=1790,tflops=250`."""
     plain = re.sub(r"[\s_-]", "", name.lower())
     if plain in GPUS:
         return GPUS[plain]
@@ -105,12 +95,8 @@ def room_here() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes on which a model's memory and speed depend."""
-
-    num_parameters: int
-    """Tied parameters count once."""
-    num_layer_parameters: int
-    """Parameters of the largest decoder layer."""
+    num_parameters: int  # tied ones once
+    num_layer_parameters: int  # of the largest decoder layer
     num_layers: int
     hidden: int
     intermediate: int
@@ -118,18 +104,12 @@ class ModelShape:
     num_key_heads: int
     head_size: int
     vocabulary: int
-    norms_heads: bool = False
-    """True if queries and keys are normed, as in Qwen3."""
-    num_idle_parameters: int = 0
-    """Parameters of the experts to which a token is not sent, over all layers."""
-    num_elsewhere: int = 0
-    """Parameters of the experts that a learner never gathers (`learner.expert_parallel_size`), over all layers."""
-    rows_elsewhere: float = 0.0
-    """Rows that a learner sends away in a forward for each token, one for each expert elsewhere, over all layers."""
-    num_adapter_parameters: int = 0
-    """0 if all weights are trained."""
-    adapter_rank_sum: int = 0
-    """Ranks of one layer's adapters: values that they keep for each token."""
+    norms_heads: bool = False  # queries and keys are normed, as in Qwen3
+    num_idle_parameters: int = 0  # experts to which a token is not sent, over all layers
+    num_elsewhere: int = 0  # experts that a learner never gathers (`learner.expert_parallel_size`), over all layers
+    rows_elsewhere: float = 0.0  # sent away in a forward for each token, one for each expert elsewhere, over all layers
+    num_adapter_parameters: int = 0  # 0 if all weights are trained
+    adapter_rank_sum: int = 0  # values that one layer's adapters keep for each token
     teacher: ModelShape | None = None
 
     @property
@@ -159,8 +139,7 @@ class ModelShape:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Return the shape of the model at `config.model.path`, built on torch's meta device without memory. A folder needs
-    only a config.json."""
+    """Return the shape of the model at `config.model.path` (a config.json is enough), built on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -210,7 +189,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 
 def _experts(model: Any, size: int) -> dict[str, Any]:
-    """Return the fields that count experts, of which each learner has 1 / size."""
+    # each learner has 1 / size of the experts
     from rayapp.learner.families.router_replay import num_experts_of
 
     if not (num_experts := num_experts_of(model.config)):
@@ -226,7 +205,7 @@ def _experts(model: Any, size: int) -> dict[str, Any]:
 
 
 def _adapters(model: Any, learner: LearnerSection) -> list[Any]:
-    """Add the learner's adapters on the meta device. Returns both matrices of every adapter."""
+    # both matrices of every adapter, on the meta device
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
     if learner.lora.rank == 0:

@@ -1,7 +1,6 @@
 """Estimates the phases of a step on GPUs before anything runs: time, utilization, and memory by owner.
 
-It is a roofline model with fixed shares of the manufacturer's figures: flops over practical compute, bytes over
-practical memory bandwidth, and the longer of computing and gathering. `ASSUMPTIONS` is printed with the numbers. The
+A roofline model with fixed shares of the manufacturer's figures (`ASSUMPTIONS` is printed with the numbers). The
 numbers of passes are fitted to one step on an H100 (docs/results.md); the other constants are not measured.
 """
 
@@ -29,18 +28,15 @@ from rayapp.learner.memory.plan import (
 )
 from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
 
+# of the manufacturer's figures: large products, flash attention, memory, NCCL
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
-"""Shares of the manufacturer's figures: large matrix products, flash attention, memory, NCCL."""
-FORWARD_PASSES, BACKWARD_PASSES = 5, 11
-"""Times that operators that are not fused read or write a layer's kept activations."""
+FORWARD_PASSES, BACKWARD_PASSES = 5, 11  # times that unfused operators read or write a layer's kept activations
+# with `learner.compile`, which fuses norms, rotary positions and gated MLPs; assumed
 COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
-"""The same with `learner.compile`, which fuses norms, rotary positions and gated MLPs. Assumed."""
-HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18
-"""Times that the logits, in float32, are read or written."""
+HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18  # times that the logits, in float32, are read or written
+# of a decoding step with CUDA graphs and without, on an H100 (docs/results.md)
 DECODE_S, EAGER_DECODE_S = 0.0035, 0.010
-"""Overhead of a decoding step with CUDA graphs and without, as an H100 took it (docs/results.md)."""
-HOST_GB_S = 20.0
-"""Bandwidth to host memory, for AdamW there and for weights through the object store."""
+HOST_GB_S = 20.0  # to host memory, for AdamW there and for weights through the object store
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
     (
@@ -57,11 +53,8 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Time and useful work of one phase."""
-
     seconds: float
-    flops: float
-    """Useful operations of all GPUs; 0 for phases that only move data."""
+    flops: float  # useful operations of all GPUs; 0 for phases that only move data
     num_gpus: int
 
     def mfu(self, gpu: Gpu) -> float:
@@ -74,11 +67,9 @@ class StepLoad:
 
     prompts: int
     sequences: int
-    computed_tokens: int
-    """Tokens that the learners compute; a shared prompt counts once."""
+    computed_tokens: int  # a shared prompt counts once
     predicted_tokens: int
-    attended: float
-    """Pairs of a computed token and a token that it attends to."""
+    attended: float  # pairs of a computed token and a token that it attends to
 
 
 def step_load(config: Config) -> StepLoad:
@@ -96,7 +87,6 @@ def step_load(config: Config) -> StepLoad:
 
 
 def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> dict[str, Speed]:
-    """Return the phases of a step by name, in their order."""
     speeds = {"generate": generate(shape, config, gpu, server)}
     scored = score(shape, config, gpu)
     if config.scores_old_log_probs:
@@ -115,8 +105,7 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
 
 def seconds_on_cpu(shape: ModelShape, config: Config) -> tuple[float, float]:
     """Estimate the seconds in which this machine's processor generates and trains a step, from the measured speed of a
-    linear layer in the formats of the config. Takes a fraction of a second.
-    """
+    linear layer in the formats of the config (takes a fraction of a second)."""
     config = with_number_formats(config, on_gpu=False)
     load, rates = step_load(config), dict[str, float]()
     for dtype in {config.learner.compute_dtype, config.server.dtype}:
@@ -126,7 +115,7 @@ def seconds_on_cpu(shape: ModelShape, config: Config) -> tuple[float, float]:
 
 
 def _products_per_s(shape: ModelShape, dtype: str, rows: int = 128) -> float:
-    """Measure the flops per second of a linear layer's forward and backward on this process's cores."""
+    # of a linear layer's forward and backward on this process's cores
     import torch
 
     before = torch.get_num_threads()
@@ -269,7 +258,7 @@ def attention_flops(shape: ModelShape, num_attended: float) -> float:
 
 
 def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
-    """Return the seconds of one micro-batch's collectives: weights for each pass, and gradients."""
+    # one micro-batch's collectives: weights for each pass, and gradients
     section = learner
     if section.num_learners == 1:
         return 0.0
@@ -309,19 +298,14 @@ class PhaseRow:
     """Bytes on one GPU during a phase of a step."""
 
     phase: str
-    gpu: str
-    """`shared`, `server` or `learner`."""
+    gpu: str  # `shared`, `server` or `learner`
     speed: Speed
-    learner_stays: int = 0
-    """Shards, AdamW's moments, CUDA."""
-    learner_works: int = 0
-    """Gradients, gathered weights, activations and logits at their peak."""
-    engine: int = 0
-    """vLLM's weights, temporary tensors and CUDA; asleep only CUDA."""
+    learner_stays: int = 0  # shards, AdamW's moments, CUDA
+    learner_works: int = 0  # gradients, gathered weights, activations and logits at their peak
+    engine: int = 0  # vLLM's weights, temporary tensors and CUDA; asleep only CUDA
     kv_cache: int = 0
     graphs: int = 0
-    buffer: int = 0
-    """Weights being sent or exported."""
+    buffer: int = 0  # weights being sent or exported
 
     @property
     def total(self) -> int:

@@ -1,8 +1,7 @@
 """Measures the number of tokens that one forward may have, for `learner.max_tokens_per_microbatch: auto`.
 
-Two short forwards and backwards of different lengths, before the first step, give the bytes per token; with the free
-memory they give the tokens. Memory is measured operator by operator: on GPU by torch's allocator, on CPU by following
-the tensors of every operator, without the working memory inside them.
+Two short forwards and backwards of different lengths, before the first step, give the bytes per token, operator by
+operator: on GPU from torch's allocator, on CPU by following every operator's tensors.
 """
 
 from __future__ import annotations
@@ -125,22 +124,18 @@ class CpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
 
 log = logging.getLogger(__name__)
 MIB = 2**20
+# of the free memory; on CPU others need some too, and allocators keep freed memory
 ROOM_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Share of the free memory for a micro-batch. On CPU others need memory too; allocators keep freed memory."""
-PROBE_TOKENS = {"cpu": 128, "cuda": 1024}
-"""Tokens of the shorter of two probes."""
-LARGEST = 65536
-"""Products reach their full speed with far fewer tokens."""
+PROBE_TOKENS = {"cpu": 128, "cuda": 1024}  # of the shorter of two probes
+LARGEST = 65536  # products reach their full speed with far fewer tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
     """Bytes of a micro-batch of N tokens: fixed[k] + N x per_token[k] at moment k."""
 
-    fixed: NDArray[np.float64]
-    """(K,)."""
-    per_token: NDArray[np.float64]
-    """(K,)."""
+    fixed: NDArray[np.float64]  # (K,)
+    per_token: NDArray[np.float64]  # (K,)
 
     def of(self, num_tokens: int) -> int:
         """Return the bytes at the worst moment, which depends on the number."""
@@ -153,12 +148,7 @@ class MemoryNeed:
 
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
     """Return the token budget of all ranks: a power of two, so that a few megabytes more or less don't change the run.
-
-    Args:
-        room_bytes: memory that may be used; None measures the free memory.
-    Raises:
-        LearnerError: the longest trajectory does not fit.
-    """
+    LearnerError: the longest trajectory does not fit."""
     longest, need = longest_part(config), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     fits = min(ranks.gather(need.fits(room)))
@@ -178,11 +168,8 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
 def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed:
     """Run the layers on some tokens and on twice as many, and compare the memory moment by moment. Collective.
 
-    At each operator the bytes grow linearly with the tokens, so the two runs predict any number, even if its worst
-    moment is another operator. The head's bytes come by formula, as if head and layers had their peaks together.
-
-    Raises:
-        LearnerError: the runs executed different operators.
+    At each operator the bytes grow linearly with the tokens, so the two runs predict any number. The head's bytes come
+    by formula, as if head and layers had their peaks together.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
     # Run uncompiled, because the meter counts operators. Compiled operators need less memory.
@@ -213,7 +200,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
 def _marks_of_layers(
     learner: LearnerSection, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
 ) -> NDArray[np.float64]:
-    """Return the bytes at each moment of a step's second micro-batch, without the head."""
+    # of a step's second micro-batch, without the head
     reduce_gradients(model, ranks.device, is_last=False)
     _run_layers(learner, ranks, model, 1)
     reduce_gradients(model, ranks.device, is_last=True)
@@ -225,7 +212,7 @@ def _marks_of_layers(
 
 
 def _run_layers(learner: LearnerSection, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
-    """Run forward and backward without the head: no token is predicted, so gradients are 0."""
+    # No token is predicted, so gradients are 0.
     options = HeadOptions(temperature=1.0, chunk_rows=learner.log_prob_chunk_tokens)
     # Use one sequence: attention on CPU would run more operators for several sequences.
     batch = empty_micro_batch(num_tokens * ranks.num_parts, num_heads=0)
@@ -243,13 +230,12 @@ def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
     return int(ROOM_SHARE[ranks.device.type] * (free - ADAM * trained))
 
 
-PLAN_TOLERANCE = 1.1
-"""Ratio of measured to planned bytes above which a warning is logged."""
+PLAN_TOLERANCE = 1.1  # of measured to planned bytes, above which a warning is logged
 
 
 @contextmanager
 def beside_plan(config: Config, device: torch.device, metrics: dict[str, float]) -> Iterator[None]:
-    """After the first step, add its peak of GPU memory and the planned peak to `metrics`, and log both, on GPUs."""
+    """After the first step on a GPU, log its peak of memory beside the planned one, and add both to `metrics`."""
     if device.type != "cuda":
         yield
         return
@@ -263,11 +249,8 @@ def beside_plan(config: Config, device: torch.device, metrics: dict[str, float])
 
 
 def compare_with_plan(measured: int, planned: int, *, left: int, tokens: int) -> dict[str, float]:
-    """Log measured and planned bytes of the first step; warn if it took more. Returns both, in GiB, as metrics.
-
-    Args:
-        left: bytes of the GPU that neither this step nor another process took.
-    """
+    """Log measured and planned bytes of the first step; warn if it took more. Return both, in GiB, as metrics. `left`:
+    bytes of the GPU that nothing took."""
     gib = {"measured": measured / GIB, "planned": planned / GIB, "left": left / GIB}
     figures = "the first step took {measured:.2f} GiB of GPU memory, {planned:.2f} were planned, {left:.2f} were left"
     log.info(figures.format(**gib))

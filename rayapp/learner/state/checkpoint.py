@@ -1,8 +1,7 @@
-"""Saves and loads a learner's state with torch distributed checkpoint (DCP). All ranks write into one folder, which any
-number of ranks can read.
+"""Saves and loads a learner's state with torch distributed checkpoint (DCP), in one folder, on any number of ranks.
 
 It holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version, torch's
-RNG, and the coefficient of the KL in the reward. Threads write from copies in host memory while training continues.
+RNG, and the coefficient of the KL in the reward. Threads write from copies in host memory.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from rayapp.learner.policy import named_weights
 from rayapp.learner.state.export import not_finite, stage_hf
 from rayapp.learner.step import PolicyLearner
 
-FULL_BYTES = 1 << 16
-"""A disk with fewer free bytes after a failed write is reported as full."""
+FULL_BYTES = 1 << 16  # a disk with fewer free bytes after a failed write is reported as full
 
 
 class SaveInProgress:
@@ -60,11 +58,8 @@ def begin_save(
 ) -> SaveInProgress:
     """Copy what `checkpoint.save_contents` names to host memory, and write it in the background. Collective.
 
-    Args:
-        folder: for the learner's state; a Hugging Face folder is written to `hf_model` beside it.
-        on_host: `IdleMemory.on_host`.
-    Raises:
-        CheckpointError: a weight or a moment is not finite; it must not replace a good checkpoint.
+    A Hugging Face folder goes to `hf_model` beside `folder`. CheckpointError: a weight or a moment is not finite; it
+    must not replace a good checkpoint.
     """
     contents = learner.config.checkpoint.save_contents
     writing: list[Future[Any]] = []
@@ -89,12 +84,8 @@ def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
 
 
 def load_learner(learner: PolicyLearner, folder: str) -> int:
-    """Load a learner's state on any number of ranks. Returns the policy version. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, or of another model.
-        CheckpointDamagedError: weights or moments are not finite.
-    """
+    """Load a learner's state on any number of ranks. Return the policy version. Collective. CheckpointDamagedError: it
+    is not finite, so an older checkpoint may do."""
     state = _state(learner)
     state |= _beside_tensors(learner, 0)
     try:
@@ -116,7 +107,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:
-    """Raise ValueError unless the checkpoint has exactly these tensors: DCP would load part of a larger one."""
+    # Exactly these tensors: DCP would load part of a larger checkpoint.
     stored = {
         name: tuple(entry.size)
         for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
@@ -134,7 +125,7 @@ def _check_same_model(state: dict[str, Any], folder: str) -> None:
 
 
 def _state(learner: PolicyLearner) -> dict[str, Any]:
-    """Return the tensors by name, to save or to load in place."""
+    # by name, to save or to load in place
     state: dict[str, Any] = {}
     for name, parameter in named_weights(learner.model):
         if not parameter.requires_grad:
@@ -146,7 +137,6 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
 
 
 def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
-    """Return the rest of the state as small tensors."""
     state = {
         "counters": torch.tensor([version, learner.optimizer_steps, learner.skipped_steps]),
         "rng": torch.get_rng_state(),
@@ -157,7 +147,7 @@ def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return AdamW's state of a parameter; before the first step, as AdamW would make it."""
+    # before the first step, as AdamW would make them
     moments = optimizer.state[parameter]
     if not moments:
         moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -167,7 +157,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
 
 
 def _reason(error: BaseException) -> str:
-    """Return the cause in one line, from DCP's report of all ranks."""
+    # from DCP's report of all ranks
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "Error" in line or "error" in line]
     return (causes or lines or [type(error).__name__])[-1]

@@ -25,9 +25,9 @@ from rayapp.learner.state.hf_folder import HfFile, HfLayout, hf_layout, write_fi
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
 from rayapp.learner.state.pretrained import groups_of, hub_tensors
 
+# Number formats to which a sent weight is rounded, in order; two if a server that computes in float32 must hold the
+# weights of a bfloat16 folder.
 Formats = Sequence[torch.dtype]
-"""Number formats to which a sent weight is rounded, in order; it is sent in the last. Two formats if a server that
-computes in float32 must hold the weights of a bfloat16 folder."""
 
 
 def export_buckets(
@@ -47,10 +47,8 @@ class StagedFolder:
     """Part of a Hugging Face folder that this rank holds in host memory, for a thread to write."""
 
     layout: HfLayout
-    files: Mapping[str, dict[str, Tensor]]
-    """Tensors by file and by the hub's name."""
-    is_first: bool
-    """True if this rank also writes the other files."""
+    files: Mapping[str, dict[str, Tensor]]  # by file and by the hub's name
+    is_first: bool  # this rank also writes the other files
 
     def write(self, folder: Path) -> None:
         """Write this rank's files. CheckpointError: a weight is not finite, or can't be written."""
@@ -93,11 +91,7 @@ def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
 
 
 def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
-    """Write a Hugging Face folder in `checkpoint.final_dtype`, each rank its files one at a time. Collective.
-
-    Raises:
-        CheckpointError: a weight is not finite, or can't be written.
-    """
+    """Write a Hugging Face folder in `checkpoint.final_dtype`, each rank its files one at a time. Collective."""
     if wrong := ranks.first_of(not_finite(dict(named_weights(model)))):
         raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
     dtype = DTYPES[config.checkpoint.final_dtype]
@@ -123,7 +117,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
 def _gathered_file(
     learner: LearnerSection, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
 ) -> dict[str, Tensor] | None:
-    """Return a file's tensors by the hub's names on the rank that writes it. Collective."""
+    # by the hub's names, on the rank that writes the file; collective
     parameters = dict(named_weights(model))
     names = {name.replace(BASE, ""): name for name in parameters}
     buffers = persistent_buffers(model.causal_lm)
@@ -157,14 +151,12 @@ def device_weights(
     model: PolicyModel, lora: LoraSection, device: torch.device, formats: Formats
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight by the hub's name on the learner's device, with adapters merged in. Collective. Weights in
-    host memory are first moved there, where gathering is faster.
-    """
+    host memory are first moved there, where gathering is faster."""
     parameters = dict(named_weights(model))
     return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, formats, device))
 
 
 def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `weight_of` returns, converted to the hub's names and shapes."""
     own = {name.replace(BASE, ""): name for name, _ in named_weights(model) if ADAPTER not in name}
     for group in groups_of(model.causal_lm, own):
         yield from hub_tensors(model.causal_lm, {name: weight_of(own[name]) for name in group}).items()
@@ -177,7 +169,6 @@ def _whole(
     formats: Formats,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return a copy of the full tensor in the last of `formats`, with its adapter merged in."""
     # Merge adapters in float32 and round once, like weights that are trained directly. Weights without an adapter are
     # cast before they are gathered, which halves the bytes to send.
     own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()

@@ -1,9 +1,7 @@
 """Defines the Hugging Face folder of the policy: the layout of its weight files, and its other files.
 
-Transformers makes several of the hub's tensors out of one of the model (fused experts), or one out of several. A file
-holds whole groups of such tensors, so that any process can write any file with only its tensors in memory.
-
-`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, without learners or a process group.
+Transformers makes several of the hub's tensors out of one of the model (fused experts), or the reverse. A file holds
+whole groups of such tensors, so that any process can write any file with only its tensors in memory.
 """
 
 from __future__ import annotations
@@ -33,18 +31,16 @@ from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
-FILE_BYTES = 5 * 10**9
-"""Only a single larger group of tensors exceeds it."""
+FILE_BYTES = 5 * 10**9  # only a single larger group of tensors exceeds it
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFile:
     name: str
+    # the model's tensors without adapters, in groups that are converted by themselves
     groups: tuple[tuple[str, ...], ...]
-    """The model's tensors without adapters, in groups that are converted by themselves."""
-    hub: Mapping[str, Tensor]
-    """Tensors on the meta device, by the hub's names."""
+    hub: Mapping[str, Tensor]  # on the meta device, by the hub's names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +48,8 @@ class HfLayout:
     """Weight files of a folder, and the model from which the other files are written."""
 
     files: tuple[HfFile, ...]
-    causal_lm: Any
-    """Only its class and configs are read."""
-    dtype: torch.dtype
-    """Of the parameters; persistent buffers keep their own."""
+    causal_lm: Any  # only its class and configs are read
+    dtype: torch.dtype  # of the parameters; persistent buffers keep their own
     tokenizer_path: str
     trust_remote_code: bool
 
@@ -90,7 +84,6 @@ class HfLayout:
 
 
 def hf_layout(model: ModelSection, causal_lm: Any, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> HfLayout:
-    """Return the layout of this model's folder, without reading weights."""
     shapes = {name: _outline(tensor, dtype) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
@@ -121,7 +114,7 @@ def hf_layout(model: ModelSection, causal_lm: Any, dtype: torch.dtype, file_byte
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    """Copy the image processor's files, without which vLLM does not start a model with an image tower."""
+    # vLLM does not start a model with an image tower without them
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -131,7 +124,7 @@ def _copy_processor(path: str, folder: Path) -> None:
 
 
 def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors to save: parameters, tied ones under their first name, and persistent buffers."""
+    # parameters, tied ones under their first name, and persistent buffers
     left_out, seen = set(causal_lm._keys_to_ignore_on_save or ()), set[int]()  # noqa: SLF001
     for name, tensor in tensors_of(causal_lm).items():
         if id(tensor) not in seen and name not in left_out:
@@ -165,14 +158,7 @@ _WEIGHTS = "model."
 
 
 def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write the checkpoint's weights in float32 as a Hugging Face folder.
-
-    Args:
-        config: of the run that saved it, for its base model and adapters.
-        learner_folder: `learner/` of the checkpoint.
-    Raises:
-        CheckpointError: the checkpoint holds no weights, or another model's.
-    """
+    """Write the checkpoint's weights in float32 as a Hugging Face folder. `config` is of the run that saved it."""
     config = with_number_formats(config, on_gpu=config.cluster.device != "cpu" and torch.cuda.is_available())
     causal_lm = build_causal_lm(config, is_checked=False)
     if config.learner.lora.rank > 0:
@@ -200,7 +186,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    """Read the trained tensors of `group` and of their adapters, float32 by parameter name."""
+    # of `group` and of their adapters, float32 by parameter name
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
@@ -209,7 +195,7 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    """Return a weight's own name, or the one that an adapter's matrix changes."""
+    # or the weight that an adapter's matrix changes
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 
@@ -217,7 +203,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    """Return the group's tensors as written: adapters merged in, parameters in float32."""
+    # adapters merged in, parameters in float32
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}

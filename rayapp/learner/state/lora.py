@@ -1,5 +1,5 @@
-"""Adds LoRA adapters (peft) to the model. The learner trains them on frozen weights, and sends them alone or merged
-into the weights (`learner.lora.send`). Checkpoints hold the adapters only.
+"""Adds LoRA adapters (peft). The learner trains them on frozen weights, and sends them alone or merged
+(`learner.lora.send`). Checkpoints hold the adapters only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rayapp.learner.distributed import whole
 
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
+# Weights that are read without calling the layer: routers, and Gemma 3n's coefficients.
 READ_PAST = ROUTERS | {"prediction_coefs", "correction_coefs"}
-"""Linear layers whose weights are read without calling the layer: routers, and Gemma 3n's coefficients."""
 PEFT_PREFIX = "base_model.model."
 
 
@@ -35,11 +35,8 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
 def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
     """Return the decoder's linear layers whose last part is in `target_modules`; `all-linear` chooses all.
 
-    Left out are the head, which may be tied, and layers whose weights are read without calling them, where an adapter
-    would have no effect: READ_PAST, and layers that mamba's kernels fuse.
-
-    Raises:
-        InputError: no layer has one of the names.
+    Left out are the head, which may be tied, and layers that are read without calling them, where an adapter has no
+    effect: READ_PAST, and layers that mamba's kernels fuse.
     """
     decoder, inside = causal_lm.get_decoder(), {id(part) for part in causal_lm.get_decoder().modules()}
     past = {id(m.out_proj) for m in decoder.modules() if hasattr(m, "cuda_kernels_forward") and hasattr(m, "out_proj")}

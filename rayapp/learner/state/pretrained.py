@@ -1,11 +1,8 @@
 """Reads the weights at `model.path`; every rank reads only its own rows of each tensor.
 
-A rank reads full tensors only if transformers joins several along the rows into one of the model (`WeightConverter`),
-one such tensor at a time. Stacked experts are read one by one, by the ranks that hold them.
-
-Transformers 5 has its own names and shapes for some families, such as one tensor for all experts of a layer.
-`sources_of` reads its conversions for loading, and stores the used ones in the model; `hub_tensors` reverses them, for
-exports and servers. Converting by `groups_of` never holds a second model.
+A rank reads full tensors only if transformers joins several along the rows (`WeightConverter`), one at a time.
+Transformers 5 has its own names and shapes for some families: `sources_of` reads its conversions for loading, and
+`hub_tensors` reverses them for exports and servers.
 """
 
 from __future__ import annotations
@@ -32,17 +29,14 @@ from rayapp.learner.state.lora import ADAPTER, BASE
 class TensorOrigin:
     """Tensors of the files from which one or more of the model's are made."""
 
-    converter: Any = None
-    """None if the file's tensor is used unchanged, possibly under another name."""
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the files, by the converter's pattern."""
+    converter: Any = None  # None if the file's tensor is used unchanged, possibly under another name
+    names: dict[str, list[str]] = field(default_factory=dict)  # names in the files, by the converter's pattern
 
 
 def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor]) -> dict[str, TensorOrigin]:
     """Return the origins of the model's tensors (`targets`), by the first tensor that is made from each.
 
-    It follows `transformers.core_model_loading`, which needs the whole model in one process. Tensors of the files that
-    the model lacks are left out.
+    It follows `transformers.core_model_loading`, which needs the whole model in one process.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -88,11 +82,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightFiles(Mapping[str, Any]):
-    """Lazy mapping to tensors of a folder or of the hub: `[name]` reads nothing, `[name][3:5]` two rows.
-
-    Raises:
-        InputError: there are no weights, or they can't be read.
-    """
+    """Lazy mapping to tensors of a folder or of the hub: `[name]` reads nothing, `[name][3:5]` two rows."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -136,11 +126,7 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
     """Fill this rank's part of every parameter except adapters, and all persistent buffers. Of a tied pair in the files
-    the embedding's is used, as in vLLM.
-
-    Raises:
-        InputError: a parameter is missing in the files, or has another shape.
-    """
+    the embedding's is used, as in vLLM."""
     files, targets = WeightFiles(path), tensors_of(causal_lm)
     num_read, filled = 0, set[int]()
     for first, source in sources_of(causal_lm, files, targets).items():
@@ -204,7 +190,7 @@ def _read(
 
 
 def _is_stack(converter: Any) -> bool:
-    """Return True if row k of a converter's result depends only on the k-th tensors, as for fused experts."""
+    # row k of its result depends only on the k-th tensors, as for fused experts
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     first, *others = converter.operations

@@ -1,7 +1,7 @@
 """The learners' side of vLLM's weight-transfer API, which sends weights directly to the engines, not through Ray.
 
 Every rank uses it, because gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC (colocated) are vLLM's own
-backends and need GPUs: **neither has been run on one yet**. Tests run the module over gloo. It needs vLLM 0.30 or 0.31.
+backends and need GPUs: **neither has been run on one yet**. Tests run it over gloo. It needs vLLM 0.30 or 0.31.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 class LearnerSource:
     """Weights of a learner, as vLLM's `WeightSource`, which counts the tensors of each sync."""
 
-    formats: Formats
-    """Number formats to which the next sync rounds; the last is the servers'."""
+    formats: Formats  # to which the next sync rounds; the last is the servers'
 
     def __init__(self, model: PolicyModel, lora: LoraSection, device: torch.device, dtype: torch.dtype) -> None:
         self._model = model
@@ -47,7 +46,7 @@ class LearnerSource:
         return [ParamMeta(name, self.formats[-1], shape) for name, shape in weight_shapes(self._model)]
 
     def largest_bytes(self) -> int:
-        """A bucket must hold the largest tensor: vLLM does not split tensors."""
+        """Return the least size of a bucket: vLLM does not split tensors."""
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * self.formats[-1].itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,8 +88,7 @@ def gathered_in_order(
 class _Exchange:
     """Calls and broadcasts of rank 0 to the servers.
 
-    After the first failure all methods do nothing, and vLLM's sequence runs to its end: rank 0 takes part in every
-    gather, and all ranks stay usable.
+    After the first failure all methods do nothing, and vLLM's sequence runs to its end: all ranks stay usable.
     """
 
     def __init__(self, client: Any, timeout_s: float) -> None:
@@ -98,8 +96,7 @@ class _Exchange:
         self._timeout_s = timeout_s
         self._failed: Future[Exception] = Future()
         self._failing = threading.Lock()
-        self.group: Any = None
-        """NCCL communicator of vLLM; None for CUDA IPC."""
+        self.group: Any = None  # NCCL communicator of vLLM; None for CUDA IPC
 
     @property
     def failure(self) -> Exception | None:
@@ -154,15 +151,8 @@ class _Exchange:
 
 
 class WeightSender:
-    """One learner rank's membership in the transfer group, for many syncs.
-
-    Args:
-        client: calls every server; only rank 0's is used.
-        address: rank 0's, to which the workers connect.
-        timeout_s: deadline of each answer.
-    Raises:
-        WeightSyncError: a server or learner did not join.
-    """
+    """One learner rank's membership in the transfer group, for many syncs. `client` calls every server (rank 0's is
+    used); the workers connect to `address`, rank 0's. WeightSyncError: a server or learner did not join."""
 
     def __init__(
         self,
@@ -208,15 +198,14 @@ class WeightSender:
 
 
 def _same_stream() -> AbstractContextManager[object]:
-    """Restore this thread's CUDA stream, which vLLM's `current_stream` changes."""
+    # vLLM's `current_stream` changes it
     return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
 
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Allocate memory in segments that another process can open: expandable ones need `pidfd_getfd`, which a user in a
-    container may not call (pytorch issue 165685).
-    """
+    # Segments that another process can open: expandable ones need `pidfd_getfd`, which a user in a container may not
+    # call (pytorch issue 165685).
     set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # noqa: SLF001 - torch has no public name for it
     set_allocator("expandable_segments:False")
     try:
@@ -226,7 +215,7 @@ def _plain_segments() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the error's first line, without torch's C++ stack."""
+    # without torch's C++ stack
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

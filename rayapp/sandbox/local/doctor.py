@@ -43,16 +43,13 @@ def try_all(folder, port, name):
 class IsolationReport:
     """Isolation of candidate code on this node."""
 
-    level: str
-    """Isolation level: ns+proc, ns, ll, or none. If it is none, `refused` has the reasons."""
-    uid: int = -1
-    """User id of candidate code on this machine; -1 if no code can run."""
+    level: str  # if it is none, `refused` has the reasons
+    uid: int = -1  # of candidate code on this machine; -1 if no code can run
     landlock_abi: int
     num_tried: int = 0
-    reached: tuple[str, ...] = ()
-    """Things outside the sandbox that the program read, wrote or reached."""
+    reached: tuple[str, ...] = ()  # things outside the sandbox that the program read, wrote or reached
+    # stronger levels that this node does not offer, each with its failed step
     refused: tuple[tuple[str, str], ...] = ()
-    """Stronger levels that this node does not offer, each with its failed step."""
 
 
 async def examine(*, levels: tuple[str, ...] = LEVELS, template: str = "") -> IsolationReport:

@@ -1,10 +1,8 @@
 """The built-in provider `local`: sandboxes made of warm interpreters on this node, without a service, a key or root.
 
-    LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
-
-A zygote is a warm interpreter, which serves one sandbox after the other. Every execution is a new fork, so no state of
-one sandbox reaches the next. When the provider's process dies, its zygotes see their channels close, and end every
-process that they started.
+A zygote (`Slot`) is a warm interpreter that serves one sandbox after the other. Every execution is a new fork, so no
+state of one sandbox reaches the next. When the provider's process dies, its zygotes end every process that they
+started.
 """
 
 from __future__ import annotations
@@ -35,14 +33,8 @@ from rayapp.sandbox.local.slot import BootError, Slot
 
 
 def locate(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders and files of these packages, including the folder of shared libraries that a wheel puts beside
-    its package (numpy.libs).
-
-    Files of their dependencies are found when the packages are imported (`inside/boot.py`).
-
-    Raises:
-        SandboxConfigError: a package is not installed in this environment.
-    """
+    """Return the folders and files of these packages, with the shared libraries that a wheel puts beside one
+    (numpy.libs)."""
     found: list[str] = []
     for package in packages:
         # importlib.util.find_spec can't be used: it looks at modules already imported, and imports parent packages.
@@ -60,34 +52,23 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-MAX_JOBS_PER_SLOT = 20_000
-"""Number of executions after which a zygote is replaced, which bounds a slow memory leak."""
-LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
-"""Isolation levels, strongest first."""
-LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")
-"""Isolation levels with a loopback, strongest first. A loopback needs a network namespace, so `ll` has none."""
+MAX_JOBS_PER_SLOT = 20_000  # bounds a slow memory leak of a zygote
+LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")  # strongest first
+LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")  # strongest first; `ll` has no network namespace
+# True with a loopback; packages; for images, the user and group that own their files
 _Kind = tuple[bool, tuple[str, ...], tuple[int, int] | None]
-"""Kind of a slot: True with a loopback; its packages; for images, the user and group that own the image's files. A slot
-of this kind can run every image with this owner."""
 
 
 @dataclass(slots=True)
 class _Living:
-    """Record of a sandbox that was created and has not ended."""
-
     sandbox: LocalSandbox
     kind: _Kind
     labels: dict[str, str]
-    hold: Hold | None
-    """Lock that keeps the sandbox's image in the cache; None without an image."""
+    hold: Hold | None  # keeps the sandbox's image in the cache
 
 
 def why_no_images(refused: Mapping[str, str]) -> str:
-    """Return the reason why this node can't run sandboxes on images.
-
-    Args:
-        refused: the isolation levels that this node can't offer, each with the reason.
-    """
+    """Return why this node can't run sandboxes on images; `refused`: isolation level -> reason."""
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (
         f"this node can't run sandboxes on images ({steps}): they need user namespaces and Linux 5.11. "
@@ -95,16 +76,15 @@ def why_no_images(refused: Mapping[str, str]) -> str:
     )
 
 
+# value with which ordinary users can't make user namespaces
 _NAMESPACE_SETTINGS = {
     "user/max_user_namespaces": "0",
     "kernel/unprivileged_userns_clone": "0",
     "kernel/apparmor_restrict_unprivileged_userns": "1",
 }
-"""Sysctl of a kernel -> value with which ordinary users can't make user namespaces."""
 
 
 def _what_this_node_needs() -> str:
-    """Return a sentence that says which change would allow user namespaces, as far as this process can find out."""
     for name, forbidding in _NAMESPACE_SETTINGS.items():
         path = Path("/proc/sys", name)
         if path.exists() and path.read_text().strip() == forbidding:
@@ -119,9 +99,7 @@ def _what_this_node_needs() -> str:
 
 @functools.cache
 def why_no_images_here() -> str:
-    """Return the reason why sandboxes of this machine can't run on images; empty if they can. The first call runs a
-    sandbox on an empty image, which takes a third of a second.
-    """
+    """Return why this machine can't run sandboxes on images; empty if it can. The first call takes 0.3 s."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(_try_empty_image(LEVELS))).result()
 
@@ -169,17 +147,9 @@ class LocalProvider:
         levels: tuple[str, ...] = LEVELS,
         images: ImageCache | None = None,
     ) -> None:
-        """
-        Args:
-            allow_unisolated: if the node has no isolation, run code with resource limits only, and mark every result.
-            packages: packages that every sandbox preloads, in addition to those of its spec.
-            max_slots: maximum number of sandboxes at the same time; None: one per core. With more, sandboxes slow each
-                other down.
-            levels: isolation levels to try, strongest first.
-            images: source of images; None: the default cache.
-        """
+        # `allow_unisolated`: on a node without isolation, run with resource limits only, and mark every result.
+        # `packages`: preloaded in every sandbox. `max_slots`: sandboxes at once; None: one per core.
         self.images: ImageCache = images or load_extra("images.cache:ImageSource")()
-        """Cache of images, which also pulls them."""
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
         self._max_slots = max_slots or num_cores()
@@ -187,8 +157,8 @@ class LocalProvider:
         self._idle: dict[_Kind, list[Slot]] = {}
         self._living: dict[str, _Living] = {}
         self._num_starting = 0
+        # close slots after the zygote has deleted its last sandbox's files
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that close slots after the zygote has deleted its last sandbox's files."""
         self._is_closed = False
 
     @property
@@ -309,7 +279,6 @@ class LocalProvider:
         )
 
     def _ended(self, sandbox: LocalSandbox) -> None:
-        """Keep the slot of an ended sandbox for the next one, unless it is dead or has run `MAX_JOBS_PER_SLOT` jobs."""
         living = self._living.pop(sandbox.id)
         kind, slot = living.kind, sandbox.slot
         if living.hold is not None:

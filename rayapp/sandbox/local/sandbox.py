@@ -38,14 +38,11 @@ _CALLS_OUTPUT_BYTES = 65536
 
 
 def environment_of(image: Image) -> dict[str, str]:
-    """Return the environment of programs in an image."""
     return {"HOME": image.home, **dict(image.env)}
 
 
 def working_folder(image: Image) -> str:
-    """Return the image's working folder. If the image names none, it is /app: relative paths must not lead to the root
-    folder.
-    """
+    # Without one it is /app: relative paths must not lead to the root folder.
     return image.workdir if image.workdir != "/" else "/app"
 
 
@@ -69,9 +66,7 @@ class LocalSandbox:
     ) -> None:
         self.id = sandbox_id
         self._image = image
-        self.slot = slot
-        """Slot in which the sandbox runs. It is public because the provider uses it again when the sandbox has
-        ended."""
+        self.slot = slot  # public: the provider uses it again when the sandbox has ended
         self._spec = spec
         self._on_end = on_end
         self._turn = asyncio.Lock()
@@ -80,19 +75,15 @@ class LocalSandbox:
 
     @property
     def isolation(self) -> str:
-        """Name of the isolation level of this sandbox."""
         return self.slot.level
 
     @property
     def has_image(self) -> bool:
-        """True if the root of the file system is an image."""
         return self._image is not None
 
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
-        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: the spec asks for no
-        loopback.
-        """
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`), if its spec asks for one."""
         # Use a copy of the listener, because the sandbox may end and close its own copy while `accept` waits.
         if (own := await self.slot.own_listener()) is None:
             raise SandboxConfigError(f"sandbox {self.id} has no loopback interface: set loopback=True in its spec")
@@ -118,7 +109,7 @@ class LocalSandbox:
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
-        """Call a function; see `Sandbox.call_function`. The function sees only its inputs, not the sandbox's files."""
+        """Call a function; see `Sandbox.call_function`. It sees only its inputs, not the sandbox's files."""
         packed = encode_inputs(inputs)
         if (problem := code_problem(code)) is not None:
             return failed_calls(failure(problem, self.isolation), len(inputs))
@@ -128,21 +119,15 @@ class LocalSandbox:
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run a command; see `Sandbox.run_command`. It may be any program of the image; without an image, any program
-        in /usr. At level ll it can't start other programs.
-        """
+        """Run a program of the image, or of /usr; see `Sandbox.run_command`. At level ll it starts no others."""
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"argv must be a list of one or more strings, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see `Sandbox.write_file`. The path is relative to the sandbox's own folder, or an absolute path
-        inside this folder. With an image the path is relative to the image's working folder, or any absolute path.
-
-        Raises:
-            OSError: the path is not allowed, or no space is left.
-        """
+        """Write a file below the sandbox's folder; with an image anywhere, relative to its working folder. See
+        `Sandbox`."""
         self._check_size(len(data))
         answer = await self._run("write", (path, bytes(data)), timeout_s, _CALLS_OUTPUT_BYTES, home=True)
         done = script_result(answer, self.isolation)
@@ -185,7 +170,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        """End the sandbox at the end of its time to live. Its slot and a running call end at once."""
+        # At the end of its time to live: its slot and a running call end at once.
         if not self._is_ended:
             self._is_ended = True
             self.slot.close()
@@ -206,7 +191,6 @@ class LocalSandbox:
         stdin: str = "",
         home: bool = False,
     ) -> RawResult:
-        """Run Python code: in the image's own Python if it has one, else in a fork of the warm interpreter."""
         is_session = kind == "session"
         if self._image is None or not self._image.python:
             kind = "script" if is_session else kind

@@ -1,7 +1,7 @@
-"""The provider's handle of one zygote: starts the zygote, sends it jobs, and reads its answers.
+"""The provider's handle of one zygote: starts it, sends it jobs, one at a time, and reads its answers.
 
-A slot runs one job at a time, with asyncio. It raises failures of the zygote as SandboxErrors; errors of the code are
-in the answer. A slot that raised an error can't be used again: close it and start another one.
+Failures of the zygote are SandboxErrors; errors of the code are in the answer. A slot that raised an error can't be
+used again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from rayapp.sandbox.local.staging import CODE_PATH, Python, readable_python
 from rayapp.sandbox.verdict.harness import HASH_SEED
 from rayapp.sandbox.verdict.results import RawResult
 
-GRACE_S = 5.0
-"""Seconds after a job's deadline at which a zygote without an answer is killed. The zygote itself enforces the
-deadline."""
+GRACE_S = 5.0  # after a job's deadline, which the zygote itself enforces
 BOOT_TIMEOUT_S = 60.0
+# LD_BIND_NOW, which code does not get: libc's functions are resolved once and not in each child.
 _ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
-"""Environment of a zygote. With LD_BIND_NOW, which candidate code does not get, libc's functions are resolved once and
-not in each child. HASH_SEED is the same for every zygote, so that sets and dicts have the same order in each."""
 _PROGRAM = (
     "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.inside.boot import main; main({descriptor})"
 )
@@ -39,18 +36,15 @@ Packet = tuple[dict[str, object], list[int]]
 
 
 class BootError(Exception):
-    """A zygote can't enter its isolation level. The message names the failed step."""
+    """A zygote can't enter its isolation level; the message names the failed step."""
 
 
 class Slot:
-    """A running zygote."""
-
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, errors: int) -> None:
         self._process = process
         self._channel = channel
         self._errors = errors
         self.num_jobs = 0
-        """Number of executions so far."""
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._pending: asyncio.Future[Packet] | None = None
@@ -59,8 +53,7 @@ class Slot:
         self._loop.add_reader(channel, self._on_readable)
         self.level = ""
         self.uid = -1
-        self.listener: socket.socket | None = None
-        """Socket that accepts loopback connections of programs in the sandbox; None if the level has no loopback."""
+        self.listener: socket.socket | None = None  # accepts loopback connections of programs in the sandbox
 
     @classmethod
     async def start(
@@ -71,13 +64,9 @@ class Slot:
         paths: tuple[str, ...] = (),
         images: Mapping[str, object] | None = None,
     ) -> Slot:
-        """Start a zygote and wait until it is ready.
+        """Start a zygote and wait until it is ready; `images`: fields of an `ImageView`.
 
-        Args:
-            images: fields of an `ImageView` for sandboxes on images; else None.
-        Raises:
-            BootError: the zygote can't enter this level on this node, or can't import a package.
-            SandboxConfigError: the zygote needs a copy of this Python, and no folder can hold one.
+        Raises BootError if it can't enter this level or import a package, so that the caller can try another level.
         """
         python = await asyncio.to_thread(readable_python, packages, paths)
         slot = cls(*await asyncio.to_thread(_spawn, python))
@@ -119,11 +108,7 @@ class Slot:
             wire.send(self._channel, {"reset": True})
 
     async def own_listener(self) -> socket.socket | None:
-        """Return a copy of the listener. Connections that an earlier sandbox on this slot made are closed first.
-
-        Raises:
-            SandboxDeadlineError: the zygote does not end the processes of the earlier sandbox.
-        """
+        """Return a copy of the listener. Connections that an earlier sandbox on this slot made are closed first."""
         if not await self._is_reset_in_time():
             self.close()
             raise SandboxDeadlineError(
@@ -132,16 +117,14 @@ class Slot:
         return self.listener.dup() if self.listener is not None else None
 
     async def _is_reset_in_time(self) -> bool:
-        """Wait until the zygote has deleted the last sandbox's files, or has died. Return False if this takes longer
-        than GRACE_S.
-        """
+        """Wait until the zygote has deleted the last sandbox's files, or has died; False after GRACE_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._is_reset.wait()
         return self._is_reset.is_set()
 
     def _refuse_waiting(self) -> None:
-        """Close connections that were not accepted. The programs that made these connections are dead."""
+        """Close connections that were not accepted, of programs that are dead."""
         if self.listener is not None:
             with contextlib.suppress(OSError):
                 while True:
@@ -160,17 +143,9 @@ class Slot:
         session: bool = False,
         image: str = "",
     ) -> RawResult:
-        """Execute one job.
+        """Execute one job, in the sandbox's own folder (`home`) or a fresh one; a session keeps variables between jobs.
 
-        Args:
-            image: name of the tree that is the root folder; empty for the zygote's own view of this machine.
-            home: run in the sandbox's own folder, which lasts until `reset`; if False, in a fresh folder.
-            session: run in the sandbox's long-lived process, which keeps variables between jobs.
-
-        Raises:
-            SandboxGoneError: the zygote died.
-            SandboxDeadlineError: the zygote does not answer.
-            SandboxProtocolError: the zygote's answer is malformed.
+        An error means that the zygote died or does not answer: the slot must be closed.
         """
         await self._finish_cancelled()
         self.num_jobs += 1
@@ -181,19 +156,13 @@ class Slot:
         return _read_answer(reply, bodies, self.num_jobs)
 
     async def own_processes(self) -> set[int]:
-        """Return the process ids of the zygote, its template and the children that wait for the next jobs. Every other
-        process of the sandbox's user was started by candidate code, or serves a session.
-
-        Raises:
-            SandboxGoneError: the zygote died.
-            SandboxDeadlineError: the zygote does not answer.
-        """
+        """Return the ids of the zygote, its template and the children that wait. Every other process of the sandbox's
+        user was started by candidate code, or serves a session."""
         await self._finish_cancelled()
         reply, _ = await self._ask({"own_processes": True}, within_s=GRACE_S)
         return {self.pid, *reply["own_processes"]}  # type: ignore[misc]
 
     async def _finish_cancelled(self) -> None:
-        """Wait for the end of an execution that is killed because its call was cancelled."""
         if self._pending is None:
             return
         try:
@@ -236,7 +205,7 @@ class Slot:
             too_late.cancel()
 
     def _abandon(self, pending: asyncio.Future[Packet]) -> None:
-        """Kill the execution whose caller was cancelled, unless the answer has already arrived."""
+        # unless the answer has already arrived
         if self._pending is pending:
             self.cancel()
             self._pending = self._loop.create_future()
@@ -261,9 +230,6 @@ class Slot:
                 self._settle(packet)
 
     def _settle(self, outcome: Packet | BaseException) -> None:
-        """Give the waiting caller the answer, or raise the error in it. Without a caller, close the answer's
-        descriptors.
-        """
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
             if isinstance(outcome, tuple):
@@ -278,20 +244,18 @@ class Slot:
         self.close()
 
     def close_and_explain(self) -> str:
-        """Close the slot. Return a text with the zygote's exit status and the end of its error output."""
+        """Close the slot. Return the zygote's exit status and the end of its error output."""
         self.close()
         said = wire.read_memory_file(self._errors)[-2000:].decode(errors="replace").strip() if self._errors >= 0 else ""
         return f"exit status {self._process.returncode}{', ' + said if said else ''}"
 
     async def finish(self) -> None:
-        """Close the slot when the zygote has deleted the last sandbox's files. At level ll these files are in the
-        machine's /tmp.
-        """
+        """Close the slot when the zygote has deleted the last sandbox's files, which at level ll are in the machine's
+        /tmp."""
         await self._is_reset_in_time()
         self.close()
 
     def close(self) -> None:
-        """End the zygote and all processes that it started. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -311,11 +275,7 @@ class Slot:
 
 
 def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Start the zygote's process, which inherits only the socket.
-
-    Returns:
-        The process, this process's end of the socket, and a descriptor of the zygote's error output.
-    """
+    """Return the process, this process's end of the socket (all it inherits is the other), and its error output."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = os.memfd_create("zygote-stderr", os.MFD_CLOEXEC)
     with theirs:
@@ -346,7 +306,6 @@ def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]
 
 
 def _discard(abandoned: asyncio.Future[Packet]) -> None:
-    """Close the descriptors in the answer to a cancelled call, because no caller reads them."""
     if abandoned.exception() is None:
         _close_all(abandoned.result()[1])
 

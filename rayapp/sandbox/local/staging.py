@@ -1,12 +1,9 @@
-"""Copies a Python that only root can read to a folder that the sandboxes' users can read.
+"""Copies a Python that only root can read, often in root's home (pyenv, uv), where the sandboxes' users can read it.
 
-    /var/cache/rayapp/python-<hash>/bin/python3.12    the interpreter
-                                   /lib/python3.12    its library; beside it the shared libraries that it links to
-    /var/cache/rayapp/python-<hash>/numpy             packages that candidate code may import, and their dependencies
+    /var/cache/rayapp/python-<hash>/bin/python3.12    the interpreter; beside it its libraries and packages
 
-Root's Python is often in root's home folder (pyenv, uv), and a zygote that has left root can't read it there. The hash
-covers the names, sizes and times of the original files, so an updated Python gets another copy. A copy is made under a
-temporary name and renamed when it is complete: of several processes that copy at the same time, one succeeds.
+The hash covers names, sizes and times of the originals, so an updated Python gets another copy. A copy is renamed when
+it is complete.
 """
 
 from __future__ import annotations
@@ -27,10 +24,9 @@ from pathlib import Path
 from rayapp.core.errors import SandboxConfigError
 
 CODE_PATH = str(Path(__file__).resolve().parents[3])
-FOLDERS = Path("/var/cache/rayapp"), Path("/tmp")
-"""Folders for copies: the first one that is writable is used."""
+FOLDERS = Path("/var/cache/rayapp"), Path("/tmp")  # the first one that is writable
+# candidate code never sees or needs them
 _LEFT_OUT = shutil.ignore_patterns("site-packages", "dist-packages", "test", "config-*")
-"""Parts of a Python installation that are not copied: candidate code never sees or needs them."""
 _LOOK = """
 import json, sys
 sys.path.insert(0, {code_path!r})
@@ -45,25 +41,13 @@ _LOOK_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Python:
-    """The Python interpreter that zygotes run, with its packages."""
-
     executable: str
-    paths: tuple[str, ...]
-    """Folders and files of the packages to preload."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that the interpreter needs to start."""
+    paths: tuple[str, ...]  # folders and files of the packages to preload
+    environment: Mapping[str, str] = field(default_factory=dict)  # needed to start
 
 
 def readable_python(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
-    """Return this interpreter, or a copy of it if this process runs as root and other users can't read the original.
-
-    Args:
-        packages: names of the packages to preload.
-        paths: folders and files of these packages.
-
-    Raises:
-        SandboxConfigError: no folder can hold the copy, or another user's folder has its name.
-    """
+    """Return this interpreter, or a copy of it if this process runs as root and other users can't read the original."""
     library = str(Path(os.__file__).parent)
     if os.geteuid() != 0 or all(map(_is_readable, (library, *paths))):
         return Python(executable=sys.executable, paths=paths)
@@ -71,7 +55,6 @@ def readable_python(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python
 
 
 def _is_readable(path: str) -> bool:
-    """Return True if every user can read this file or folder."""
     wanted = 0o005 if Path(path).is_dir() else 0o004
     return Path(path).stat().st_mode & wanted == wanted and all(
         parent.stat().st_mode & 0o001 for parent in Path(path).parents
@@ -96,9 +79,7 @@ def _copied(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
 
 
 def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """Return the library, shared libraries and packages that a zygote of the original Python would show to candidate
-    code.
-    """
+    """Return the library, shared libraries and packages that a zygote of the original Python would show to code."""
     program = _LOOK.format(code_path=CODE_PATH, packages=packages, paths=paths)
     argv = [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", program]
     done = subprocess.run(argv, env={}, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=False)
@@ -111,14 +92,7 @@ def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str]
 
 
 def staged(originals: Mapping[str, str]) -> Path:
-    """Return a folder with copies of files and folders; make it if it is missing.
-
-    Args:
-        originals: name in the folder -> path of the original.
-
-    Raises:
-        SandboxConfigError: the folder can't be made, or another user's folder has its name.
-    """
+    """Return a folder with copies (name -> original); make it if it is missing."""
     place = _place(_hash_of(originals))
     if not _is_made(place):
         _make(place, originals)
@@ -136,7 +110,7 @@ def _hash_of(originals: Mapping[str, str]) -> str:
 
 
 def _files_of(path: str) -> Iterator[Path]:
-    """Yield the files to copy: all except cached bytecode, which changes whenever a module is imported."""
+    # Without cached bytecode, which changes whenever a module is imported.
     if not Path(path).is_dir():
         yield Path(path)
     for folder, names, files in os.walk(path):
@@ -164,7 +138,6 @@ def _place(name: str) -> Path:
 
 
 def _is_made(place: Path) -> bool:
-    """Return True if the copy exists. Raises SandboxConfigError: another user made the copy or could change it."""
     try:
         facts = place.lstat()
     except FileNotFoundError:
@@ -197,7 +170,6 @@ def _make(place: Path, originals: Mapping[str, str]) -> None:
 
 
 def _open_to_all(folder: Path) -> None:
-    """Let every user read the folder, and only its owner write."""
     for parent, _, files in os.walk(folder):
         Path(parent).chmod(0o755)
         for file in (Path(parent, name) for name in files):

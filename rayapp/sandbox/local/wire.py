@@ -1,8 +1,6 @@
-"""Messages between a provider and its zygotes. A message is one packet with a JSON header, and memfds with the data.
+"""Messages between a provider (`slot.py`) and its zygotes (`zygote.py`): a packet with a JSON header, and memfds.
 
-rayapp's own code is at both ends: `slot.py` outside, `zygote.py` inside; the process that runs candidate code never
-uses this module. Code, inputs and outputs travel in memfds and so never enter the memory from which later executions
-are forked.
+Code, inputs and outputs travel in memfds and so never enter the memory from which later executions are forked.
 """
 
 from __future__ import annotations
@@ -16,16 +14,10 @@ from collections.abc import Iterator
 
 MAX_HEADER_BYTES = 32768
 _FIXED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-MAX_BODIES = 2
-"""Maximum number of memfds in one message: one for the job, one for its standard input."""
+MAX_BODIES = 2  # the job, and its standard input
 
 
 def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> None:
-    """Send a header together with file descriptors.
-
-    Raises:
-        BrokenPipeError, ConnectionError: the other end of the channel is closed.
-    """
     packet = json.dumps(header, separators=(",", ":")).encode()
     if len(packet) > MAX_HEADER_BYTES:
         raise ValueError(f"the header of a sandbox's message has {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
@@ -33,12 +25,7 @@ def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> Non
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
-    """Receive the next header and its descriptors, which the caller closes.
-
-    Raises:
-        EOFError: the other end of the channel is closed.
-        BlockingIOError: the socket is non-blocking, and there is no message.
-    """
+    """Receive the next header and its descriptors, which the caller closes. EOFError: the channel is closed."""
     packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, MAX_BODIES)
     if not packet:
         raise EOFError("the process at the other end has closed the channel")
@@ -47,9 +34,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
 
 
 def memory_file(data: bytes) -> int:
-    """Make a memfd with these bytes. It is sealed, because candidate code could use a writable memfd as memory that no
-    limit counts.
-    """
+    """Make a memfd with these bytes, sealed: code could use a writable one as memory that no limit counts."""
     descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write_all(descriptor, data)
@@ -61,7 +46,7 @@ def memory_file(data: bytes) -> int:
 
 
 def read_memory_file(descriptor: int) -> bytes:
-    """Return all bytes of a memfd. Its file offset has no effect and does not change."""
+    """Return all bytes of a memfd; its offset does not change."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     data = os.pread(descriptor, size, 0) if size else b""
     while len(data) < size:

@@ -1,8 +1,4 @@
-"""Builds a sandbox pool from the configuration, with the stock that fills it.
-
-The sandbox-pool actor calls `build_pool`. Programs without Ray (`rayapp score`, `rayapp sandbox serve`, benchmarks)
-call `open_pool`, which runs the same `LeasePool` and its client inside the calling process.
-"""
+"""Builds a sandbox pool from the configuration: for the actor, and (`open_pool`) inside programs without Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ from rayapp.sandbox.providers import local_provider, num_local_sandboxes, remote
 
 
 def labels_of(run_name: str) -> dict[str, str]:
-    """Return the labels that every remote sandbox of a run on this host gets."""
     return {APP_LABEL: APP_NAME, RUN_LABEL: run_name, HOST_LABEL: socket.gethostname()[:63]}
 
 
@@ -37,15 +32,8 @@ def build_pool(
     clock: Callable[[], float] = time.monotonic,
     grace_s: float = GRACE_S,
 ) -> LeasePool:
-    """Build the pool of a configuration.
-
-    Args:
-        run_name: value of the sandboxes' run label.
-        provider: remote provider that is used in place of the configuration's; for tests.
-        grace_s: seconds to wait for a provider after its own deadline.
-    Raises:
-        SandboxConfigError: a provider's package or key is missing.
-    """
+    """Build the pool of a configuration; tests give their `provider`. `grace_s`: seconds after a provider's own
+    deadline."""
     section = config.provider
     limit = num_local_sandboxes(config) if isinstance(section, LocalConfig) else section.max_sandboxes
     supply = Supply(section.type, max_sandboxes=limit, clock=clock)
@@ -89,15 +77,8 @@ _TEND_EVERY_S = 5.0
 async def open_pool(
     config: SandboxConfig, name: str, *, local: SandboxProvider | None = None
 ) -> AsyncIterator[tuple[PoolClient, LeasePool]]:
-    """Open a pool of this configuration, and yield a client of it. At the end of the block, end every sandbox.
-
-    Args:
-        name: run label of the remote sandboxes. It must be unique, because a pool ends earlier sandboxes with the same
-            label.
-        local: provider of local sandboxes, used in place of the configuration's and closed with the pool; for tests.
-    Raises:
-        SandboxConfigError: a provider's package or key is missing.
-    """
+    """Open a pool and yield a client of it; at the end of the block, end every sandbox. `name`, the run label, must be
+    unique: a pool ends earlier sandboxes with the same label."""
     pool = build_pool(config, name)
     client = PoolClient(
         PoolHere(pool),
@@ -134,7 +115,7 @@ async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
 
 
 class PoolHere:
-    """Implementation of `client.Pool` that calls a pool in this process."""
+    """A `client.Pool` in this process."""
 
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool

@@ -1,13 +1,7 @@
 """A rollout worker's client of the sandbox pool: the pool grants leases, and the worker calls the sandbox directly.
 
-    worker -- acquire/release --> pool                (leases and addresses: few and small)
-       '---- code, inputs, outputs --> sandbox        (never through the pool)
-
-The pool makes and ends remote sandboxes; the worker connects to the one that it leased. Local sandboxes are processes
-on the worker's node, so the worker owns them; the pool only limits how many run at once.
-
-A `LeasedSandbox` wraps the provider's sandbox. It adds a second deadline to each call, and records the state in which
-the sandbox is returned (`Fate`).
+The pool makes and ends remote sandboxes. Local ones are processes on the worker's node, so the worker owns them; the
+pool only limits how many run at once.
 """
 
 from __future__ import annotations
@@ -36,17 +30,13 @@ from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
 from rayapp.sandbox.loopback import Loopback, loopback_of
 
 T = TypeVar("T")
-MARGIN_S = 65.0
-"""Seconds after a call's deadline at which the client stops waiting. They leave time for every provider's own
-deadline."""
+MARGIN_S = 65.0  # after a call's deadline; longer than every provider's own grace
 
 
 class LeasedSandbox:
-    """A leased sandbox. It forwards calls to the provider's sandbox until the lease ends.
+    """A leased sandbox: adds a second deadline to each call, and records the state in which it is returned (`Fate`).
 
-    Args:
-        inner: the provider's sandbox.
-        on_exec: called after every execution with the provider's name and the seconds; for the metrics.
+    `on_exec` is called after every execution with the provider's name and the seconds.
     """
 
     def __init__(
@@ -67,7 +57,7 @@ class LeasedSandbox:
         return self._inner.provider
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
-        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: the sandbox has none."""
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`)."""
         self.fate = Fate.DIRTY  # the relay program keeps running in the sandbox
         return loopback_of(self._inner)
 
@@ -151,16 +141,12 @@ _CLOSE_WAIT_S = 1.0
 
 
 class Pool(Protocol):
-    """Interface to the pool. In a run it is a handle of the sandbox-pool actor, in other programs a
-    `build.PoolHere`.
-    """
+    """Interface to the pool: in a run a handle of the sandbox-pool actor, elsewhere a `build.PoolHere`."""
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """Return a lease. If the lease was not granted yet, its request is withdrawn, even if it arrives later.
-        Idempotent.
-        """
+        """Return a lease. If it was not granted yet, its request is withdrawn, even if it arrives later. Idempotent."""
         ...
 
     async def heartbeat(self, holder: str) -> None: ...
@@ -171,29 +157,21 @@ class PoolClient:
     """Client through which this process leases sandboxes, as a `core.protocols.SandboxSource`."""
 
     pool: Pool
-    """Pool that grants the leases."""
-    local: SandboxProvider | None
-    """Provider of this process's local sandboxes, which is closed with this client; None without local sandboxes."""
+    local: SandboxProvider | None  # closed with this client
     _: KW_ONLY
-    holder: str
-    """Name of this caller in the pool."""
-    ttl_s: float
-    """Seconds after which a local sandbox that was not released ends by itself."""
+    holder: str  # this caller's name in the pool
+    ttl_s: float  # after which a local sandbox that was not released ends
+    # connect to leased sandboxes; closed with this client
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
-    """Name -> provider that connects to leased sandboxes. The providers are closed with this client."""
     heartbeat_every_s: float = 10.0
-    """Seconds between heartbeats to the pool."""
-    on_exec: Callable[[str, float], None] = lambda provider, seconds: None
-    """Function that is called after every execution with the provider's name and the seconds; for the metrics."""
-    create_timeout_s: float = 90.0
-    """Maximum seconds to wait for a sandbox that this process makes itself, even if the caller would wait longer."""
-    retry_every_s: float = 2.0
-    """Seconds between attempts to return a lease while the pool does not answer."""
+    on_exec: Callable[[str, float], None] = lambda provider, seconds: None  # called after every execution
+    create_timeout_s: float = 90.0  # for a sandbox that this process makes, even if the caller would wait longer
+    retry_every_s: float = 2.0  # to return a lease while the pool does not answer
     _heart: asyncio.Task[None] | None = field(default=None, init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
-        """Return a context manager that leases a sandbox while its block runs."""
+        """Lease a sandbox while the block runs."""
         return PoolLease(self, spec, timeout_s)
 
     async def acquire(self, spec: SandboxSpec, timeout_s: float) -> tuple[Lease, LeasedSandbox]:
@@ -221,7 +199,6 @@ class PoolClient:
             raise
 
     async def _give_back(self, lease_id: int, fate: Fate) -> None:
-        """Return a lease to the pool; if the pool does not answer, retry in the background."""
         try:
             await self.pool.release(lease_id, fate)
         except (DeadlineError, ProcessUnavailableError) as error:
@@ -266,9 +243,7 @@ class PoolClient:
         return await maker.create(spec, labels={"holder": self.holder}, ttl_s=self.ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
-        """Return the lease. A local sandbox is ended first; otherwise the pool could allow another sandbox while it
-        still runs.
-        """
+        # A local sandbox ends first: otherwise the pool could allow another while it still runs.
         fate = sandbox.fate
         try:
             if lease.connection is None:

@@ -1,10 +1,8 @@
 """The sandbox pool: grants leases of sandboxes, fairly and up to a maximum number. Each lease has a time to live.
 
     acquire -> queue -> (a ready sandbox | permission to make a local one) -> Lease -> release -> reuse or end
-                 '  no sandbox ready: Stock.create, as fast as the provider allows
 
-The pool runs in one asyncio event loop, without Ray; the sandbox-pool actor wraps it. Code and outputs go from a worker
-to its sandbox directly, so the pool is not a bottleneck.
+It runs in one asyncio event loop, without Ray; the sandbox-pool actor wraps it.
 """
 
 from __future__ import annotations
@@ -34,14 +32,10 @@ Turn = asyncio.Future[Lease]
 class _Lane:
     """Queue of the callers that wait for the same kind of sandbox."""
 
-    queue: FairQueue[tuple[str, int, Turn]]
-    """Waiting callers, as (holder, id of the lease, turn)."""
-    used_at: float
-    """Time of the last request for this kind."""
-    num_in_use: int = 0
-    """Number of leased sandboxes of this kind that a stock made."""
-    num_wanted_ready: int = 0
-    """Number of sandboxes that `prefetch` asked to keep ready."""
+    queue: FairQueue[tuple[str, int, Turn]]  # (holder, id of the lease, turn)
+    used_at: float  # last request for this kind
+    num_in_use: int = 0  # leased sandboxes of this kind that a stock made
+    num_wanted_ready: int = 0  # asked for by `prefetch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +49,17 @@ class LeasePool:
     """Pool that grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    """Maximum number of leases at the same time."""
-    max_waiting: int
-    """Maximum number of callers that wait at the same time."""
-    ttl_s: float
-    """Seconds after which a lease that was not released is reclaimed."""
+    max_waiting: int  # callers at once
+    ttl_s: float  # after which a lease that was not released is reclaimed
+    # by default the holders themselves make the sandboxes
     supply: Supply = field(default_factory=lambda: Supply("local", max_sandboxes=1 << 30, clock=time.monotonic))
-    """State of the provider's sandboxes. By default the holders themselves make the sandboxes, up to `max_leases`."""
-    stock: Stock | None = None
-    """Maker of the provider's sandboxes; None if the lease holders make them."""
-    min_ready: int = 0
-    """Number of sandboxes to keep ready for each kind in use."""
-    holder_timeout_s: float = float("inf")
-    """Seconds without a heartbeat after which a holder counts as dead."""
-    idle_timeout_s: float = 300.0
-    """Seconds without a request after which no sandboxes of a kind are kept ready."""
+    stock: Stock | None = None  # None if the lease holders make the sandboxes
+    min_ready: int = 0  # for each kind in use
+    holder_timeout_s: float = float("inf")  # without a heartbeat; the holder then counts as dead
+    idle_timeout_s: float = 300.0  # without a request; no sandboxes of a kind are then kept ready
     clock: Callable[[], float] = time.monotonic
-    """Function that returns monotonic seconds."""
+    # A random start: a pool that replaces a dead pool must not use ids that callers still hold.
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
-    """Ids for leases, from a random start: a pool that replaces a dead pool must not use ids that callers still
-    hold."""
     _leases: dict[int, _Held] = field(default_factory=dict)
     _turns: dict[int, Turn] = field(default_factory=dict)
     _given_up: dict[int, None] = field(default_factory=dict)
@@ -91,14 +76,10 @@ class LeasePool:
     async def acquire(
         self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None
     ) -> Lease:
-        """Wait for this caller's turn and return its lease.
+        """Wait for this caller's turn and return its lease. A caller in another process chooses `lease_id` at random:
+        with it, it can release the lease even if the pool's answer is lost.
 
-        Args:
-            lease_id: id for the lease, which a caller in another process chooses at random. With it the caller can
-                release the lease even if the pool's answer is late or lost. None: the pool chooses an id.
-        Raises:
-            SandboxUnavailableError: no sandbox was free within `timeout_s`, or too many callers already wait.
-            SandboxConfigError: no provider can ever make such a sandbox.
+        A SandboxUnavailableError (none free in time, too many callers) may pass; a SandboxConfigError never does.
         """
         self._check_open()
         self.reclaim_expired()
@@ -141,7 +122,6 @@ class LeasePool:
         return lease
 
     def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
-        """Remove the caller from the queue, or take back the lease if it was granted at the same moment."""
         if lane.queue.remove(holder, key):
             self._num_waiting -= 1
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -155,7 +135,7 @@ class LeasePool:
         return f"{text} Last failure: {self.supply.last_error}" if self.supply.last_error else text
 
     def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
-        """End a lease, or the wait for it. A lease that has already ended or was reclaimed is ignored."""
+        """End a lease, or the wait for it. A lease that has already ended is ignored."""
         held = self._leases.pop(lease_id, None)
         if held is None:
             self._withdraw(lease_id)
@@ -180,7 +160,6 @@ class LeasePool:
             turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was cancelled while its caller waited"))
 
     def heartbeat(self, holder: str) -> None:
-        """Record that the holder is alive."""
         self._heard_of[holder] = self.clock()
 
     def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
@@ -216,7 +195,7 @@ class LeasePool:
                     )
 
     def reclaim_silent(self) -> int:
-        """Take back the leases of holders without a recent heartbeat. Return the number of leases."""
+        """Take back the leases of holders without a recent heartbeat. Return their number."""
         oldest = self.clock() - self.holder_timeout_s
         return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 
@@ -273,9 +252,7 @@ class LeasePool:
         turn.set_result(lease)
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
-        """Start sandboxes for waiting callers and for the number to keep ready. Return the seconds until more may be
-        started.
-        """
+        """Start missing sandboxes. Return the seconds until more may be started."""
         if self.stock is None:
             return float("inf")
         num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready)
@@ -312,9 +289,7 @@ class LeasePool:
         return lane
 
     def refuse(self, spec: SandboxSpec, error: SandboxError) -> None:
-        """Raise the error in every caller that waits for this kind of sandbox, because no sandbox of this kind can ever
-        be made.
-        """
+        """Raise the error in every caller that waits for this kind, because none can ever be made."""
         lane = self._lanes.get(spec)
         while lane is not None and lane.queue:
             _, _, turn = lane.queue.pop()
@@ -323,9 +298,7 @@ class LeasePool:
                 turn.set_exception(error)
 
     def tend(self) -> None:
-        """Reclaim the leases of dead holders and expired leases, then extend or end sandboxes. Called every few
-        seconds.
-        """
+        """Reclaim leases of dead holders and expired leases, then extend or end sandboxes. Called every few seconds."""
         self.reclaim_silent()  # reclaim these first: otherwise a lease that expired could go to a dead holder
         self.reclaim_expired()
         self._forget_unused_lanes()
@@ -340,9 +313,8 @@ class LeasePool:
                 del self._lanes[spec]
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
-        """End every sandbox and refuse all waiting callers. Return the ids of sandboxes that could not be ended.
-        Idempotent.
-        """
+        """End every sandbox and refuse waiting callers. Return the ids of sandboxes that could not be ended.
+        Idempotent."""
         if self._is_closed:
             return set()
         self._is_closed = True
@@ -357,6 +329,5 @@ class LeasePool:
             raise SandboxUnavailableError("the sandbox pool is closed")
 
     def stats(self) -> dict[str, float]:
-        """Return the `sandbox/*` metrics."""
         of_leases = self._stats.scalars(num_leased=len(self._leases), num_waiting=self._num_waiting)
         return of_leases | (self.stock.scalars() if self.stock is not None else {})

@@ -1,11 +1,4 @@
-"""Ends the sandboxes of dead runs: for `rayapp sandbox reap`, and in the sandbox-reaper actor when a run's heartbeats
-stop.
-
-    Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until no sandbox is listed -> done
-                                    '-> dismiss: the pool has ended its sandboxes itself
-
-Sandboxes are selected only by their labels.
-"""
+"""Ends the sandboxes of dead runs, by their labels: for `rayapp sandbox reap`, and when a run's heartbeats stop."""
 
 from __future__ import annotations
 
@@ -27,15 +20,13 @@ class Reaped:
     """Result for one sandbox, or for a provider whose sandboxes could not be listed."""
 
     provider: str
-    sandbox_id: str
-    """Id of the sandbox; empty in a result for a provider."""
+    sandbox_id: str  # empty in a result for a provider
     ended: bool
     error: SandboxError | None = None
-    """Error because of which the sandbox was not ended or listed; None if it was ended."""
 
 
 def labels_to_reap(run_name: str | None) -> dict[str, str]:
-    """Return the labels that select one run's sandboxes; without a name, all sandboxes that rayapp made."""
+    """Return the labels of one run's sandboxes; without a name, of all sandboxes that rayapp made."""
     return {RUN_LABEL: run_name} if run_name is not None else {APP_LABEL: APP_NAME}
 
 
@@ -67,15 +58,11 @@ async def _reap_one(name: str, provider: SandboxProvider, sandbox_id: str, *, dr
 class Reaper:
     """Watches one run, and ends the run's sandboxes when the run dies."""
 
-    providers: Mapping[str, SandboxProvider]
-    """Name -> remote provider. The providers are closed when `watch` ends."""
+    providers: Mapping[str, SandboxProvider]  # closed when `watch` ends
     _: KW_ONLY
-    grace_s: float
-    """Seconds without a heartbeat after which the run counts as dead. A living run must never pause for so long."""
-    pause_s: float = 1.0
-    """Pause after the first sweep, in seconds; it doubles after each sweep."""
+    grace_s: float  # without a heartbeat; a living run must never pause for so long
+    pause_s: float = 1.0  # after the first sweep; doubles after each
     clock: Callable[[], float] = time.monotonic
-    """Function that returns monotonic seconds."""
     _labels: dict[str, str] = field(default_factory=dict)
     _heard_at: float = field(init=False)
     _is_dismissed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,9 +71,7 @@ class Reaper:
         self._heard_at = self.clock()
 
     def beat(self, labels: Mapping[str, str]) -> None:
-        """Record a heartbeat of the run, whose sandboxes have these labels. The run sends one before it makes its first
-        sandbox.
-        """
+        """Record a heartbeat of the run. It sends one, with its sandboxes' labels, before the first sandbox."""
         self._labels = dict(labels)
         self._heard_at = self.clock()
 
@@ -95,9 +80,8 @@ class Reaper:
         self._is_dismissed.set()
 
     async def watch(self) -> int:
-        """Wait until the run ends normally, or until it is dead and its sandboxes are ended. Return the number of ended
-        sandboxes.
-        """
+        """Wait until the run ends normally, or is dead and its sandboxes are ended. Return the number of ended
+        sandboxes."""
         ended: set[str] = set()
         try:
             while await self._falls_silent():
@@ -117,7 +101,7 @@ class Reaper:
         return self._left_s <= 0 and not self._is_dismissed.is_set()
 
     async def _falls_silent(self) -> bool:
-        """Wait until the heartbeats stop or the run is dismissed. Return True if the heartbeats stopped."""
+        """Return True if the heartbeats stopped, False if the run is dismissed."""
         while not self._is_dismissed.is_set() and (left_s := self._left_s) > 0:
             try:
                 async with asyncio.timeout(max(0.01, left_s)):
@@ -127,10 +111,8 @@ class Reaper:
         return not self._is_dismissed.is_set()
 
     async def _sweep(self, ended: set[str]) -> None:
-        """End the run's sandboxes, in several rounds, because a provider that fails now may work in a minute. If the
-        heartbeats start again, the run was only paused (by a debugger, or because the machine was suspended). The sweep
-        then stops, and the run keeps its remaining sandboxes.
-        """
+        """End the run's sandboxes in several rounds, as a failing provider may work in a minute. If heartbeats start
+        again, the run was only paused (debugger, suspended machine): it keeps the rest."""
         pause_s = self.pause_s
         # A run without labels has made no sandbox, and without labels the sweep would match the sandboxes of all users.
         for _ in range(_ROUNDS if self._labels else 0):

@@ -1,15 +1,8 @@
 """Makes one provider's remote sandboxes for the pool, keeps them alive, and ends them.
 
-    create -> READY -> LEASED -> (CHECKING -> READY) -> ENDING -> gone
-                 sweep: end living sandboxes that this stock does not know
-
-Every call has a deadline in this module, in addition to the provider's own. A sandbox that is created too late is
-adopted or killed. Failures are not raised in the pool: they are counted by kind, and change the limits of the `Supply`.
-
-Before a used sandbox is leased again, `fingerprint` compares its processes, and its files in the folders that its user
-may write to, with those of the new sandbox. The check program runs in the sandbox, so candidate code that controls the
-interpreter there can forge its output. So a sandbox is used once unless `max_uses` is larger, and no verdict relies on
-what a sandbox reports about itself.
+Failures are not raised in the pool: they are counted, and change the limits of the `Supply`. Before a sandbox is leased
+again, `fingerprint` compares its processes and files with the new sandbox's. Code that controls the interpreter there
+can forge this, so a sandbox is used once unless `max_uses` is larger, and no verdict relies on it.
 """
 
 from __future__ import annotations
@@ -68,9 +61,7 @@ is_whole = next(found, None) is None
 look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).hexdigest()
 print("look:" + (look if is_whole else os.urandom(32).hex()))
 """
-MOST_FILES = 50_000
-"""Maximum number of files of a sandbox that is checked. A sandbox with more files is used once, because reading its
-disk would take longer than making another sandbox."""
+MOST_FILES = 50_000  # A sandbox with more is used once: reading its disk would take longer than making another.
 _ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
 
 
@@ -80,12 +71,7 @@ def look_program(most_files: int) -> str:
 
 
 async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
-    """Return a hash of the processes and files in a sandbox. If there are more than MOST_FILES files, every call
-    returns another hash.
-
-    Raises:
-        SandboxError: the check failed.
-    """
+    """Return a hash of the processes and files in a sandbox; with more than MOST_FILES files, another at every call."""
     result = await sandbox.run_code(look_program(MOST_FILES), timeout_s=timeout_s)
     found = _ANSWER.search(result.stdout)
     if not result.ok or found is None:
@@ -107,36 +93,27 @@ _LIST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockRules:
-    """Settings of a stock. Fields without a docstring are described in `SandboxConfig`."""
+    """Settings of a stock, as in `SandboxConfig`."""
 
     create_timeout_s: float
     sandbox_ttl_s: float
     idle_timeout_s: float
     min_ready: int
     max_uses: int
-    kill_timeout_s: float = 20.0
-    """Deadline for ending a sandbox, in seconds: `answer_within_s` of the provider."""
-    grace_s: float = GRACE_S
-    """Seconds for which the stock waits for an answer after the provider's own deadline."""
+    kill_timeout_s: float = 20.0  # `answer_within_s` of the provider
+    grace_s: float = GRACE_S  # after the provider's own deadline
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Stock:
-    """The remote sandboxes of one provider, from creation to end."""
-
     supply: Supply
-    """State of this provider's sandboxes, which the pool also uses."""
     provider: RemoteProvider
     rules: StockRules
     _: KW_ONLY
-    labels: Mapping[str, str]
-    """Labels of every sandbox that this stock makes. Even if the pool dies, its sandboxes can be found by them."""
+    labels: Mapping[str, str]  # by them its sandboxes are found if the pool dies
     clock: Callable[[], float]
-    """Function that returns monotonic seconds."""
-    on_change: Callable[[], None]
-    """Function that is called when a sandbox is ready, or when there is room for another one."""
-    on_config_error: Callable[[SandboxSpec, SandboxConfigError], None]
-    """Function that is called when a kind of sandbox can never be made."""
+    on_change: Callable[[], None]  # a sandbox is ready, or there is room for another
+    on_config_error: Callable[[SandboxSpec, SandboxConfigError], None]  # a kind of sandbox can never be made
     num_created: int = 0
     num_ended: int = 0
     num_strays_ended: int = 0
@@ -293,7 +270,6 @@ class Stock:
             self.on_change()
 
     def scalars(self) -> dict[str, float]:
-        """Return the metrics `sandbox/PROVIDER/*`, with failures by kind."""
         supply, prefix = self.supply, f"sandbox/{self.supply.name}"
         return {
             f"{prefix}/alive": float(len(supply.items)),
@@ -310,20 +286,14 @@ class Stock:
         }
 
     def lived_s(self) -> float:
-        """Return the sum of the seconds for which the sandboxes of this stock have lived so far. Providers bill these
-        seconds.
-        """
+        """Return the seconds for which all sandboxes of this stock have lived: providers bill them."""
         now = self.clock()
         self._lived_s += len(self.supply.items) * (now - self._counted_at)
         self._counted_at = now
         return self._lived_s
 
     async def _kill(self, sandbox_id: str) -> None:
-        """End the sandbox with this id; try a few times.
-
-        Raises:
-            SandboxError: the sandbox may still be alive.
-        """
+        """End a sandbox; try a few times. A SandboxError says that it may still be alive."""
         for attempt in range(_KILL_ATTEMPTS):
             try:
                 async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
@@ -349,21 +319,13 @@ class Stock:
         self.on_change()
 
     async def _look(self, attach: Callable[[], Sandbox]) -> str:
-        """Return the fingerprint of a sandbox.
-
-        Raises:
-            SandboxError: the check failed. The caller must then change the sandbox's state, because a sandbox in state
-                CHECKING is never leased.
-        """
+        # If it raises, the caller must change the state: a sandbox in state CHECKING is never leased.
         with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
 
     def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
-        """Extend the sandboxes in use, and end surplus ones. Called every few seconds.
-
-        Args:
-            kinds_in_use: kinds of which `min_ready` sandboxes are kept ready.
-        """
+        """Extend the sandboxes in use, and end surplus ones; `min_ready` of `kinds_in_use` are kept. Called every few
+        seconds."""
         now = self.clock()
         for item in tuple(self.supply.items.values()):
             if (
@@ -392,15 +354,8 @@ class Stock:
                 self.retire(item)
 
     async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
-        """End sandboxes that live at the provider but that this stock does not know.
-
-        Args:
-            labels: labels that select the sandboxes; None for this pool's labels.
-            stray_after_s: seconds for which a sandbox may be unknown before it is ended; None: longer than any creation
-                takes.
-        Returns:
-            The number of sandboxes that were ended.
-        """
+        """End sandboxes at the provider that this stock does not know for `stray_after_s` (None: longer than a creation
+        takes). Return their number."""
         patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.items)
         try:
@@ -412,11 +367,6 @@ class Stock:
         return await self._end_strays(living - set(self.supply.items), patience_s)
 
     async def living(self, labels: Mapping[str, str] | None = None) -> set[str]:
-        """Return the ids of the living sandboxes at the provider.
-
-        Raises:
-            SandboxError: the provider could not list them.
-        """
         with self._asking():
             async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
                 return {found async for found in self.provider.list(labels or self.labels, timeout_s=_LIST_TIMEOUT_S)}
@@ -438,9 +388,7 @@ class Stock:
         return len(strays) - num_failed
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
-        """End every sandbox, including those that are still being made. Return the ids of sandboxes that may be
-        left.
-        """
+        """End every sandbox, also those being made. Return the ids of sandboxes that may be left."""
         self._is_closing = True
         for item in tuple(self.supply.items.values()):
             if item.state is not StockState.CHECKING:
@@ -456,9 +404,6 @@ class Stock:
         return left
 
     async def _end_all(self, deadline: float) -> set[str]:
-        """End the sandboxes that the provider lists, until it lists none. Return the ids of sandboxes that may be
-        left.
-        """
         # The provider's list is used, because this stock does not know sandboxes whose creation was never answered.
         left = {"an unknown number: they could not be listed"} if self._has_asked else set()
         for is_last in (*[False] * _CLOSE_ROUNDS, True):

@@ -1,7 +1,4 @@
-"""State of one provider: its sandboxes, their maximum number, and whether another may be created now.
-
-No I/O: `stock.py` makes and ends sandboxes by these rules; `pool.py` decides which caller gets a sandbox.
-"""
+"""State of one provider: its sandboxes, their maximum number, and whether another may be created now. No I/O."""
 
 from __future__ import annotations
 
@@ -16,55 +13,39 @@ from rayapp.core.http import TokenBucket
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
-"""Pauses of creations after a failure, and after many failures in a row."""
-_QUOTA_PAUSE_S = 30.0
-"""Seconds to wait, after the provider's quota was reached, before one more sandbox is tried."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0  # after a failure, and after many in a row
+_QUOTA_PAUSE_S = 30.0  # after the provider's quota was reached, before one more sandbox is tried
 
 
 class StockState(StrEnum):
-    """State of a remote sandbox."""
-
     READY = "ready"
     LEASED = "leased"
-    CHECKING = "checking"
-    """The sandbox was released, and is checked before it may be leased again."""
+    CHECKING = "checking"  # released, and checked before it may be leased again
     ENDING = "ending"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StockItem:
-    """One remote sandbox in the pool."""
-
     connection: Connection
     spec: SandboxSpec
-    expires_at: float
-    """Time at which the provider ends the sandbox unless its life is extended, in seconds on the pool's clock."""
+    expires_at: float  # on the pool's clock, unless its life is extended
     idle_since: float
-    fingerprint: str = ""
-    """Fingerprint (`stock.fingerprint`) of the new sandbox; empty if the sandbox is used only once."""
+    fingerprint: str = ""  # of the new sandbox; empty if it is used only once
     num_uses: int = 0
     state: StockState = StockState.READY
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Supply:
-    """State of one provider's sandboxes."""
-
-    name: str
-    """Name of the provider."""
+    name: str  # of the provider
     _: KW_ONLY
-    max_sandboxes: int
-    """Maximum number of sandboxes alive at the same time."""
+    max_sandboxes: int  # alive at once
     clock: Callable[[], float]
-    """Function that returns monotonic seconds."""
-    bucket: TokenBucket | None = None
-    """Rate limit of creations. For the provider `local`, whose sandboxes the lease holders make, it is None."""
+    bucket: TokenBucket | None = None  # None for `local`, whose sandboxes the lease holders make
     items: dict[str, StockItem] = field(default_factory=dict)
     num_creating: Counter[SandboxSpec] = field(default_factory=Counter)
     num_places_taken: int = 0
-    num_failed: int = 0
-    """Number of creations that failed since the last one that succeeded."""
+    num_failed: int = 0  # creations since the last one that succeeded
     last_error: str = ""
     failures: Counter[str] = field(default_factory=Counter)
     _ready: dict[SandboxSpec, deque[StockItem]] = field(default_factory=dict)
@@ -87,9 +68,7 @@ class Supply:
 
     @property
     def limit(self) -> int:
-        """Current maximum number of living sandboxes. It is lowered when the provider's quota is reached, then raised
-        by 1, 2, 4….
-        """
+        """Current maximum of living sandboxes: lowered at the provider's quota, then raised by 1, 2, 4…."""
         if self._ceiling < self.max_sandboxes and self.clock() >= self._grow_at:
             self._ceiling = min(self.max_sandboxes, self._ceiling + self._step)
             self._step *= 2
@@ -106,7 +85,7 @@ class Supply:
         return self.is_local and self.has_room
 
     def may_create(self) -> bool:
-        """Return True if a creation may start now. The creation is then counted against the rate limit."""
+        """True if a creation may start now; it is then counted against the rate limit."""
         return self.bucket is not None and self.has_room and self.bucket.take()
 
     def next_chance_s(self) -> float:
@@ -117,22 +96,18 @@ class Supply:
         return max(self.bucket.wait_s(), 0.0 if self.has_room else grows_in_s)
 
     def quota_met(self) -> None:
-        """Record that the provider's quota is reached: limit the number of sandboxes to the current one, and try one
-        more later.
-        """
+        """Record that the quota is reached: allow the current number of sandboxes, and one more later."""
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.items))
         self._grow_at = self.clock() + _QUOTA_PAUSE_S
 
     def note(self, error: SandboxError, kind: str = "") -> None:
-        """Count a failure by its type, or by the given kind."""
         self.failures[kind or type(error).__name__] += 1
         self.last_error = f"{type(error).__name__}: {error}"
 
     def failed(self, retry_after_s: float | None) -> None:
-        """Record that a creation failed: make none for a while. The pauses grow, with a random part, so that many pools
-        do not retry at the same moment; the provider may ask for a longer one.
-        """
+        """Pause after a failed creation. The pauses grow, with a random part: many pools must not retry at the same
+        moment."""
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self.num_failed, 10))
         self.num_failed += 1
         if self.bucket is not None:
@@ -142,15 +117,12 @@ class Supply:
         return len(self._ready.get(spec, ()))
 
     def put_ready(self, item: StockItem) -> None:
-        """Mark a sandbox as ready, so that it can be leased."""
         item.state = StockState.READY
         item.idle_since = self.clock()
         self._ready.setdefault(item.spec, deque()).append(item)
 
     def take_ready(self, spec: SandboxSpec) -> StockItem | None:
-        """Return the sandbox that has been ready for the longest time, and mark it as leased; None if no sandbox is
-        ready.
-        """
+        """Return the sandbox that has been ready for the longest time, now leased; None if none is ready."""
         waiting = self._ready.get(spec)
         if not waiting:
             return None
@@ -161,7 +133,6 @@ class Supply:
         return item
 
     def withdraw(self, item: StockItem) -> None:
-        """Remove a sandbox from the ready ones, so that it can't be leased."""
         waiting = self._ready.get(item.spec)
         if waiting and item in waiting:
             waiting.remove(item)

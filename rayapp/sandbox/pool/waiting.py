@@ -1,6 +1,4 @@
-"""The pool's queue and its metrics. The queue serves the lease holders in turn, so that a worker that requests many
-sandboxes does not delay the other workers.
-"""
+"""The pool's queue and its metrics."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Queue that serves holders in turn. Each operation takes constant time, except `remove_all`, which takes linear
-    time.
-    """
+    """Queue that serves holders in turn, so that a worker with many requests does not delay the others."""
 
     def __init__(self) -> None:
         # These are ordered dicts, not lists, because callers that no longer wait are removed from the middle.
@@ -24,16 +20,11 @@ class FairQueue(Generic[T]):
         return self._size
 
     def push(self, holder: str, key: int, item: T) -> None:
-        """Add an item of a holder. `remove` finds the item by the key."""
+        """Add an item of a holder. `remove` finds it by the key."""
         self._waiting.setdefault(holder, OrderedDict())[key] = item
         self._size += 1
 
     def pop(self) -> T:
-        """Remove and return the next item.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
         if not self._waiting:
             raise IndexError("the queue is empty")
         holder, items = next(iter(self._waiting.items()))
@@ -46,17 +37,13 @@ class FairQueue(Generic[T]):
         return item
 
     def first(self) -> T:
-        """Return the item that `pop` would return, and leave it in the queue.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
+        """Return the item that `pop` would return, and leave it in the queue."""
         if not self._waiting:
             raise IndexError("the queue is empty")
         return next(iter(next(iter(self._waiting.values())).values()))
 
     def remove(self, holder: str, key: int) -> bool:
-        """Remove one item. Return False if the item is not in the queue."""
+        """Remove one item; False if it is not in the queue."""
         items = self._waiting.get(holder)
         if items is None or items.pop(key, None) is None:
             return False
@@ -66,7 +53,6 @@ class FairQueue(Generic[T]):
         return True
 
     def remove_all(self, holder: str) -> list[T]:
-        """Remove and return all items of a holder."""
         items = self._waiting.pop(holder, None)
         if items is None:
             return []
@@ -86,11 +72,9 @@ class PoolStats:
         self._waits_s: deque[float] = deque(maxlen=_LAST_WAITS)
 
     def waited(self, seconds: float) -> None:
-        """Record that a caller got its lease after this many seconds."""
         self._waits_s.append(seconds)
 
     def scalars(self, *, num_leased: int, num_waiting: int) -> dict[str, float]:
-        """Return the metrics `sandbox/*` of the leases."""
         return {
             "sandbox/leased": float(num_leased),
             "sandbox/waiting": float(num_waiting),
@@ -101,6 +85,6 @@ class PoolStats:
         }
 
     def _percentile(self, share: float) -> float:
-        """Return a percentile of the recent waits, by nearest rank, in seconds; 0 before the first lease."""
+        # by nearest rank; 0 before the first lease
         waits_s = sorted(self._waits_s)
         return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))] if waits_s else 0.0

@@ -1,8 +1,7 @@
 """Rebuilds plain data from bytes that hostile code may have written. This module runs outside the sandbox.
 
-`decode_frames` raises no error for any bytes, and reads no more frames than an honest run writes; malformed results
-count as missing. Reading large results takes a second, so callers on an event loop use `off_the_loop`. Values are
-rebuilt from JSON by exact type: objects of the candidate never leave the sandbox.
+`decode_frames` raises no error for any bytes; malformed results count as missing. Values are rebuilt from JSON by exact
+type: objects of the candidate never leave the sandbox.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from rayapp.sandbox.verdict.compare import check_hashes
 from rayapp.sandbox.verdict.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_NODES, MAX_VALUE_BYTES, count_nodes, pack
 
 T = TypeVar("T")
-_OTHER_FRAMES = 4
-"""Maximum number of frames that an honest run writes in addition to one per call."""
-_LITTLE_BYTES = 1 << 14
-"""Maximum number of bytes that are decoded on the event loop, in less than ten milliseconds."""
+_OTHER_FRAMES = 4  # of an honest run, in addition to one per call
+_LITTLE_BYTES = 1 << 14  # decoded on the event loop, in less than ten milliseconds
 _LEAVES = (type(None), bool, int, float, str)
 _write = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -35,37 +32,27 @@ class Frames:
     is_done: bool = False
     definition_error: str = ""
     script_error: str = ""
-    exit_status: int | None = None
-    """Exit status of a script; None if no frame reports it."""
+    exit_status: int | None = None  # of a script; None if no frame reports it
     calls: dict[int, CallResult] = field(default_factory=dict)
 
 
 def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
-    """Encode argument lists for the harness.
-
-    Raises:
-        TypeError: an argument is not plain data.
-        ValueError: an argument is nested too deeply.
-    """
+    """Encode argument lists for the harness. TypeError or ValueError: not plain data, or nested too deeply."""
     return [_write(pack(list(args))) for args in inputs]
 
 
 def max_frames(num_calls: int) -> int:
-    """Return the maximum number of frames to read from one run. An honest run writes fewer."""
+    """Return the maximum number of frames to read from one run."""
     return num_calls + _OTHER_FRAMES
 
 
 async def off_the_loop(num_bytes: int, read: Callable[[], T]) -> T:
-    """Return the result of `read`, which decodes output of hostile code. Large output is decoded in a thread, so that
-    the event loop is not blocked.
-    """
+    """Return the result of `read`, which decodes hostile output: large output in a thread, off the event loop."""
     return read() if num_bytes <= _LITTLE_BYTES else await asyncio.to_thread(read)
 
 
 def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
-    """Decode frames in order, up to the first malformed one. A call with two results counts as failed, because an
-    honest harness sends one.
-    """
+    """Decode frames up to the first malformed one. A call with two results failed: an honest harness sends one."""
     seen = Frames()
     for raw in islice(frames, max_frames(num_calls)):
         try:
@@ -77,9 +64,7 @@ def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
 
 
 def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallResult, ...]:
-    """Return exactly one result per call, in order; a call without a result is a failure with the reason
-    `why_missing`.
-    """
+    """Return exactly one result per call, in order; a missing one is a failure with the reason `why_missing`."""
     missing = CallResult(ok=False, error=why_missing)
     return tuple(seen.calls.get(index, missing) for index in range(num_calls))
 
@@ -128,11 +113,8 @@ def _value(packed: object) -> CallResult:
 
 
 def decode_value(packed: object, depth: int = 0) -> object:
-    """Return the plain value that `harness.pack` encoded, without trusting the input.
-
-    Raises:
-        ValueError, TypeError: `pack` never writes this input.
-    """
+    """Return the value that `harness.pack` encoded, without trusting the input: ValueError or TypeError if it is
+    forged."""
     if depth > MAX_DEPTH + 1:
         raise ValueError(f"the value is nested more than {MAX_DEPTH} levels deep")
     if isinstance(packed, list):
@@ -189,7 +171,6 @@ def _check_size(built: int, sent: int) -> None:
 
 
 def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
-    """Return a JSON object with one key as a tuple (tag, content). Raises ValueError: it has another number of keys."""
     if len(pairs) != 1:
         raise ValueError(f"a JSON object has {len(pairs)} keys, not only its type tag")
     return pairs[0]

@@ -29,11 +29,8 @@ _LEAVES = (bool, int, float, str, bytes, type(None))
 
 
 def equal(expected: object, actual: object) -> bool:
-    """Return True if both values are the same plain data, by the rules in the module's docstring.
-
-    Raises:
-        TypeError: `expected` is not plain data, which is an error of the task.
-    """
+    """True if both are the same plain data, by the rules above. TypeError: `expected` is not plain, an error of the
+    task."""
     kind = type(expected)
     if kind not in (*_LEAVES, list, tuple, set, dict):
         raise TypeError(f"the expected value has the type {kind.__name__}: only plain data can be compared")
@@ -52,17 +49,12 @@ def equal(expected: object, actual: object) -> bool:
 
 
 def same_value(actual: object, expected: object) -> bool:
-    """Return `equal(expected, actual)`, with the graders' order of arguments: the actual value first."""
+    """`equal` with the graders' order of arguments."""
     return equal(expected, actual)
 
 
 def check_hashes(keys: Sequence[object]) -> None:
-    """Check that keys are not made to collide. For example, 100,000 multiples of 2**61 - 1 all hash to 0, and making a
-    dict of them takes hours.
-
-    Raises:
-        ValueError: more than 100 keys have the same hash.
-    """
+    """Raise a ValueError if keys are made to collide: making a dict of 100,000 multiples of 2**61 - 1 takes hours."""
     if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
         raise ValueError("more than 100 keys have the same hash")
 
@@ -88,7 +80,7 @@ def _equal_dicts(expected: dict[object, object], actual: dict[object, object]) -
 
 
 def _token(key: object) -> object:
-    """Return a hashable token of plain data. Only equal data have equal tokens: 1, True and 1.0 differ."""
+    # Only equal data have equal tokens: 1, True and 1.0 differ.
     if isinstance(key, tuple):
         return ("tuple", *map(_token, key))
     if key != key:

@@ -1,12 +1,7 @@
-"""Runs candidate code and calls its function. This module runs inside the sandbox, in the same process as hostile code.
+"""Runs candidate code and calls its function, inside the sandbox, in the same process as hostile code.
 
-    payload (code, function, inputs) -> run_calls -> frames: defined | undefined | value i | raised i | done
-
-The module is self-contained (standard library only, no import from rayapp), so that a provider can also send its source
-to a remote sandbox. Its output is not trusted: the candidate shares this process and can write the same frames. The
-process has no expected value, so forged frames don't help a candidate.
-
-A frame is one JSON array; `pack` encodes its values so that JSON keeps their Python types.
+It imports only the standard library, so that its source can be sent to a remote sandbox. The candidate can write the
+same frames; this process has no expected value, so forged frames don't help. A frame is one JSON array.
 """
 
 from __future__ import annotations
@@ -16,17 +11,12 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 
-MAX_DEPTH = 100
-"""Maximum nesting of one value. A deeper value is not an answer, but an attack on the code that reads it."""
-MAX_VALUE_BYTES = 1 << 20
-"""Maximum size of one packed value, in bytes."""
-MAX_NODES = 200_000
-"""Maximum number of values in one frame. A limit of bytes alone is not enough, because one byte of JSON can take 30
-bytes of memory."""
+MAX_DEPTH = 100  # a deeper value is an attack on the code that reads it
+MAX_VALUE_BYTES = 1 << 20  # one packed value
+MAX_NODES = 200_000  # in one frame: one byte of JSON can take 30 bytes of memory
 MAX_ERROR_CHARS = 500
+# The iteration order of a set of strings, and so a verdict, is then the same in every interpreter.
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""Environment variables of every interpreter that runs candidate code, and of interpreters that candidate code starts.
-With them the iteration order of a set of strings, and so a verdict, is the same in each."""
 _EXACT_INT = 1 << 53
 _SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
@@ -51,10 +41,7 @@ def pack(value: object, depth: int = 0) -> object:
 
     None, bool, str, small int, finite float and list stand for themselves. Other values are `{tag: content}`, where the
     tag is i (big int in hex), f (float that is not finite), t (tuple), s (set), d (dict as pairs) or b (bytes in hex).
-
-    Raises:
-        TypeError: the value is not plain data, e.g. an instance of a subclass, which may override `==`.
-        ValueError: the value is nested too deeply, or too large.
+    A TypeError refuses all else, e.g. instances of subclasses, which may override `==`.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -102,7 +89,7 @@ def unpack(packed: object) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as the last line of its traceback (`ValueError: …`), even if its own `__str__` fails."""
+    """Return the last line of an exception's traceback (`ValueError: …`), even if its own `__str__` fails."""
     try:
         text = str(error)
     except BaseException:  # boundary: the candidate's __str__ may raise anything
@@ -121,10 +108,7 @@ def frame(*parts: object) -> bytes:
 
 
 def define(code: str, name: str) -> dict[str, object]:
-    """Run code as a module of this name and return the module's global names.
-
-    The module is registered in sys.modules, because dataclasses and pickle look up their module there.
-    """
+    """Run code as a module and return its global names. Dataclasses and pickle look it up in sys.modules."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(code, "<candidate>", "exec"), module.__dict__)
@@ -132,12 +116,7 @@ def define(code: str, name: str) -> dict[str, object]:
 
 
 def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> None:
-    """Run the code, and call its function on each input. Each result is sent before the next call begins.
-
-    Args:
-        inputs: packed argument lists, as JSON texts. Each is unpacked just before its call, so that no call can change
-            the arguments of another call.
-    """
+    """Run the code, and call its function on each input (arguments as JSON). Each result is sent at once."""
     try:
         target = define(code, "candidate").get(function)
         if not callable(target):
@@ -164,11 +143,10 @@ def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> 
 
 
 def main_names() -> dict[str, object]:
-    """Return the global names with which a script starts, in a new module `__main__`.
+    """Return the global names of a new module `__main__`.
 
-    The script may import files of its folder. The folder is last in the search path, so that its files can't replace
-    Python's modules. Their bytecode is not cached: Python detects a changed file by its size and its time in whole
-    seconds, and an agent may edit a file twice in a second.
+    The script's folder is last in the search path: its files can't replace Python's modules. Bytecode is not cached:
+    Python detects a change by size and whole seconds, and an agent may edit a file twice in a second.
     """
     sys.dont_write_bytecode = True
     if sys.path[-1:] != [""]:
@@ -179,10 +157,7 @@ def main_names() -> dict[str, object]:
 
 
 def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
-    """Run code as a script in `names` and return its exit status.
-
-    An uncaught exception is printed as Python prints it, and the last line of its traceback is sent as a frame.
-    """
+    """Run code as a script in `names`, print an uncaught exception as Python does, and return the exit status."""
     try:
         exec(compile(code, "<candidate>", "exec"), names)
     except SystemExit as error:

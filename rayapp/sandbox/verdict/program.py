@@ -1,9 +1,7 @@
-"""Makes the program that a remote sandbox runs, and reads the report that the program prints. No I/O.
+"""Makes the program that a remote sandbox runs, and reads the report that it prints. No I/O.
 
-    job -> source(): one Python text (harness + supervisor + watcher + job)
-        -> any provider that runs Python -> stdout -> find_report(), read_report()
-
-Hostile code may have changed a report, so the type and size of every field are checked.
+job -> source(): one Python text (harness + supervisor + watcher + job)
+-> any provider that runs Python -> stdout -> find_report(), read_report(), which trust no field
 """
 
 from __future__ import annotations
@@ -36,31 +34,23 @@ for name in names:
     exec(compile(parts[name], "<" + name + ">", "exec"), names[name])
 names["watcher"]["main"](parts["job"], names["harness"], names["supervisor"])
 """
-KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")
-"""Environment variables of the sandbox that the interpreter keeps. Variables for Python (PYTHON…) are not kept."""
+KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")  # of the sandbox; none for Python (PYTHON…)
+# Started with -s: -I would ignore the hash seed, all that the watcher passes on to candidate code.
 ADDED = {"LANG": "C.UTF-8", "PYTHONSAFEPATH": "1", **harness.HASH_SEED}
-"""Environment variables that are added for the interpreter. The interpreter starts with -s, because -I would ignore the
-hash seed. The watcher passes only the hash seed on to candidate code."""
 _ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name}={ADDED[name]}" for name in ADDED)))
 _SPARE_CHARS = 1 << 16
-_MAX_INLINE_CHARS = 90_000
-"""Maximum length of a program in a command line: Linux allows 128 KiB per argument."""
+_MAX_INLINE_CHARS = 90_000  # in a command line: Linux allows 128 KiB per argument
 _MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
 
 
 def shell_command(program: str) -> str:
-    """Return the shell command that starts a program in a new Python interpreter."""
     return f"exec env -i {_ENV} python3 -s -c {shlex.quote(program)}"
 
 
 async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> str:
-    """Return the shell command that runs a program. A program that is too long for a command line is first written to a
-    file; the command then runs and removes this file.
-
-    Args:
-        write: function that writes the program to a path in the sandbox.
-    """
+    """Return the shell command that runs a program; `write` first puts one that is too long into a file, which is
+    removed."""
     if len(program) <= _MAX_INLINE_CHARS:
         return shell_command(program)
     path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
@@ -69,23 +59,17 @@ async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> s
 
 
 def max_report_chars(num_bytes: int) -> int:
-    """Return the maximum number of characters that a program prints for a report of `num_bytes`, which is encoded twice
-    and printed in lines.
-    """
+    """Return how many characters a program prints for a report of `num_bytes`, encoded twice and in lines."""
     return 2 * num_bytes + _SPARE_CHARS
 
 
 def new_nonce() -> str:
-    """Return a random mark for the lines of a report, so that no other output is taken for a report."""
+    """Return a random mark for the lines of a report, so that no other output is taken for one."""
     return f"rayapp-{secrets.token_hex(12)}"
 
 
 def source(job: Job) -> str:
-    """Return the program for one job. It uses only the standard library of Python 3.9 or newer.
-
-    Args:
-        job: fields of the job, as `watcher.main` describes them.
-    """
+    """Return the program for one job (`watcher.main` has its fields), for Python 3.9 or newer."""
     texts = {"harness": harness.__file__, "supervisor": supervisor.__file__, "watcher": watcher.__file__}
     parts = {name: _text_of(path) for name, path in texts.items()} | {"job": dict(job)}
     packed = base64.b64encode(zlib.compress(json.dumps(parts).encode(), 1)).decode()
@@ -98,11 +82,7 @@ def _text_of(path: str) -> str:
 
 
 def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
-    """Return the JSON object between the marks; None if the output has no complete report.
-
-    Raises:
-        SandboxProtocolError: the text between the marks is malformed.
-    """
+    """Return the JSON object between the marks; None if the output has no complete report."""
     lines = [line.strip() for line in stdout.splitlines() if line.startswith(nonce)]
     if not lines or lines[-1] != f"{nonce}.":
         return None
@@ -117,11 +97,7 @@ def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
 
 
 def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult:
-    """Check every field of a report, and return it as a RawResult.
-
-    Raises:
-        SandboxProtocolError: a field is malformed.
-    """
+    """Check every field of a report, and return it as a RawResult."""
     status, stopped = found.get("status"), found.get("stopped")
     if type(status) is not int or stopped not in ("", "timeout", "output"):
         raise SandboxProtocolError(f"the sandbox's report is malformed: {str(found)[:200]}")
@@ -137,20 +113,13 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult
 
 
 def _duration_s(value: object) -> float:
-    """Return the seconds that the sandbox's clock measured. They are not trusted, so they are limited to the range from
-    0 to one day.
-    """
+    # Not trusted, so limited to one day.
     if not isinstance(value, int | float):
         raise SandboxProtocolError(f"the duration in the sandbox's report is {str(value)[:50]!r}, not a number")
     return float(max(0, min(_MAX_DURATION_S, value))) if value == value else 0.0
 
 
 def read_bytes(found: dict[str, object], key: str, max_bytes: int) -> bytes:
-    """Return the bytes in a field of a report.
-
-    Raises:
-        SandboxProtocolError: the field does not contain bytes in base64, or too many of them.
-    """
     text = found.get(key)
     try:
         if type(text) is not str or len(text) > max_bytes * 4 // 3 + 8:

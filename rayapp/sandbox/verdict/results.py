@@ -12,42 +12,30 @@ from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, S
 from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 NO_REPORT = "the code ended the process that watched it"
-MAX_CODE_CHARS = 1 << 20
-"""Maximum number of characters of code. Longer code is refused: no honest answer is so long, and compiling it would
-take too much memory."""
+MAX_CODE_CHARS = 1 << 20  # No honest answer is longer, and compiling it would take too much memory.
 
 
 def split_lines(raw: bytes) -> Iterator[bytes]:
-    """Yield frames that were written one per line. They are split lazily, because there may be millions of which only a
-    few are read.
-    """
+    """Yield frames that were written one per line, lazily: there may be millions of which only a few are read."""
     return (line.rstrip(b"\n") for line in io.BytesIO(raw))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawResult:
-    """Raw result of one execution. It is not trusted if hostile code could write it."""
+    """Raw result of one execution, not trusted if hostile code could write it."""
 
-    exit_code: int
-    """Exit status of the process; -N if signal N ended it."""
+    exit_code: int  # -N if signal N ended the process
     stopped: StopCause | None
     stdout: bytes
     stderr: bytes
-    frames: bytes
-    """Frames of the harness, not yet decoded. A candidate may have forged them."""
+    frames: bytes  # not yet decoded; a candidate may have forged them
     split: Callable[[bytes], Iterator[bytes]] = split_lines
-    """Function that splits `frames` into single frames."""
     duration_s: float
-    problem: str = ""
-    """Reason why candidate code could not start; empty if it started."""
+    problem: str = ""  # why candidate code could not start
 
 
 def code_problem(code: str) -> str | None:
-    """Return the error message with which code is refused; None if it may run.
-
-    Raises:
-        TypeError: the code is not a string, which is an error of the caller.
-    """
+    """Return the error message with which code is refused; None if it may run."""
     if type(code) is not str:
         raise TypeError(f"code must be a str, not {type(code).__name__}")
     if len(code) > MAX_CODE_CHARS:
@@ -56,22 +44,14 @@ def code_problem(code: str) -> str | None:
 
 
 def script_result(answer: RawResult, isolation: str) -> ExecResult:
-    """Return the result of code run as a script, or of a command.
-
-    Raises:
-        SandboxGoneError: candidate code was never started.
-    """
+    """Return the result of a script or command; SandboxGoneError if it was never started."""
     seen = _frames(answer, 0)
     return _result(answer, isolation, error=seen.script_error, is_complete=True)
 
 
 def session_result(answer: RawResult, isolation: str) -> ExecResult:
-    """Return the result of code run in a session. The session's process continues, so the exit status is read from the
-    frames. Code that forges frames changes only its own result.
-
-    Raises:
-        SandboxGoneError: candidate code was never started.
-    """
+    """Return the result of a session's run: its process continues, so the exit status is in the frames. Code that
+    forges them changes only its own result."""
     seen = _frames(answer, 0)
     result = _result(answer, isolation, error=seen.script_error, is_complete=seen.exit_status is not None)
     if result.exit_code != 0 or not seen.exit_status:
@@ -80,11 +60,7 @@ def session_result(answer: RawResult, isolation: str) -> ExecResult:
 
 
 def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport:
-    """Return the results of a function called on several inputs: exactly one result per input.
-
-    Raises:
-        SandboxGoneError: candidate code was never started.
-    """
+    """Return exactly one result per input."""
     seen = _frames(answer, num_calls)
     error = seen.definition_error if not seen.is_defined else ""
     result = _result(answer, isolation, error=error, is_complete=seen.is_defined and seen.is_done)
@@ -92,7 +68,6 @@ def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport
 
 
 def failure(error: str, isolation: str, *, exit_code: int = 1, stopped_for: StopCause | None = None) -> ExecResult:
-    """Return the result of an execution that failed with this error and has no output."""
     return ExecResult(
         outcome=ExecOutcome.CODE_STOPPED if stopped_for is not None else ExecOutcome.CODE_FAILED,
         exit_code=exit_code,

@@ -1,13 +1,7 @@
-"""Program that runs inside a remote sandbox: it starts candidate code as a child process, watches the child, and prints
-one report at its end.
+"""Program inside a remote sandbox: runs candidate code as a child, watches it, and prints one report at its end.
 
-    job -> fork -> child: harness (frames go to a separate pipe)
-             '--> watcher: deadline, output limits, kills the process tree -> report lines on stdout
-
-The watcher uses only the standard library. `program.py` sends its source with those of the harness and of
-`core/supervisor.py`, whose functions end the child and all processes that it started. The watcher enforces the deadline
-inside the sandbox, so a slow network never counts as slow code. The report is not trusted, because the candidate could
-forge it. The sandbox has no expected value, so a forged report doesn't help a candidate.
+It uses only the standard library; `program.py` sends its source. It enforces the deadline inside the sandbox, so a slow
+network never counts as slow code. The candidate could forge the report, which doesn't help: no expected value is here.
 """
 
 from __future__ import annotations
@@ -24,10 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-MAX_FRAME_BYTES = 8 << 20
-"""Maximum number of bytes of all frames of one job."""
-LINE_CHARS = 16384
-"""Maximum length of a report line in characters, because some servers drop lines of 64 KiB and more."""
+MAX_FRAME_BYTES = 8 << 20  # all frames of one job
+LINE_CHARS = 16384  # some servers drop lines of 64 KiB and more
 _PR_SET_PDEATHSIG = 1
 _END_ROUNDS = 100
 _PIPES = ("stdout", "stderr", "frames")
@@ -35,13 +27,10 @@ Job = dict[str, Any]
 
 
 def main(job: Job, harness: Job, supervisor: Job) -> None:
-    """Run one job and print its report.
+    """Run one job and print its report; `harness` and `supervisor` are the global names of these modules.
 
-    Args:
-        job: kind (script, calls, command or read), the inputs of that kind, env, timeout_s, max_output_bytes, and the
-            nonce that marks report lines.
-        harness: global names of the module `harness.py`.
-        supervisor: global names of the module `supervisor.py`.
+    A job has kind (script, calls, command or read), the kind's inputs, env, timeout_s, max_output_bytes, and the nonce
+    that marks report lines.
     """
     report = _read_file(job) if job["kind"] == "read" else _watch(job, harness, supervisor)
     text = base64.b64encode(json.dumps(report).encode()).decode()
@@ -51,7 +40,6 @@ def main(job: Job, harness: Job, supervisor: Job) -> None:
 
 
 def _end_with(watcher: int) -> None:
-    """Make the kernel kill this process, in which candidate code runs, when the watcher dies."""
     with contextlib.suppress(Exception):  # boundary: this is not Linux, or Python lacks ctypes
         import ctypes
 
@@ -101,8 +89,7 @@ def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
 
 def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
     """Read the child's output until it ends, its time is over, or it wrote too much. Return the output and the stop
-    cause.
-    """
+    cause."""
     taken = {name: bytearray() for name in _PIPES}
     ended_at = None
     while True:

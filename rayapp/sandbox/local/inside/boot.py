@@ -1,8 +1,7 @@
-"""First code of a zygote: read the settings, warm up, become an unprivileged user, enter the isolation level, serve.
+"""First code of a zygote, a warm interpreter from which executions are forked (`slot.py` starts it).
 
-A zygote is a warm interpreter from which executions are forked. `slot.py` starts it as `python -s -P -S -c … FD` with a
-minimal environment and one inherited socket. This module sends one packet, {"ready": …} or {"failed": the step that
-this node refuses}, and then runs `zygote.py`.
+It reads the settings, warms up, becomes an unprivileged user and enters the isolation level. Then it sends one packet,
+{"ready": …} or {"failed": the step that this node refuses}, and runs `zygote.py`.
 """
 
 # Paths in this module are strings for mount(), so it uses os and not pathlib.
@@ -29,16 +28,15 @@ from rayapp.sandbox.local.levels.namespaces import Namespaces
 from rayapp.sandbox.local.levels.visible_files import ImageView
 from rayapp.sandbox.verdict.harness import HASH_SEED, describe
 
+# often imported by candidate code
 WARM_MODULES = (
     "abc", "array", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
     "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
     "statistics", "string", "time", "traceback", "typing", "types", "linecache",
 )  # fmt: skip
-"""Modules that model-written code imports most often. The zygote imports them once, so that executions need not."""
 
+# Without PATH, bash would also search the working folder for programs.
 _ENVIRONMENT = {**HASH_SEED, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-"""Environment of candidate code, in addition to the variables of its spec. Without PATH, bash would also search the
-working folder for programs."""
 
 
 def main(descriptor: int) -> None:
@@ -64,20 +62,15 @@ def main(descriptor: int) -> None:
 
 
 def _forget_inherited() -> None:
-    """Reset the umask and signals inherited from a service manager or shell, so that all zygotes start the same.
-
-    With a umask of 077 the code's user could not enter the folders of the sandbox's view, and the node would offer only
-    the weakest level. Signals that are blocked or ignored here would stay so in candidate code.
-    """
+    # With an inherited umask of 077 the code's user could not enter the sandbox's folders; blocked signals would stay
+    # blocked.
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
-    """Enter the isolation level. Return the level, and the user id that executions have outside the level's user
-    namespace.
-    """
+    """Enter the isolation level. Return it with the user id that executions have outside its user namespace."""
     packages, paths = settings["packages"], settings["paths"]
     assert isinstance(packages, list)
     assert isinstance(paths, list)
@@ -106,7 +99,6 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
 
 
 def _move_library(old: str, new: str) -> None:
-    """Replace the folder `old` by `new` in the import path, so that later imports find the moved standard library."""
     sys.path[:] = [entry.replace(old, new) for entry in sys.path]
     for module in list(sys.modules.values()):
         if isinstance(path := getattr(module, "__path__", None), list):
@@ -117,12 +109,7 @@ def _move_library(old: str, new: str) -> None:
 
 
 def import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Import the packages from the folders that hold them.
-
-    Returns:
-        The files that candidate code may see: `paths`, and those of packages imported as dependencies. A package that
-            reads or imports any other file at run time fails.
-    """
+    """Import the packages and return the files that candidate code may see: `paths` and those of dependencies."""
     # Keep numerical libraries at one thread: with more threads a zygote can't enter a user namespace, and a fork has
     # only one of them.
     os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
@@ -141,7 +128,6 @@ def _top_modules() -> set[str]:
 
 
 def _files_of(module: object) -> list[str]:
-    """Return the folders of a package, or the file of a module."""
     file = getattr(module, "__file__", None)
     return list(getattr(module, "__path__", [])) or [file for file in (file,) if file]
 

@@ -1,15 +1,7 @@
-"""The process in which candidate code runs, from the fork to the exit. This module runs only in children of the
-template.
+"""The process in which candidate code runs: fork -> confine -> wait for a job -> limits -> "ready" -> code -> "done".
 
-    fork -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
-
-A child is forked and confined before its job is known, so that a job need not wait for a fork. The child sends "ready"
-on the control socket, closes the socket, and then begins candidate code. If the child ends before "ready", the sandbox
-has failed; a later end is due to the code. The child sends "done", with the exit status, on a separate pipe, so that
-the answer need not wait for the process to exit.
-
-`run_file_request` reads and writes a sandbox's files from inside, confined like the candidate, so that symbolic links
-can't lead outside.
+It is confined before its job is known, so that a job need not wait for a fork. If it ends before "ready", the sandbox
+has failed; a later end is due to the code. "done" has a pipe of its own: the answer need not wait for the exit.
 """
 
 from __future__ import annotations
@@ -39,16 +31,11 @@ from rayapp.sandbox.verdict import harness
 
 FILE_KINDS = ("write", "read")
 GUEST = "guest"
-"""Kind of the jobs that run in the Python of an image."""
 
 
 def run_file_request(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
-    """Read or write one file, and send one frame: done, or the error. The contents of a file that is read go to
-    standard output.
-
-    Args:
-        given: bytes to write to the file, or the maximum number of bytes to read from it.
-    """
+    """Read or write one file, confined like the candidate, so that symbolic links can't lead outside. `given` has the
+    bytes to write, or the maximum number of bytes to read."""
     try:
         if isinstance(given, bytes):
             _write(path, given)
@@ -82,26 +69,20 @@ def _read(path: str, max_bytes: int) -> None:
         os.close(descriptor)
 
 
+# Numbers of a child's pipes and socket. The template keeps them free: a received descriptor gets the lowest free
+# number.
 DESCRIPTORS = (1, 2, 3, 4, 5)
-"""File descriptor numbers of a child's pipes and socket. The template keeps these numbers free: a received descriptor
-gets the lowest free number."""
-_STREAM_FDS = DESCRIPTORS[:2]
-"""Standard output and error. Only these stay open in commands that the candidate executes."""
+_STREAM_FDS = DESCRIPTORS[:2]  # stay open in commands that the candidate executes
 _RESULT_FD, _DONE_FD, _CONTROL_FD = DESCRIPTORS[2:]
-_JOB_FD = _CONTROL_FD + 1
-"""First free descriptor number in a child. The job's memory file gets it; standard input gets the next number."""
-_TWO_FDS = 2 * 4
-"""Size of two descriptors in a socket's control message, in bytes."""
+_JOB_FD = _CONTROL_FD + 1  # of the job's memory file; standard input gets the next number
+_TWO_FDS = 2 * 4  # in a socket's control message
 _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
-_MAX_ORDER_BYTES = 400
-"""Size of the buffer for each read. A small buffer changes few pages of the heap."""
+_MAX_ORDER_BYTES = 400  # a small buffer changes few pages of the heap
 
+# kind, environment, arguments for the kind (see `_run`), and working folder (empty: the level chooses it)
 Job = tuple[str, Mapping[str, str], tuple[object, ...], str]
-"""A job: kind, environment, arguments for the kind (see `_run`), and working folder (empty: the level chooses it)."""
-Order = tuple[Bounds, bool, bytes]
-"""The zygote's order for a job: resource limits, True if the job begins a session, the token to send with the
-status."""
+Order = tuple[Bounds, bool, bytes]  # limits, True if the job begins a session, the token to send with the status
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
 _REHEARSALS = 10
 _CODE = """
@@ -117,12 +98,12 @@ _PIECES: tuple[Job, ...] = (
     ("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]']), ""),
     ("script", {}, (_CODE,), ""),
 )
+# without the checks of `random.seed`
 _seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
-"""Function that seeds the generator of the module `random`, without the checks in `random.seed`."""
 
 
 def run(level: Level, place: Place, control: _socket.socket) -> NoReturn:
-    """Wait for a job, run it, and end the process; in a session, wait for the next job instead."""
+    """Run one job and end the process; in a session, wait for the next job instead."""
     status = 1
     try:
         _confine(level, place, control)
@@ -142,12 +123,10 @@ def _confine(level: Level, place: Place, control: _socket.socket) -> None:
 
 
 def rehearse(control: _socket.socket) -> None:
-    """Run sample jobs in the template itself, as a child would, so that each child writes to fewer pages of memory.
+    """Run sample jobs in the template itself, so that each child writes to (and so copies) fewer pages of memory.
 
-    When CPython runs code for the first times, it writes to memory: it specializes bytecode, fills caches and allocates
-    objects. Children share the pages that the template wrote before the fork; a page that a child writes is copied for
-    that child. After some repetitions (`_REHEARSALS`) nothing more changes. Meanwhile standard output and error go to
-    /dev/null. Afterwards the modules that the sample jobs imported, and their import caches, are dropped.
+    When CPython runs code for the first times, it specializes bytecode, fills caches and allocates objects. After
+    `_REHEARSALS` repetitions nothing more changes.
     """
     modules, path = dict(sys.modules), list(sys.path)
     with Path(os.devnull).open("w") as nowhere:
@@ -168,7 +147,6 @@ def rehearse(control: _socket.socket) -> None:
 
 
 def _obey(control: _socket.socket) -> int:
-    """Run one job, from its arrival until "done" is sent. Return the exit status."""
     try:
         for stream in _STREAM_FDS:
             os.set_inheritable(stream, True)
@@ -195,13 +173,11 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """End this process, and report an error from before candidate code began as a failure of the sandbox."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
 
 def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
-    """Serve a session: run one script after the other with the same global variables, until this process is killed."""
     if job[0] == GUEST:
         control.send(READY)
         os.set_inheritable(_DONE_FD, True)
@@ -219,7 +195,7 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
 
 
 def _next_job(control: _socket.socket) -> tuple[Job, Order]:
-    """Wait for a job. A packet brings the order and two memory files: the job, and the standard input."""
+    """Wait for a packet: it brings the order and two memory files, the job and the standard input."""
     packet, ancillary, _, _ = control.recvmsg(_MAX_ORDER_BYTES, _SPACE)
     if not ancillary:
         os._exit(0)  # the zygote has closed its end, so no job will come
@@ -234,14 +210,12 @@ def _next_job(control: _socket.socket) -> tuple[Job, Order]:
 
 
 def _set_input(stdin: int) -> None:
-    """Make this memory file the standard input, which was /dev/null until now."""
     os.lseek(stdin, 0, os.SEEK_SET)
     os.dup2(stdin, 0)
     os.close(stdin)
 
 
 def _set_environment(job: Job) -> None:
-    """Add the job's variables to the environment that `boot.py` set, and enter the job's folder."""
     if job[1]:
         os.environ.update(job[1])
     if job[3]:
@@ -253,14 +227,13 @@ def _set_environment(job: Job) -> None:
 
 
 def send(payload: bytes) -> None:
-    """Write one complete frame: 4 bytes of length, then the payload."""
+    """Write one frame: 4 bytes of length, then the payload."""
     view = memoryview(len(payload).to_bytes(4, "little") + payload)
     while view:
         view = view[os.write(_RESULT_FD, view) :]
 
 
 def _run(job: Job) -> int:
-    """Run the job by its kind. Return the exit status."""
     kind, _, given, _ = job
     if kind == "calls":
         code, function, inputs = given
@@ -292,7 +265,6 @@ def _execute(argv: Sequence[str]) -> int:
 
 
 def _join_threads() -> None:
-    """Wait for non-daemon threads, as Python does at the end of a script."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -1,10 +1,7 @@
 """Watches one execution from the fork to its end: the time, output, memory and processes of its whole process tree.
 
-An execution exceeds its time limit of N seconds when its process tree has used N seconds of processor time, or when N
-seconds of wall-clock time have passed, not counting time in which it waited for a processor. Plain wall-clock time
-would depend on the machine's other programs.
-
-This module runs in the zygote. The kernel moves output from the execution's pipes into the answer's memory file
+It exceeds its limit of N seconds with N seconds of processor time, or of wall-clock time without its waits for a
+processor (which depend on other programs). The kernel moves output from the pipes into the answer's memory file
 (splice).
 """
 
@@ -27,9 +24,7 @@ READY = b"."
 MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
 _LISTEN_AFTER_S = 0.005
-_LOOK_EVERY_S = 0.05
-"""Seconds between checks of the process tree's memory. Between two checks code can exceed its limit by about 100 MiB;
-more checks would cost more time."""
+_LOOK_EVERY_S = 0.05  # between checks of memory; code can exceed its limit by about 100 MiB in this time
 
 
 @dataclass(slots=True)
@@ -42,11 +37,7 @@ class Stream:
     size: int = 0
 
     def drain(self, target: int) -> bool:
-        """Move the available bytes to the file `target`. Return True if the code wrote more than allowed.
-
-        Raises:
-            EOFError: every write end is closed.
-        """
+        """Move the available bytes to `target`; True if the code wrote too much. EOFError: write ends are closed."""
         while True:
             room = self.limit - self.size
             if room == 0:
@@ -65,8 +56,7 @@ class Stream:
 class Done:
     """Pipe on which a child reports that it is done: a token, then the exit status.
 
-    Candidate code holds the other end. Bytes without the token are ignored. Code that finds the token in its own memory
-    gains nothing: it can only end its execution early.
+    Candidate code holds the other end. Code that finds the token in its memory can only end its execution early.
     """
 
     source: int
@@ -74,11 +64,8 @@ class Done:
     _heard: bytes = b""
 
     def hear(self) -> int | None:
-        """Return the exit status that the child reported; None if there is no report yet.
-
-        Raises:
-            EOFError: the pipe is closed, because the child has executed another program or is dead.
-        """
+        """Return the reported exit status, None without a report. EOFError: the child is dead or has executed a
+        program."""
         try:
             heard = os.read(self.source, _CHUNK)
         except BlockingIOError:
@@ -96,34 +83,22 @@ class Done:
 
 @dataclass(slots=True, kw_only=True)
 class Execution:
-    """The process tree that runs one job."""
-
-    pid: int
-    """Process id of the tree's first process; 0 after that process is reaped."""
-    end: Callable[[int], int]
-    """Function that kills and reaps the process with an id, and returns its exit status."""
-    control: _socket.socket
-    """Socket on which the first process reports that it is ready."""
-    done: Done
-    """Pipe on which the first process reports that the job is done. The process itself exits while the answer is
-    sent."""
+    pid: int  # of the tree's first process; 0 after it is reaped
+    end: Callable[[int], int]  # kills and reaps the process with an id, and returns its exit status
+    control: _socket.socket  # on which the first process reports that it is ready
+    done: Done  # The process itself exits while the answer is sent.
     streams: list[Stream]
-    target: int
-    """Descriptor of the answer's memory file."""
+    target: int  # the answer's memory file
     limits: Limits
     use: Use
-    look: Callable[[], None]
-    """Function that updates `use`."""
-    started: float = 0.0
-    """Time of the execution's start, on the monotonic clock."""
+    look: Callable[[], None]  # updates `use`
+    started: float = 0.0  # on the monotonic clock
     timeout_s: float = 0.0
     stopped: str | None = None
-    exit_code: int = 0
-    """Status that the process reported with "done"; without a report, its exit status, or -N if signal N ended it."""
+    exit_code: int = 0  # reported with "done"; else the process's exit status, -N if signal N ended it
     is_ready: bool = False
     is_done: bool = False
-    problem: str = ""
-    """Reason why candidate code could not start."""
+    problem: str = ""  # why candidate code could not start
     _open: dict[int, Stream] = field(default_factory=dict)
     _look_at: float = 0.0
     _ends_at: float = 0.0
@@ -158,7 +133,7 @@ class Execution:
             self.problem = f"it ended with exit code {self.exit_code} before it was ready"
 
     def _kill(self) -> None:
-        """Kill the first process. If it is pid 1 of a pid namespace, the kernel kills the whole tree. Idempotent."""
+        # If it is pid 1 of a pid namespace, the kernel kills the whole tree.
         if self.pid:
             self.exit_code = self.end(self.pid)
             self.pid = 0
@@ -183,11 +158,8 @@ class Execution:
         return pidfd not in ready and not self.is_done and not self._has_to_end()
 
     def _begin_to_listen(self, poll: select.poll) -> None:
-        """Watch the output pipes from now on.
-
-        They are not watched from the start, because most executions end earlier, with all their output still in the
-        pipes. Waking up for each line of output would take processor time from the execution.
-        """
+        # Most executions end earlier, with all output still in the pipes: waking up for each line would cost processor
+        # time.
         self._is_listening = True
         for source in self._open:
             poll.register(source, select.POLLIN)
@@ -213,9 +185,7 @@ class Execution:
         return None
 
     def _hear_ready(self) -> None:
-        """Read the report that the child sent before candidate code began. The child then closed its end of the socket,
-        so candidate code can't send a report.
-        """
+        # The child closed its end before candidate code began, so the code can't send this report.
         with contextlib.suppress(OSError):
             said = self.control.recv(MAX_CONTROL_BYTES)
             self.is_ready = said == READY
@@ -247,7 +217,6 @@ class Execution:
             os.close(descriptor)
 
     def _drain_all(self) -> None:
-        """Move the output that is left in the pipes when the execution has ended."""
         for stream in self._open.values():
             try:
                 if stream.drain(self.target) and self.stopped is None:
@@ -266,10 +235,7 @@ _NUM_STREAMS = 3
 
 
 class Ends:
-    """Pipes for stdout, stderr, results and "done", and a control socket.
-
-    They are made while another child runs, so that the next fork need not wait for them.
-    """
+    """Pipes and control socket, made while another child runs, so that the next fork need not wait for them."""
 
     def __init__(self) -> None:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
@@ -278,8 +244,8 @@ class Ends:
         os.set_blocking(done, False)  # splice reads from the other pipes, and does not block
         self.control.setblocking(False)
         self.done = Done(done, os.urandom(16))
+        # the child's ends, in the order of `child.DESCRIPTORS`
         self.given = (*(write for _, write in pipes), self._theirs.fileno())
-        """The child's ends of the pipes and socket, in the order of `child.DESCRIPTORS`."""
 
     def close_given(self) -> None:
         """Close this process's copies of the child's ends: while they are open, the pipes never report end of file."""
@@ -288,7 +254,6 @@ class Ends:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close this process's ends of the pipes and socket."""
         self.control.close()
         for source in (*self.sources, self.done.source):
             os.close(source)
@@ -296,18 +261,13 @@ class Ends:
 
 @dataclass(slots=True, kw_only=True)
 class Child:
-    """A process that waits for a job or runs one."""
-
     ends: Ends
     place: Place
-    """Working folder of the child and whether it may write there."""
-    pid: int = 0
-    """Process id; 0 while the child is being forked, and after it is reaped."""
-    max_processes: int = 0
-    """Maximum number of processes and threads; set only for a session."""
+    pid: int = 0  # 0 while the child is being forked, and after it is reaped
+    max_processes: int = 0  # processes and threads; set only for a session
 
     def forget_what_it_said(self) -> None:
-        """Discard data that arrived between two jobs of a session, because only candidate code can have written it."""
+        """Discard data that arrived between two jobs of a session: only candidate code can have written it."""
         with contextlib.suppress(EOFError):
             while self.ends.done.hear() is not None:
                 pass

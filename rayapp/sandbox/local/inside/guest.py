@@ -1,10 +1,6 @@
-"""The program that a child of the zygote executes (execve) in the Python of a sandbox's image. It runs the job's code.
+"""Program that a child of the zygote executes (execve) in the Python of a sandbox's image, to run the job's code.
 
-    child (this Python) --execve--> python3 of the image: job in a memory file -> harness -> frames on a pipe
-
-The program uses only the standard library, of Python 3.9 or newer. `arguments` makes the command line, and the job that
-the program reads: the sources of the harness and of this file, and the code. File descriptors have the numbers in
-`child.DESCRIPTORS`.
+It uses only the standard library of Python 3.9 or newer. File descriptors have the numbers in `child.DESCRIPTORS`.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import threading
 from typing import Any
 
 RESULT_FD, DONE_FD, CONTROL_FD, JOB_FD = 3, 4, 5, 6
+# program on the command line, which reads the job and runs it
 _BEGIN = """import marshal, os, sys
 sys.path[:] = [folder for folder in sys.path if folder]
 job = marshal.loads(os.pread(6, os.fstat(6).st_size, 0))
@@ -27,7 +24,6 @@ exec(compile(job[2][2], "<guest>", "exec"), names)
 exec(compile(job[2][3], "<harness>", "exec"), harness)
 names["main"](job, harness)
 """
-"""Program on the command line, which reads the job and runs it."""
 
 
 def arguments(python: str, harness: str, kind: str, given: tuple[object, ...]) -> tuple[object, ...]:
@@ -37,7 +33,7 @@ def arguments(python: str, harness: str, kind: str, given: tuple[object, ...]) -
 
 
 def main(job: Any, harness: Any) -> None:
-    """Run the job, and in a session all later jobs. This function never returns."""
+    """Run the job, and in a session all later jobs. Never return."""
     kind, given = job[2][4:6]
     status = 1
     try:

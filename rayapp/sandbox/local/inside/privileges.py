@@ -1,8 +1,7 @@
 """Leaves root: a zygote that root starts first becomes an unprivileged user of its own.
 
-In a user namespace made by root, root still has the rights of the machine's root on every file that root owns, such as
-`/proc/sys`, and RLIMIT_NPROC does not apply. So candidate code never runs with an id that is 0 outside its user
-namespace.
+In a user namespace made by root, root keeps its rights on files that root owns, such as `/proc/sys`, and RLIMIT_NPROC
+does not apply. So candidate code never runs with an id that is 0 outside its user namespace.
 """
 
 # Paths in this module are strings for mount(), so it uses os and not pathlib.
@@ -17,44 +16,34 @@ from pathlib import Path
 
 from rayapp.sandbox.local.levels import kernel
 
+# above those used by distributions, containers and subuid ranges
 _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
-"""User ids to choose from, above those used by distributions, containers and subuid ranges."""
 _LOW_UIDS = range(20_000, 60_000)
+# of the files of images that root unpacks; the second where this user namespace lacks the first
 _IMAGES_UIDS = 1_999_999_999, 60_001
-"""User ids for the files of images that root unpacks. The second one is used where this user namespace does not have
-the first. Sandboxes without an image never get these ids."""
 
 
 def images_uid() -> int:
-    """Return the user id that owns the files of images. Sandboxes on images run under this id."""
+    """Return the user id that owns the files of images, under which sandboxes on images run."""
     if os.geteuid() != 0:
         return os.getuid()
     return _IMAGES_UIDS[0] if _maps(range(_IMAGES_UIDS[0], _IMAGES_UIDS[0] + 1)) else _IMAGES_UIDS[1]
 
 
 def choose_uid() -> int:
-    """Return a random unprivileged user id for one zygote.
-
-    No two zygotes on this node may have the same id, even if other processes started them, and there is no registry of
-    ids. The range is therefore wide, if this user namespace maps a wide one.
-    """
+    """Return a random unprivileged user id for one zygote: two on this node must not share one, and there is no
+    registry."""
     return random.SystemRandom().choice(_HIGH_UIDS if _maps(_HIGH_UIDS) else _LOW_UIDS)
 
 
 def _maps(uids: range) -> bool:
-    """Return True if this user namespace has all these user ids."""
     mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return any(int(first) <= uids.start and uids.stop <= int(first) + int(size) for first, _, size in mapped)
 
 
 def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
-    """If this process runs as root, change to an unprivileged user that can still read `paths`.
-    Args:
-        uid: id of the unprivileged user; None chooses one.
-    Raises:
-        OSError: a path is in a directory that only root may enter, and this node forbids the mounts that would make it
-            readable.
-    """
+    """If this process runs as root, become the user `uid` (None: chosen), that can still read `paths`. An OSError says
+    that the node forbids the mounts for it."""
     with contextlib.suppress(OSError):
         # When memory runs out, the kernel should kill a sandbox, not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -70,15 +59,12 @@ def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
 
 
 def _blocking_parent(path: str) -> str | None:
-    """Return the topmost directory above `path` that other users may not enter; None if there is none."""
     parents = [str(parent) for parent in reversed(Path(path).parents)]
     return next((parent for parent in parents if not os.stat(parent).st_mode & 0o001), None)
 
 
 def _expose(paths: Sequence[str]) -> None:
-    """Make these paths readable. In a private mount namespace, an empty folder is mounted over the directory that only
-    root may enter, and the paths are mounted inside that folder.
-    """
+    """Mount an empty folder over the directory that only root may enter, and mount the paths inside it."""
     if not paths:
         return
     try:
@@ -97,7 +83,6 @@ def _expose(paths: Sequence[str]) -> None:
 
 
 def make_mount_point(path: str, *, is_dir: bool) -> None:
-    """Make an empty file or directory at this path, as a mount point."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if is_dir:
         Path(path).mkdir(exist_ok=True)

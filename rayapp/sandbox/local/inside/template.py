@@ -1,11 +1,7 @@
-"""The process from which executions are forked. It does nothing else, so that its memory changes little between forks.
+"""The process from which executions are forked.
 
-    zygote --request, descriptors--> template --fork--> child
-           <-process id or status---          --kill, wait-->
-
-After each fork the kernel copies every page that either process writes to; this copying is the main cost of an
-execution. So communicating and watching are left to another process, the zygote. The template never sees a job, a token
-or an output. The class `Template` is the zygote's handle of the process.
+After each fork the kernel copies every page that either process writes to, which is the main cost of an execution. So
+the template only forks, kills and reaps; the zygote watches and communicates, by the handle `Template`.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from rayapp.sandbox.local.levels import kernel
 from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
 from rayapp.sandbox.verdict.harness import describe
 
-_MAX_REQUEST_BYTES = 64
-"""Size of the buffer for each read. A small buffer changes few pages of the heap."""
+_MAX_REQUEST_BYTES = 64  # a small buffer changes few pages of the heap
 _MAX_REPLY_BYTES = 4096
 _NUMBERS = struct.pack(f"={len(DESCRIPTORS)}i", *DESCRIPTORS)
 _SPACE = socket.CMSG_SPACE(len(_NUMBERS))
@@ -41,29 +36,21 @@ _END = struct.Struct("=ii")
 _PLACE = struct.Struct("=??i")
 _NUMBER = struct.Struct("=i")
 _ENDED = struct.Struct("=i?")
-_PROBLEM_BYTES = 8
-"""Minimum length of a reported problem. Every other reply is shorter, so the length tells them apart."""
+_PROBLEM_BYTES = 8  # Every other reply is shorter, so the length tells them apart.
 
 
 class Template:
-    """The zygote's handle of the template process, which answers requests in order. Its methods raise OSError if the
-    template has failed.
-    """
+    """The zygote's handle of the template process. Its methods raise OSError if the template has failed."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._asked: deque[Child] = deque()
-        self.seen_as = str(self._number())
-        """Process id of the template in the /proc that `Usage` reads, as text."""
+        self.seen_as = str(self._number())  # its process id in the /proc that `Usage` reads
 
     @classmethod
     def start(cls, level: Level, outside: socket.socket) -> Template:
-        """Fork the template process. The template ends when this process ends.
-
-        Args:
-            outside: the provider's channel, which the template closes. Only the zygote may hold it open, so that the
-                provider gets an end of file when the zygote dies.
-        """
+        """Fork the template process, which ends when this process ends. It closes `outside`, the provider's channel, so
+        that the provider gets an end of file when the zygote dies."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             ours.close()
@@ -79,19 +66,15 @@ class Template:
         self._asked.append(child)
 
     def settle(self) -> None:
-        """Wait until every requested child has its process id."""
         while self._asked:
             self._asked[0].pid = self._number()
             self._asked.popleft()
 
     def end(self, pid: int = 0, *, session: int = 0) -> tuple[int, bool]:
-        """Kill and reap the child `pid`, and remove what its execution left (`Level.sweep`).
+        """Kill and reap the child `pid`, and remove what its execution left (`Level.sweep`), except the process
+        `session`.
 
-        Args:
-            session: process id of a child that serves a session and must not be ended; 0 if there is none.
-        Returns:
-            The child's exit status as `os.waitstatus_to_exitcode` gives it (0 without a pid), and True if children that
-                were forked earlier can still be used because their working folder is unchanged.
+        Returns the exit status (0 without a pid), and True if children forked earlier can still be used.
         """
         self.settle()
         self._ask(_END.pack(pid, session))
@@ -105,7 +88,7 @@ class Template:
         self._number()
 
     def is_unchanged(self) -> bool:
-        """Return True if the sandbox's folder is as new."""
+        """True if the sandbox's folder is as new."""
         self.settle()
         self._ask(_IS_UNCHANGED)
         return bool(self._number())
@@ -144,9 +127,7 @@ def _live(level: Level, channel: socket.socket) -> NoReturn:
 
 
 def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None:
-    """Answer requests until the zygote closes its end. The code makes few and short calls, because they change few
-    pages.
-    """
+    # Few and short calls, because they change few pages.
     receive, send, run = channel.recvmsg, channel.send, child.run
     place_of = functools.cache(_place_of)
     while True:

@@ -1,13 +1,8 @@
 """The warm interpreter. It has a confined child forked for each execution, watches the child, and answers with its
 output.
 
-    provider --packet, memfd(job)--> zygote --job--> child: candidate code
-             <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
-                                                  `-> template: forks the child for the next job
-
-`slot.py` starts it as `python -s -P -S` with a minimal environment. The next job most likely resembles the last one, so
-a child for it is forked and confined in advance. If children can't reach each other, two are kept waiting, because
-making a child takes longer than a short job. A job starts only when all processes of the job before it are dead.
+The next job most likely resembles the last one, so a child for it is forked and confined in advance; two, if children
+can't reach each other. A job starts only when all processes of the job before it are dead.
 """
 
 from __future__ import annotations
@@ -27,19 +22,15 @@ from rayapp.sandbox.local.inside.template import Template
 from rayapp.sandbox.local.levels.level import Level, Place
 from rayapp.sandbox.local.levels.limits import Limits, Use
 
-MAX_RESULT_BYTES = 8 << 20
-"""Maximum number of bytes of all frames of one execution."""
-_SESSION_CPU_S = 600
-"""Maximum processor time of all runs of a session together, in seconds. Each run also has its own deadline."""
-_OWN_PROCESSES = 2
-"""Number of processes that are not candidate code: the zygote and its template."""
+MAX_RESULT_BYTES = 8 << 20  # all frames of one execution
+_SESSION_CPU_S = 600  # all runs of a session together; each run also has its own deadline
+_OWN_PROCESSES = 2  # the zygote and its template
+# Later children are forked for the folder of the last job; one that doesn't fit the next job is not used.
 _FIRST_PLACE = Place(home=False, writable=False, disk_mib=16)
-"""Working folder for which the first child is forked in advance. Later children are forked for the folder of the last
-job, as one sandbox after another usually does the same work. If a job needs another folder, that child is not used."""
 
 
 class Zygote:
-    """The zygote's loop: serves one provider over one channel until the channel closes."""
+    """Loop that serves one provider over one channel until the channel closes."""
 
     def __init__(self, channel: socket.socket, level: Level, *, is_for_images: bool = False) -> None:
         self._channel = channel
@@ -127,9 +118,7 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """End the processes that the execution left: after the answer, so that the caller need not wait, and before the
-        next job.
-        """
+        # After the answer, so that the caller need not wait, and before the next job.
         ran.pid = execution.pid
         if ran is not self._session:
             _, is_as_new = self._end(ran.pid)
@@ -162,7 +151,6 @@ class Zygote:
             self._spares.append(self._fork(place))
 
     def _fork(self, place: Place) -> Child:
-        """Request the fork of a child; its process id is known after `Template.settle`."""
         ends, self._next_ends = self._next_ends or Ends(), None
         child = Child(ends=ends, place=place)
         self._template.fork(child)
@@ -188,24 +176,19 @@ class Zygote:
         )
 
     def _num_running(self) -> int:
-        """Return the number of processes that count against this user's limit of processes but don't belong to the
-        execution.
-        """
+        """Return how many processes count against this user's limit but don't belong to the execution."""
         return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
     def _others(self, running: Child) -> set[int]:
-        """Return the process ids of all children except `running`."""
         self._template.settle()
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
 
     def _own_processes(self) -> list[int]:
-        """Return the process ids, in the /proc that `Usage` reads, of this process, the template and the spares."""
         self._template.settle()
         spares = self._usage.ids_of_children({spare.pid for spare in self._spares})
         return [int(self._usage.id_of_this_process()), int(self._template.seen_as), *spares]
 
     def _end(self, pid: int) -> tuple[int, bool]:
-        """End a child with `Template.end`, but keep another child that serves a session."""
         return self._template.end(pid, session=self._session.pid if self._session else 0)
 
     def _end_spares(self) -> None:
@@ -222,9 +205,7 @@ class Zygote:
             self._template.end(session.pid)
 
     def _reset(self) -> None:
-        """Remove the traces of a released sandbox, and fork children for the next one. If the sandbox's folder is as
-        new, the next sandbox gets this folder and the children that wait.
-        """
+        # A folder that is as new goes to the next sandbox, with the children that wait.
         if self._home_is_used:
             self._end_session()
             self._home_is_used = False

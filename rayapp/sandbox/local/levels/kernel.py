@@ -1,7 +1,6 @@
 """Linux system calls that Python's os module lacks, through ctypes. Isolation levels use them, only inside the zygote.
 
 Each function raises an OSError with the call's name, so that a report can name the step that this node refuses.
-Constants that differ between x86-64 and arm64 are in `seccomp.py`.
 """
 
 from __future__ import annotations
@@ -53,25 +52,17 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 
 
 def fork() -> int:
-    """Fork without Python's fork handlers, which take as long as the fork itself.
-
-    The handlers renew the locks of threads, but this process has only one thread. They also seed `random`; the child
-    does that itself.
-    """
+    """Fork without Python's fork handlers, which take as long as the fork: they renew the locks of threads and seed
+    `random`."""
     pid: int = _plain_fork()
     return pid if pid >= 0 else _check(pid, "fork")
 
 
-Step = tuple[Callable[..., int], tuple[object, ...], str]
-"""A prepared system call: function, arguments, and the name for messages."""
+Step = tuple[Callable[..., int], tuple[object, ...], str]  # function, arguments, and the name for messages
 
 
 def take(steps: Iterable[Step]) -> None:
-    """Make these calls in order. The code uses few functions and objects, because in a child each use may copy a page.
-
-    Raises:
-        OSError: a call was refused; the calls after it were not made.
-    """
+    """Make these calls in order. Few functions and objects are used, because in a child each use may copy a page."""
     for call, arguments, name in steps:
         if call(*arguments) < 0:
             _check(-1, name)
@@ -87,22 +78,20 @@ def prctl_step(option: int, *arguments: object) -> Step:
 
 
 def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
-    """Prepare a call that writes the metadata of a file or folder into `target`, a buffer of STATX_BYTES."""
+    """Prepare a call that writes the metadata of a path into `target`, a buffer of STATX_BYTES."""
     mask = ctypes.c_uint(_STATX_BASIC_STATS)
     return _libc.statx, (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
 
 
 class InodeCounter:
-    """Counter with which a tmpfs numbers its files. It also counts files that are gone, so that code could leave a
-    number for the next sandbox.
-    """
+    """Counter with which a tmpfs numbers its files, also gone ones: code could leave a number for the next sandbox."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._next = -1
 
     def has_moved(self) -> bool:
-        """Return True if files were made since the last call, or if none can be made."""
+        """True if files were made since the last call, or if none can be made."""
         try:
             descriptor = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             found = os.fstat(descriptor).st_ino
@@ -139,7 +128,6 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def syncfs(descriptor: int) -> None:
-    """Write all data of the file system that holds this open file to disk."""
     _check(_libc.syncfs(descriptor), "syncfs")
 
 
@@ -150,12 +138,7 @@ def prctl(option: int, *args: int | object) -> None:
 
 
 def reserve_descriptors(channel: int) -> int:
-    """Occupy the descriptor numbers that each child needs, so that the zygote never opens a file with one of these
-    numbers.
-
-    Returns:
-        The channel's new number.
-    """
+    """Occupy the descriptor numbers that each child needs. Return the channel's new number."""
     moved = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
     os.close(channel)
     while (descriptor := os.open(os.devnull, os.O_RDONLY)) < _FIRST_FREE:
@@ -169,7 +152,6 @@ def sethostname(name: str) -> None:
 
 
 def effective_capabilities() -> int:
-    """Return this process's effective capabilities as a bit set."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _check(_libc.capget(header, data), "capget")
@@ -177,10 +159,8 @@ def effective_capabilities() -> int:
 
 
 def limit_bounding_set() -> None:
-    """Drop all capabilities from the bounding set, so that no program executed later can gain one.
-
-    A process without CAP_SETPCAP can't do this; it has no capability to pass on either.
-    """
+    """Drop all capabilities from the bounding set, so that no program executed later can gain one. A process without
+    CAP_SETPCAP can't, and has none to pass on either."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)
@@ -195,6 +175,5 @@ _header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
 _nothing = (ctypes.c_uint32 * 6)()
 
 
+# The ambient set is already empty (`limit_bounding_set`).
 CLEAR_CAPABILITIES: Step = (_libc.capset, (_header, _nothing), "capset")
-"""Step that gives up every capability of this process. It need not clear the ambient set, which `limit_bounding_set`
-has emptied."""

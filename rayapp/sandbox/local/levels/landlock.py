@@ -1,14 +1,8 @@
 """Landlock: a process limits the files that it may open, and can never widen the limit again. Used only in the zygote.
 
-The kernel's Landlock version (ABI) decides what a ruleset can forbid: access to files from version 1 on, moving files
-between directories from 2, truncating from 3, TCP from 4, ioctl on devices from 5, signals and abstract sockets that
-leave the sandbox from 6. A ruleset forbids everything that the kernel's version can forbid; seccomp forbids what an
-older version can't.
-
-The module also has the level `ll`: Landlock and seccomp alone, for pods whose seccomp profile forbids user namespaces.
-Without a pid namespace, code may start threads but no processes, and may signal only itself. Without mounts, it can
-write no files: `write_file` puts files into a folder that code may only read. As at all levels, the network, other
-processes' limits, shared memory and keys are forbidden.
+A ruleset forbids all that the kernel's version (ABI) can forbid; seccomp forbids the rest. The level `ll` is Landlock
+and seccomp alone, for pods that forbid user namespaces: code may start threads but no processes, signals only itself
+and writes no files (`write_file` puts files into a folder that code may only read).
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ DEVICE = _READ | _WRITE
 
 @cache
 def abi() -> int:
-    """Return the version (ABI) of this kernel's Landlock; 0 if Landlock is missing, switched off, or forbidden."""
+    """Return the version (ABI) of this kernel's Landlock; 0 if it is missing, switched off, or forbidden."""
     number = seccomp.number("landlock_create_ruleset")
     try:
         return kernel.syscall(number, None, ctypes.c_size_t(0), ctypes.c_uint32(1), name="landlock_create_ruleset")
@@ -52,21 +46,16 @@ def abi() -> int:
 
 @cache
 def file_rights() -> int:
-    """Return the bit set of all rights on files that this kernel's Landlock can forbid."""
     return _FILE_RIGHTS[min(abi(), max(_FILE_RIGHTS))]
 
 
 def read_write() -> int:
-    """Return the bit set of all rights on files except the right to make device files."""
+    """Return all rights on files except the right to make device files."""
     return file_rights() & ~_MAKE_DEVICES
 
 
 def create_ruleset() -> int:
-    """Make a ruleset that forbids everything, and return its descriptor. `allow` adds exceptions to it.
-
-    Raises:
-        OSError: this kernel has no Landlock.
-    """
+    """Return the descriptor of a ruleset that forbids everything until `allow`. OSError: the kernel has no Landlock."""
     version = abi()
     if version < 1:
         raise OSError(
@@ -99,11 +88,7 @@ def allow_descriptor(ruleset: int, descriptor: int, rights: int) -> None:
 
 
 def allow_port(ruleset: int, port: int) -> None:
-    """Allow TCP connections to this port of any address.
-
-    Raises:
-        OSError: this kernel's Landlock has no rules for TCP.
-    """
+    """Allow TCP connections to this port of any address."""
     if abi() < _TCP_SINCE:
         raise OSError("landlock_add_rule: this kernel's Landlock has no rules for TCP: they need Linux 6.7")
     _add_rule(ruleset, _RULE_NET_PORT, struct.pack("<QQ", _CONNECT_TCP, port))
@@ -122,9 +107,7 @@ def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
 
 
 def restriction(ruleset: int) -> kernel.Step:
-    """Prepare the call that applies a ruleset to the calling process and its forks. The process must have no_new_privs
-    set.
-    """
+    """Prepare the call that restricts this process and its forks. The process must have no_new_privs set."""
     number = seccomp.number("landlock_restrict_self")
     return kernel.syscall_step(number, ctypes.c_int(ruleset), ctypes.c_uint32(0), name="landlock_restrict_self")
 
@@ -140,10 +123,9 @@ class Landlocked:
         self.usage = Usage(-1)
         self._view = view
         self._home = ""
-        self._rulesets: dict[tuple[bool, bool], int] = {}
-        """Fields (home, writable) of a `Place` -> descriptor of the ruleset for such places."""
+        self._rulesets: dict[tuple[bool, bool], int] = {}  # fields (home, writable) of a `Place` -> descriptor
+        # the same key -> calls with which a child confines itself
         self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
-        """Fields (home, writable) of a `Place` -> calls with which a child in such a place confines itself."""
 
     def enter(self) -> None:
         if abi() < 1:

@@ -1,10 +1,7 @@
-"""The interface of isolation levels, and the level without isolation. A zygote calls a level's methods so:
+"""The interface of isolation levels, and the level without isolation. It runs only in a zygote and its template:
 
-    zygote boot: enter() -> in the template, for each execution: prepare(), fork()
-                              -> in the child: confine -> candidate code
-                              -> in the template, when it ended: sweep()
-
-`namespaces.py` and `landlock.py` have the levels that isolate. This module runs only in a zygote and its template.
+zygote boot: enter() -> in the template, for each execution: prepare(), fork()
+-> in the child: confine -> candidate code -> in the template, when it ended: sweep()
 """
 
 # Each child runs this code, where pathlib would be slower, so it uses os and not pathlib.
@@ -25,39 +22,24 @@ from rayapp.sandbox.local.levels.limits import Bounds, Limits, Usage, resource_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place in which an execution runs: its working folder, the right to write there, and the root of its file
-    system.
-    """
+    """Working folder of an execution, the right to write there, and the root of its file system."""
 
-    home: bool
-    """True for the sandbox's own folder (its home), which lasts until `Level.reset`. False for a fresh folder, at
-    levels that have one."""
-    writable: bool
-    """True if rayapp's own code runs, not the candidate's. It may write to the home at every level."""
+    home: bool  # the sandbox's own folder, which lasts until `Level.reset`; False for a fresh one
+    writable: bool  # rayapp's own code, which may write to the home at every level
     disk_mib: int
-    image: str = ""
-    """Name of the image tree that is the root of the file system; empty for a view of this machine's system."""
+    image: str = ""  # image tree that is the root; empty for a view of this machine's system
 
 
 class Level(Protocol):
-    """Interface of isolation levels: one way to isolate candidate code."""
+    """One way to isolate candidate code."""
 
     name: str
-    num_spares: int
-    """Number of children that are forked in advance: two if an execution can't reach a waiting child, else one."""
-    listener: socket.socket | None
-    """Socket that accepts the connections of executions. `enter` sets it if the level has a loopback; else it is
-    None."""
-    usage: Usage
-    """Measures the resources that executions use. `enter` makes it; the zygote then sets the process whose children it
-    measures."""
+    num_spares: int  # children forked in advance: two if an execution can't reach a waiting child
+    listener: socket.socket | None  # accepts connections of executions; `enter` sets it if the level has a loopback
+    usage: Usage  # `enter` makes it; the zygote then sets the process whose children it measures
 
     def enter(self) -> None:
-        """Enter the level. The zygote calls this once, at its start.
-
-        Raises:
-            OSError: this node refuses a step, which the error's strerror names.
-        """
+        """Enter the level, once. An OSError's strerror names the step that this node refuses."""
 
     def fork(self) -> int:
         """Fork like os.fork. The child becomes the root of the execution's process tree."""
@@ -69,34 +51,21 @@ class Level(Protocol):
         """Give up every right that candidate code must not have. Called in the child, before it gets its job."""
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
-        """Return the child's resource limits. Called in the zygote.
-
-        Args:
-            running: number of processes that count against the user's limit of processes but are not the candidate's.
-        """
+        """Return the child's limits; `running` processes count against the user's limit but are not the candidate's."""
 
     def reset(self) -> None:
         """Remove the folder of the sandbox that was released."""
 
     def is_unchanged(self) -> bool:
-        """Return True if executions have left no trace in the sandbox's folder, so that the next sandbox can have it.
-        Called when no execution runs.
-        """
+        """True if executions have left no trace in the sandbox's folder. Called when no execution runs."""
 
     def sweep(self, session: int) -> bool:
-        """End every process that an execution left.
-
-        Args:
-            session: process id of a child that serves a session and must not be ended; 0 if there is none.
-        Returns:
-            True if children that were forked earlier can still be used, because their working folder is unchanged.
-        """
+        """End every process that an execution left, except `session` (0: none). True if children forked earlier can
+        still be used, because their working folder is unchanged."""
 
 
 class Unisolated:
-    """Level without isolation: it has only resource limits. It is used only if the config has `allow_unisolated:
-    true`.
-    """
+    """Resource limits alone: used only if the config has `allow_unisolated: true`."""
 
     name = "unisolated"
     num_spares = 1
@@ -142,10 +111,8 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(kept: int) -> None:
-    """Kill and reap children until `kept` is the only one left.
-
-    The children of a killed process become children of this process (`adopt_orphans`), and are killed next.
-    """
+    """Kill and reap children until `kept` is the only one left. Children of a killed process come here
+    (`adopt_orphans`)."""
     while children := set(_children()) - {kept}:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -154,9 +121,7 @@ def kill_descendants(kept: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of all children. Only calls that write to few pages are used: each page that this process
-    writes to is copied again after every fork.
-    """
+    # Few pages are written to: each is copied again after every fork.
     descriptor = os.open("/proc/thread-self/children", os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = b""
@@ -168,21 +133,16 @@ def _children() -> list[int]:
 
 
 def make_folder(prefix: str) -> str:
-    """Make a folder that only this user may enter. The module `tempfile` is not used, because it would load libraries
-    into each fork.
-    """
+    """Make a folder that only this user may enter. `tempfile` would load libraries into each fork."""
     path = f"/tmp/{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
     return path
 
 
 def remove_folder(path: str) -> OSError | None:
-    """Remove a folder and everything that candidate code put there.
+    """Remove a folder with everything in it. Return the last error if a part is left.
 
     Nested folders are first moved to the top, so that no path is too long and no recursion too deep.
-
-    Returns:
-        None if the folder is gone; if a part is left, the last error.
     """
     aside, number, problem = f"{path}.gone", 0, None
     with contextlib.suppress(OSError):

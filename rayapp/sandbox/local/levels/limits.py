@@ -1,8 +1,7 @@
-"""Limits of one execution: rlimits for each process, and measurements of the whole process tree.
+"""Limits of one execution: rlimits for each process, and measurements of the whole process tree in /proc.
 
-The zygote reads the tree's memory, processes and processor time from /proc. An rlimit would not be enough, because it
-applies to each process separately: sixteen processes could use sixteen times the memory and processor time. A cgroup
-would count the processes together, but a pod can't write to its cgroup.
+An rlimit applies to each process separately: sixteen processes could use sixteen times the memory. A cgroup would count
+them together, but a pod can't write to its cgroup.
 """
 
 from __future__ import annotations
@@ -15,46 +14,34 @@ from functools import cache
 from pathlib import Path
 
 MIB = 1 << 20
+# The zygote's own limit is higher: with an equal one it could send no descriptor while code has as many in flight
+# (unix(7), ETOOMANYREFS).
 MAX_OPEN_FILES = 128
-"""Maximum number of open files of each process of an execution. The zygote's own limit is
-higher: with an equal limit it could send no descriptor while candidate code has as many in flight (unix(7),
-ETOOMANYREFS)."""
+# of the whole tree; each holds up to 208 KiB of kernel memory (wmem_default), which no other limit counts
 MAX_SOCKETS = 256
-"""Maximum number of sockets of an execution's whole process tree. A socket holds up to 208 KiB of kernel memory
-(Linux's default of `wmem_default`), which no other limit counts."""
+# 1 switches core dumps off (fs/coredump.c); with 0 the kernel would still start core_pattern's program, as root
 _NO_CORE = 1
-"""Maximum size of core dumps, in bytes. 1 switches them off (fs/coredump.c). With 0 the kernel would still start the
-program in core_pattern, as root and outside the sandbox."""
 _MAX_SIGNALS = 128
 
 
 _MAX_WAIT_FACTOR, _MAX_WAIT_S = 9.0, 30.0
 
-Bounds = tuple[tuple[int, int], ...]
-"""Pairs of an RLIMIT_… constant and its value."""
+Bounds = tuple[tuple[int, int], ...]  # pairs of an RLIMIT_… constant and its value
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return the wall-clock seconds after which code with this time limit is stopped in any case, even if it waited for
-    a processor.
-    """
+    """Return the wall-clock seconds after which code is stopped in any case, even if it waited for a processor."""
     return timeout_s + min(_MAX_WAIT_FACTOR * timeout_s, _MAX_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one execution."""
-
     cpu_s: int
-    memory_mib: int
-    """Maximum address space, in addition to that of the warm interpreter."""
-    disk_mib: int
-    """Maximum size of the private tmpfs, and of one file."""
-    max_processes: int
-    """Maximum number of processes and threads together."""
+    memory_mib: int  # address space, in addition to that of the warm interpreter
+    disk_mib: int  # of the private tmpfs, and of one file
+    max_processes: int  # and threads
+    # `memory_mib` then limits private data: many programs (Go, Java, Node) reserve far more addresses than they use.
     is_of_image: bool = False
-    """True for programs of an image. `memory_mib` then limits private data and not the address space, because many
-    programs (Go, Java, Node) reserve far more addresses than they use."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -67,7 +54,7 @@ class Limits:
 
 
 def set_standing_limits() -> None:
-    """Set the limits that are the same for every execution. They are set in the zygote, and its forks inherit them."""
+    """Set the limits that are the same for every execution, in the zygote; its forks inherit them."""
     standing = (
         (resource.RLIMIT_CORE, _NO_CORE),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -78,11 +65,8 @@ def set_standing_limits() -> None:
 
 
 def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
-    """Return the rlimits of an execution. None is higher than this process's own limit.
-    Args:
-        num_running: number of this user's running processes, which count against the limit of processes; None leaves
-            this limit out.
-    """
+    """Return the rlimits of an execution, none above this process's own. `num_running` processes of this user count
+    against the limit of processes; None leaves that limit out."""
     bounds = [
         (resource.RLIMIT_CPU, limits.cpu_s),
         (
@@ -111,18 +95,15 @@ def _at_most_ours(what: int, value: int) -> int:
 
 @cache
 def mapped_bytes() -> int:
-    """Return the bytes of this process's address space. Called at boot, because every execution starts with an address
-    space of this size.
-    """
+    """Return the bytes of this process's address space; every execution starts with one of this size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
 
 
 _PAGE = resource.getpagesize()
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+# Indices into /proc/PID/stat where 0 is the state (proc(5)): ticks; these and those of reaped children; threads; pages.
 _CPU_FIELDS, _ALL_CPU_FIELDS, _THREADS_FIELD, _RESIDENT_FIELD = slice(11, 13), slice(11, 15), 17, 21
-"""Indices into the fields of /proc/PID/stat, where 0 is the state (see proc(5)): ticks of processor time; these and the
-ticks of reaped children; number of threads; resident pages."""
 
 
 @dataclass(slots=True)
@@ -131,28 +112,17 @@ class Use:
 
     memory_bytes: int = 0
     num_threads: int = 0
-    """Number of threads of all processes together."""
-    cpu_s: float = 0.0
-    """Processor time of all processes together, in seconds, including processes that have ended."""
-    num_sockets: int = 0
-    """Number of sockets in the execution's network namespace, without TCP sockets."""
+    cpu_s: float = 0.0  # all processes together, ended ones included
+    num_sockets: int = 0  # in the execution's network namespace, without TCP sockets
+    # Seconds that runnable threads waited for a processor; between two checks only the longest wait counts.
     waited_s: float = 0.0
-    """Seconds for which runnable threads have waited for a processor. Between two checks only the thread with the
-    longest wait counts, because threads wait at the same time."""
-    _cpu: dict[str, int] = field(default_factory=dict)
-    """Ticks of processor time by process id."""
+    _cpu: dict[str, int] = field(default_factory=dict)  # ticks by process id
     _ticks_before: int = 0
-    _waited: dict[str, int] = field(default_factory=dict)
-    """Nanoseconds for which each thread had waited at the last check."""
+    _waited: dict[str, int] = field(default_factory=dict)  # nanoseconds by thread, at the last check
 
     def take(self, stats: dict[str, list[str]], waited: dict[str, int], warm_pages: int) -> None:
-        """Add a sample of all living processes.
-
-        Args:
-            stats: fields of /proc/PID/stat, by process id.
-            waited: nanoseconds for which each thread has waited for a processor.
-            warm_pages: resident pages of the warm interpreter.
-        """
+        """Add a sample: fields of /proc/PID/stat by process id, nanoseconds each thread waited, pages of the warm
+        interpreter."""
         # Subtract the pages of the warm interpreter, because all of its forks share them.
         pages = sum(max(0, int(stat[_RESIDENT_FIELD]) - warm_pages) for stat in stats.values())
         self.memory_bytes = pages * _PAGE
@@ -176,17 +146,13 @@ class Use:
 
 @dataclass(slots=True)
 class Usage:
-    """Samples the descendants of a process through a /proc that was opened before the zygote hid it."""
+    """Samples of the descendants of a process, through a /proc that was opened before the zygote hid it."""
 
-    proc: int
-    """Descriptor of a /proc; -1 if there is none, so that nothing can be measured."""
-    own_pid: str = ""
-    """Id of the process whose children are measured, as `proc` shows it: `proc` may be of an outer pid namespace."""
-    _depth: int = 0
-    """Number of pid namespaces between `proc` and the process whose children are measured."""
+    proc: int  # -1 if there is none, so that nothing can be measured
+    own_pid: str = ""  # as `proc` shows it, which may be of an outer pid namespace
+    _depth: int = 0  # pid namespaces between `proc` and the process whose children are measured
     _warm_pages: int = 0
-    counts_sockets: bool = False
-    """True if the network namespace holds only sockets of executions, so that they can be counted."""
+    counts_sockets: bool = False  # the network namespace holds only sockets of executions
 
     @classmethod
     def of_this_process(cls) -> Usage:
@@ -199,22 +165,17 @@ class Usage:
         return usage
 
     def look_at_children_of(self, pid: str) -> None:
-        """Set the process whose children are measured: the process from which executions are forked."""
         self.own_pid = pid
         if self.proc >= 0:
             self._warm_pages = int(self._stat(pid)[_RESIDENT_FIELD])
             self._depth = len(self._ids(pid)) - 1
 
     def id_of_this_process(self) -> str:
-        """Return this process's id as `proc` shows it; empty if there is no /proc."""
         return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
 
     def look(self, use: Use, apart: Collection[int]) -> None:
-        """Sample all running processes of the execution.
-
-        Args:
-            apart: ids of children that do not belong to the execution, in the pid namespace of their parent.
-        """
+        """Sample all processes of the execution; `apart`: children that don't belong to it, by id in their parent's
+        namespace."""
         if self.proc >= 0:
             use.take(*self._seen(apart), self._warm_pages)
             if self.counts_sockets:
@@ -241,29 +202,24 @@ class Usage:
         return self._read(f"{pid}/task/{pid}/children").split()
 
     def ids_of_children(self, known_as: Collection[int]) -> list[int]:
-        """Return the ids, as `proc` shows them, of children that have the ids `known_as` in the pid namespace of their
-        parent.
-        """
+        """Return the ids in `proc` of children that have the ids `known_as` in their parent's pid namespace."""
         return [int(pid) for pid in self._children(self.own_pid) if self._known_as(pid) in known_as]
 
     def _known_as(self, pid: str) -> int:
-        """Return a process's id in the pid namespace of its parent; 0 if the process has just ended."""
+        # 0 if the process has just ended
         ids = self._ids(pid)
         return int(ids[self._depth]) if ids else 0
 
     def _ids(self, pid: str) -> list[str]:
-        """Return a process's ids: first in the pid namespace of `proc`, then in each nested one, last in its own."""
+        # first in the pid namespace of `proc`, then in each nested one, last in its own
         _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
         return after.partition("\n")[0].split()
 
     def _stat(self, pid: str) -> list[str]:
-        """Return the fields of /proc/PID/stat from the state on; empty if the process has just ended. The field before
-        the state is skipped, because it is a name that the process itself chooses.
-        """
+        # From the state on; empty if the process has just ended. The process itself chooses the name before the state.
         return self._read(f"{pid}/stat").rpartition(")")[2].split()
 
     def _threads(self, pid: str, num_threads: int) -> list[str]:
-        """Return the path of each thread's folder in `proc`."""
         if num_threads < 2:
             return [f"{pid}/task/{pid}"]
         try:
@@ -278,9 +234,7 @@ class Usage:
             os.close(folder)
 
     def _waited_ns(self, thread: str) -> int:
-        """Return the nanoseconds for which a thread has waited for a processor; 0 if the kernel does not count them
-        (CONFIG_SCHED_INFO).
-        """
+        # 0 if the kernel does not count them (CONFIG_SCHED_INFO)
         fields = self._read(f"{thread}/schedstat").split()
         return int(fields[1]) if len(fields) > 1 else 0
 
@@ -298,8 +252,6 @@ class Usage:
 
 
 def num_sockets(sockstat: str) -> int:
-    """Return the number of sockets, without TCP sockets, that /proc/net/sockstat gives; 0 if that file could not be
-    read.
-    """
+    """Return the number of sockets, without TCP sockets; 0 if the file could not be read."""
     words = sockstat.split()
     return int(words[2]) - int(words[words.index("TCP:") + 2]) if "TCP:" in words else 0

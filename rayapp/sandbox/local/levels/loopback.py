@@ -1,9 +1,7 @@
-"""The loopback interface of a sandbox's own network namespace: one address and port, on which the provider's process
-listens.
+"""The loopback of a sandbox's own network namespace: one address and port, on which the provider's process listens.
 
 A socket belongs to the namespace in which it was made, whichever process holds it. So the zygote makes a listening
-socket inside its namespace and passes it to the provider, which accepts the connections of the sandbox's programs. No
-other socket listens in the namespace, and programs outside can't connect into it.
+socket inside its namespace and passes it to the provider. Programs outside can't connect into the namespace.
 """
 
 from __future__ import annotations
@@ -18,29 +16,19 @@ PORT = 8000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _INTERFACE = struct.Struct("16sH22x")
 _BACKLOG = 16
+# A fixed size: the kernel would enlarge the buffer, whose memory no limit of the sandbox counts.
 _RECEIVE_BYTES = 1 << 17
-"""Fixed size of a connection's receive buffer. Without it the kernel would enlarge the buffer, whose memory no limit of
-the sandbox counts."""
+# minimum, initial and maximum bytes; Linux's default maximum is 4 MiB
 _SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem"), "4096 16384 262144"
-"""Kernel setting for the send buffers of connections in this network namespace, and its value: minimum, initial and
-maximum bytes. Linux's default maximum is 4 MiB."""
 
 
 def bring_up(sock: socket.socket) -> None:
-    """Bring up the loopback of this socket's network namespace. Raises OSError: this process has no rights over the
-    namespace.
-    """
     _, flags = _INTERFACE.unpack(fcntl.ioctl(sock, _SIOCGIFFLAGS, _INTERFACE.pack(b"lo", 0)))
     fcntl.ioctl(sock, _SIOCSIFFLAGS, _INTERFACE.pack(b"lo", flags | _IFF_UP))
 
 
 def listen() -> socket.socket:
-    """Bring up the loopback and return a socket that listens on it. The caller must be in a new network namespace and
-    have rights over it.
-
-    Raises:
-        OSError: this node refuses a step.
-    """
+    """Return a socket that listens on the loopback of a new network namespace, which the caller must own."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         bring_up(listening)

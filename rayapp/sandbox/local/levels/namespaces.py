@@ -51,12 +51,10 @@ _ALL = (
 )  # fmt: skip
 NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
-_BELOW_TMP = "/.below-tmp"
-"""Folder that holds mounts of needed paths below the machine's /tmp, by number. Each new /tmp gets these mounts
-again."""
+_BELOW_TMP = "/.below-tmp"  # mounts of needed paths below the machine's /tmp, by number, for each new /tmp
 _HIDDEN = "/.hidden"
+# for the sandbox's own files (`Place.home`), and for function calls
 _IMAGE_MOUNTS = {True: "/.image-home", False: "/.image-calls"}
-"""Mount points of images: for the sandbox's own files (`Place.home`), and for function calls."""
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
@@ -80,23 +78,18 @@ class Namespaces:
         self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
         self._images = images
+        # with key True the one that holds the sandbox's files, with False the one for function calls
         self._mounts: dict[bool, ImageMount] = {}
-        """Mounted images: with key True the one that holds the sandbox's files, with key False the one for function
-        calls."""
-        self._mount: ImageMount | None = None
-        """Mounted image for which the last child was forked; None for a child without an image."""
-        self._disk_mib = 0
-        """Size of /tmp in MiB; 0 while there is no /tmp."""
+        self._mount: ImageMount | None = None  # for which the last child was forked; None without an image
+        self._disk_mib = 0  # of /tmp; 0 while there is none
         self._tmp_is_new = False
         self._tmp_is_home = False
+        # metadata of /tmp before an execution; a difference shows a change
         self._untouched: tuple[bytes, list[str]] = b"", []
-        """Metadata of /tmp before an execution. A difference afterwards shows that the execution changed
-        /tmp."""
         self._inodes = kernel.InodeCounter(_TMP)
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
-        self._steps: list[kernel.Step] = []
-        """Calls with which a child confines itself."""
+        self._steps: list[kernel.Step] = []  # with which a child confines itself
         self._enter_pid_namespace: list[kernel.Step] = []
         self._leave_pid_namespace: list[kernel.Step] = []
         self.usage = Usage(-1)
@@ -164,10 +157,9 @@ class Namespaces:
         return resource_bounds(limits, num_running=running)
 
     def _mounts_of_its_own(self, place: Place) -> str:
-        """Return the mount that an execution needs of its own: a /proc, an empty /tmp, or none (empty text).
+        """Return the mount that an execution needs of its own: "proc", "tmp" (empty), or none.
 
-        Scripts and commands, which work in the sandbox's home, get a /proc if the level has one. Function calls get an
-        empty /tmp if /tmp is the sandbox's home, so that they don't see its files.
+        Function calls get an empty /tmp if /tmp is the sandbox's home, so that they don't see its files.
         """
         if place.home:
             return "proc" if self._with_proc else ""
@@ -182,10 +174,8 @@ class Namespaces:
         return not self._mounts and self._is_tmp_untouched()
 
     def sweep(self, session: int) -> bool:
-        """Return True if the working folder is unchanged. All processes have ended with their pid namespace.
-
-        /tmp is checked now, while no child uses it, because later children are forked while the next execution runs.
-        """
+        """Return True if the working folder is unchanged. All processes have ended with their pid namespace. /tmp is
+        checked now, while no child uses it, because later children are forked while the next execution runs."""
         if self._mount:
             return self._mount is self._mounts[True] or self._mount.is_untouched()
         if not self._tmp_is_home:
@@ -197,9 +187,7 @@ class Namespaces:
         return not has_made_files and self._untouched == _look_at_tmp()
 
     def _renew_tmp(self, disk_mib: int) -> None:
-        """Mount an empty /tmp for the next execution. Called only if the last execution changed /tmp; most code does
-        not.
-        """
+        # Called only if the last execution changed /tmp; most code does not.
         if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
@@ -275,9 +263,7 @@ class Namespaces:
 
 
 def _become_init() -> None:
-    """Fork, and continue in the child, which is pid 1 of the new pid namespace. The parent only waits for the child's
-    end.
-    """
+    """Continue in a child, which is pid 1 of the new pid namespace. The parent only waits for the child's end."""
     pid = os.fork()
     if pid == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -288,9 +274,7 @@ def _become_init() -> None:
 
 
 def _look_at_tmp() -> tuple[bytes, list[str]]:
-    """Return metadata of /tmp that differ whenever its content has changed. Extended attributes are listed, because
-    before Linux 6.13 a change right after another one did not always change the times.
-    """
+    # Attributes too: before Linux 6.13 a change right after another one did not always change the times.
     kernel.take(_LOOK)
     return _seen.raw, os.listxattr(_TMP)
 
@@ -300,19 +284,13 @@ def _tmpfs_options(disk_mib: int) -> str:
 
 
 def _keep_proc(root: str) -> None:
-    """Mount a complete /proc that `_hide` then hides from code. Without it the kernel would not let children mount a
-    /proc of their own.
-
-    Raises:
-        OSError: this machine's own /proc is partly masked, as in most pods.
-    """
+    # `_hide` then hides it. Without a complete /proc the kernel would not let children mount their own.
     proc = f"{root}{_HIDDEN}/proc"
     os.makedirs(proc)
     kernel.mount("proc", proc, "proc", _PLAIN | kernel.MS_NOEXEC)
 
 
 def _hide(root: str) -> None:
-    """Cover the folder of the hidden mounts, so that no path leads to them."""
     os.makedirs(root + _HIDDEN, exist_ok=True)
     kernel.mount("tmpfs", root + _HIDDEN, "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
 
@@ -326,7 +304,6 @@ def _bind_system(root: str) -> None:
 
 
 def _bind_read_only(source: str, target: str) -> None:
-    """Show a folder or file of the machine at `target`, read-only, together with all mounts beneath it."""
     if not Path(target).exists():
         make_mount_point(target, is_dir=os.path.isdir(source))
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
@@ -334,7 +311,6 @@ def _bind_read_only(source: str, target: str) -> None:
 
 
 def _set_attributes(target: str, flags: int) -> None:
-    """Set attributes of the mount at `target` and of all mounts beneath it."""
     attributes = struct.pack("<QQQQ", flags, 0, 0, 0)
     kernel.syscall(
         seccomp.number("mount_setattr"),
@@ -348,9 +324,7 @@ def _set_attributes(target: str, flags: int) -> None:
 
 
 def _installed_packages(root: str, library: str) -> list[str]:
-    """Return the folders of installed packages inside the library that code sees. They are hidden, as they may hold
-    rayapp's own code.
-    """
+    # They are hidden, as they may hold rayapp's own code.
     parents = (
         Path(root + library),
         *Path(f"{root}/usr/lib").glob("python3*"),
@@ -376,8 +350,6 @@ def _make_devices(root: str) -> None:
 
 
 def _write_etc(root: str) -> None:
-    """Write the files in /etc that libc reads: the user's name, and the libraries' paths. These paths and Java's
-    settings are copied from this machine's /etc."""
     etc = Path(root, "etc")
     etc.mkdir()
     uid, gid = os.getuid(), os.getgid()

@@ -1,11 +1,7 @@
-"""An image as the root folder of executions: an overlay of the image's read-only tree and a tmpfs for all that code
-writes.
+"""An image as the root of executions: an overlay of its read-only tree and a tmpfs for all that code writes.
 
-    FOLDER/        tmpfs: the writable part, with the size of the sandbox's disk
-    FOLDER/root    the overlay; /dev and /dev/shm are mounted in it, and each execution mounts its own /proc
-
-A sandbox has two such mounts: one holds its files; the other is for function calls, which must not see these files.
-`namespaces.py` uses this module in the template and its children.
+FOLDER/        tmpfs: the writable part, with the size of the sandbox's disk
+FOLDER/root    the overlay; /dev and /dev/shm are mounted in it, and each execution mounts its own /proc
 """
 
 # Paths in this module are strings for mount(), so it uses os and not pathlib.
@@ -22,26 +18,20 @@ from rayapp.sandbox.local.levels.limits import MIB
 _FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOATIME
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
 _LEAST_FILES, _FILES_PER_MIB = 1024, 16
-_WRITTEN = ("up", "shm")
-"""Folders that hold everything that executions write."""
+_WRITTEN = ("up", "shm")  # hold everything that executions write
 _filter = bytearray(rules.closing(is_of_image=True))
 
 
 class ImageMount:
-    """A mount point with at most one mounted image."""
+    """A mount point with at most one mounted image. A sandbox has two: for its files, and for function calls."""
 
     def __init__(self, folder: str, trees: int, *, has_loopback: bool) -> None:
-        """
-        Args:
-            folder: empty folder to mount on.
-            trees: descriptor of the folder that holds the trees of all images.
-        """
+        # `trees`: descriptor of the folder that holds the trees of all images.
         self._folder = folder
         self._root = f"{folder}/root"
         self._trees = trees
         self._has_loopback = has_loopback
-        self._mounted = ("", 0)
-        """Name of the mounted tree, and the size of the writable part in MiB."""
+        self._mounted = ("", 0)  # name of the mounted tree, and MiB of the writable part
         self._is_stale = True
         self._untouched = b""
         self._inodes = kernel.InodeCounter(folder)
@@ -49,8 +39,7 @@ class ImageMount:
         self._seen = [ctypes.create_string_buffer(kernel.STATX_BYTES) for _ in _WRITTEN]
         seen = zip(_WRITTEN, self._seen, strict=True)
         self._look = [kernel.statx_step(f"{folder}/{path}", buffer) for path, buffer in seen]
-        self.steps: list[kernel.Step] = []
-        """Calls with which a child confines itself after `enter`."""
+        self.steps: list[kernel.Step] = []  # with which a child confines itself after `enter`
 
     def forget(self) -> None:
         """Make the next `prepare` mount the image again, even if nothing was written."""
@@ -62,7 +51,6 @@ class ImageMount:
             self._renew(place)
 
     def is_untouched(self) -> bool:
-        """Return True if executions have written nothing to this mount."""
         self._is_stale |= self._inodes.has_moved() or self._untouched != self._facts()
         return not self._is_stale
 
@@ -106,6 +94,6 @@ class ImageMount:
         kernel.mount(f"{self._folder}/shm", f"{self._root}/dev/shm", "", kernel.MS_BIND)
 
     def _facts(self) -> bytes:
-        """Return metadata of the writable part that differ whenever its content has changed."""
+        # differ whenever the content of the writable part has changed
         kernel.take(self._look)
         return b"".join(seen.raw for seen in self._seen)

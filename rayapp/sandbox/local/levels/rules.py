@@ -1,7 +1,7 @@
-"""Seccomp rules: the system calls that candidate code may not make, and the reasons. The isolation levels use them.
+"""Seccomp rules: the system calls that candidate code may not make, and the reasons.
 
-Known calls that this module doesn't name are allowed: an allowlist would break honest code with the next libc. System
-calls newer than the table in `seccomp.py` are refused, so that a new kernel adds no way out of the sandbox.
+Known calls that this module doesn't name are allowed: an allowlist would break honest code with the next libc. Calls
+newer than the table in `seccomp.py` are refused, so that a new kernel adds no way out of the sandbox.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ _CLONE_NEWTIME = 0x80
 _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _AF_INET, _IPPROTO_TCP, _SOL_SOCKET = 2, 6, 1
+# SO_SNDBUF, SO_RCVBUF and their FORCE: a socket's buffer is kernel memory that no limit counts
 _BUFFER_SIZES = (7, 8, 32, 33)
-"""Socket options SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE and SO_RCVBUFFORCE. Code may not set them, because a socket's
-buffer is kernel memory that no limit counts."""
+# Those that HTTP clients use. For sockets: reuse, type, errors, keepalive, linger, peer, timeouts. For TCP: no delay,
+# keepalive, quick acknowledgements.
 _OPTIONS = {_SOL_SOCKET: (2, 3, 4, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
-"""Socket options that code may set: those that HTTP clients use. For sockets: reuse, type, errors, keepalive, linger,
-peer, timeouts. For TCP: no delay, times of keepalive, quick acknowledgements. Options for protocols on top of TCP and
-for memory shared with the kernel are left out."""
 _READABLE_OPTIONS = {**_OPTIONS, _SOL_SOCKET: (*_OPTIONS[_SOL_SOCKET], *_BUFFER_SIZES[:2])}
 _SIOC, _SIOC_MASK = 0x8900, 0xFF00
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
@@ -52,6 +50,7 @@ _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW = 1024, 1026, 1031, 37, 38
 _PR_SCHED_CORE = 62
+# outliving and adopting processes, core dumps, memory layout, core scheduling
 _PRCTL_NEVER = (
     kernel.PR_SET_PDEATHSIG,
     kernel.PR_SET_DUMPABLE,
@@ -59,8 +58,6 @@ _PRCTL_NEVER = (
     kernel.PR_SET_MM,
     _PR_SCHED_CORE,
 )
-"""Refused options of prctl. They concern outliving and adopting processes, core dumps, memory layout, and core
-scheduling."""
 
 _NEVER = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -76,13 +73,12 @@ _NEVER = (
     "lsm_set_self_attr", "statmount", "listmount", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
     "io_pgetevents", "flock",
 )  # fmt: skip
-"""Refused calls. They concern other processes' memory; the network; files opened by handle; kernel subsystems with many
-past security holes; keys; shared memory, which no limit of the candidate counts; contexts (io_setup, inotify) of which
-the machine has a fixed number; locks on files that the caller can't write; and administration."""
+"""Other processes' memory; the network; files opened by handle; kernel subsystems with many past security holes; keys;
+shared memory, which no limit counts; contexts (io_setup, inotify) of which the machine has a fixed number; locks on
+files that the caller can't write; administration."""
 
+# Code can write only to files in memory. On other files these calls would make all processes wait for the disk.
 _NO_EFFECT = ("sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64")
-"""Calls that return success at once. Code can write only to files in memory, for which these calls have no effect. On
-other files they would make all processes wait for the disk, or drop cached data."""
 
 _ZYGOTE_ONLY = (
     "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
@@ -90,28 +86,22 @@ _ZYGOTE_ONLY = (
     "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
     "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "setsid", "sendmsg", "sendmmsg",
 )  # fmt: skip
-"""Calls that the zygote makes to start an execution, and that candidate code may not make. No limit of the candidate
-counts the memory of memory files (memfd_create). The scheduler shares processor time among sessions (setsid): code with
-fourteen sessions would get fourteen shares. Messages (sendmsg) can hold descriptors, which the kernel counts for the
-user until they arrive: with more than RLIMIT_NOFILE descriptors in flight, the zygote could send none. `send` and
-`sendto` stay allowed."""
+"""Calls that start an execution. No limit counts the memory of memory files (memfd_create). Processor time is shared
+among sessions (setsid): fourteen sessions would get fourteen shares. Descriptors in flight (sendmsg) count for the
+user: above RLIMIT_NOFILE the zygote could send none. `send` and `sendto` stay allowed."""
 
 _OWNERS_ONLY = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
     "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
     "fremovexattr", "removexattrat", "file_setattr", "truncate",
 )  # fmt: skip
-"""Refused calls that only a file's owner may make. They are refused because in a pod the owner is the user of the whole
-run, and Landlock has no rule for mode, owner, times and attributes, nor, below ABI 3 (Linux 6.2), for truncation."""
+"""Calls for a file's owner. In a pod the owner is the user of the whole run, and Landlock has no rule for mode, owner,
+times and attributes, nor, below ABI 3 (Linux 6.2), for truncation."""
 
 
 def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes:
-    """Build the seccomp filter of the zygote, which every execution inherits.
-
-    Args:
-        machine: architecture, e.g. aarch64; None for this machine's.
-        has_loopback: allow TCP sockets to connect; Landlock and the network namespace limit the address.
-    """
+    """Build the filter of the zygote, which every execution inherits; `machine`: architecture, e.g. aarch64 (None: this
+    one)."""
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
     # Allow pairs of stream sockets (type 1) and of sequenced packets (5), which are equal under the mask. A socket of a
@@ -141,9 +131,8 @@ def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes
 
 
 def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
-    """Return rules for TCP clients. They forbid listening, MPTCP (which Landlock's TCP rules don't cover) and queries
-    of network interfaces.
-    """
+    """Return rules that forbid listening, MPTCP (Landlock's TCP rules don't cover it) and queries of network
+    interfaces."""
     any_bit = 0xFFFFFFFF
     return {
         "socket": every((0, any_bit, (_AF_INET,)), (1, 0xF, (_SOCK_STREAM,)), (2, any_bit, (0, _IPPROTO_TCP))),
@@ -154,18 +143,14 @@ def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
     }
 
 
+# In an image these do nothing and succeed: all files belong to one user, and installers expect to be root.
 _OWNERS = ("chown", "lchown", "fchown", "fchownat")
-"""Calls that change a file's owner. In an image these calls do nothing and succeed: all files belong to one user, and
-installers expect to be root."""
 
 
 def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: str | None = None) -> bytes:
-    """Build the seccomp filter of one execution, which is added to the zygote's filter.
+    """Build the filter of one execution, which is added to the zygote's filter.
 
-    Args:
-        own_pid: process id of an execution without a pid namespace. It may then signal only itself, and start threads
-            but no processes. None for an execution with a pid namespace.
-        is_of_image: True if the root of the file system is an image.
+    `own_pid`: process id of an execution without a pid namespace, which may signal only itself and start only threads.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
@@ -186,13 +171,10 @@ def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: s
 
 
 class ClosingAlone:
-    """Filter of `closing` for executions without a pid namespace. It is built once, because building costs more than a
-    fork; each child writes its process id into it.
-    """
+    """Filter of `closing` for executions without a pid namespace. Building it costs more than a fork, so each child
+    only writes its process id into it."""
 
-    _ANY_PID = 0x7FFFFFF1
-    """Placeholder for the process id. It is above the kernel's largest process id, and no filter has it as another
-    constant."""
+    _ANY_PID = 0x7FFFFFF1  # above the kernel's largest process id
 
     def __init__(self) -> None:
         self.filter = bytearray(closing(own_pid=self._ANY_PID))

@@ -1,12 +1,8 @@
-"""Builds seccomp filters, as classic BPF, and installs them. Isolation levels use this module, only inside the zygote.
+"""Builds seccomp filters, as classic BPF, and installs them; `rules.py` lists the calls that they refuse.
 
-`rules.py` lists the calls that the filters refuse. A filter is a binary search over system call numbers. At
-installation the kernel runs the filter for every number, to find the calls that are always allowed: with a linear list
-this would take three times as long.
-
-The system call numbers of x86-64 and arm64 come from the kernel's tables `arch/x86/entry/syscalls/syscall_64.tbl` and
-`include/uapi/asm-generic/unistd.h`. From 424 on a call has the same number on both architectures. A table omits calls
-that its architecture lacks (fork on arm64).
+A filter is a binary search over call numbers: at installation the kernel runs it for every number, and a linear list
+takes three times as long. The numbers come from the kernel's `arch/x86/entry/syscalls/syscall_64.tbl` and
+`include/uapi/asm-generic/unistd.h`; a table omits calls that its architecture lacks (fork on arm64).
 """
 
 from __future__ import annotations
@@ -20,11 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from rayapp.core.errors import IsolationUnavailableError
 from rayapp.sandbox.local.levels import kernel
 
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Name of the machine's architecture -> value of `seccomp_data.arch`."""
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # values of `seccomp_data.arch`
 
-HIGHEST = 470
-"""Highest system call number in this module's tables (Linux 6.18). Calls with higher numbers are refused."""
+HIGHEST = 470  # Linux 6.18; calls with higher numbers are refused
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
@@ -96,11 +90,6 @@ NUMBERS = {"x86_64": {**_COMMON, **_X86_64}, "aarch64": {**_COMMON, **_AARCH64}}
 
 
 def this_machine() -> str:
-    """Return `x86_64` or `aarch64`.
-
-    Raises:
-        IsolationUnavailableError: this machine has another architecture.
-    """
     name = platform.machine()
     if name not in NUMBERS:
         raise IsolationUnavailableError(
@@ -110,7 +99,6 @@ def this_machine() -> str:
 
 
 def number(name: str) -> int:
-    """Return the number of a system call on this machine."""
     return NUMBERS[this_machine()][name]
 
 
@@ -118,15 +106,12 @@ _LOAD, _JUMP, _JUMP_EQUAL, _JUMP_NOT_BELOW, _JUMP_ANY_BIT, _AND, _RETURN = 0x20,
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT, _ARGS_AT = 0, 4, 16
 _X32_BIT = 0x40000000
-_FARTHEST = 255
-"""Maximum number of instructions that a conditional jump can skip."""
+_FARTHEST = 255  # instructions that a conditional jump can skip
 
-INSTRUCTION = struct.Struct("<HBBI")
-"""Binary layout of an `Instruction`, as the kernel reads it."""
+INSTRUCTION = struct.Struct("<HBBI")  # of an `Instruction`, as the kernel reads it
+# operation code, instructions to skip if true, instructions to skip if false, constant
 Instruction = tuple[int, int, int, int]
-"""A BPF instruction: operation code, instructions to skip if true, instructions to skip if false, constant."""
-Block = tuple[Instruction, ...]
-"""Instructions of which every path ends in a return."""
+Block = tuple[Instruction, ...]  # every path ends in a return
 
 PERMIT: Block = ((_RETURN, 0, 0, _ALLOW),)
 
@@ -136,7 +121,6 @@ def refuse(number: int = errno.EPERM) -> Block:
 
 
 def no_effect() -> Block:
-    """Let the system call return 0 at once, without any effect."""
     return refuse(0)
 
 
@@ -150,7 +134,6 @@ def only_with(index: int, value: int) -> Block:
 
 
 def not_with(index: int, *values: int) -> Block:
-    """Refuse the call if this argument (32 bits) has one of the values."""
     last = len(values) - 1
     tests = [(_JUMP_EQUAL, last - at, 1 if at == last else 0, value) for at, value in enumerate(values)]
     return (_argument(index), *tests, *refuse(), *PERMIT)
@@ -161,14 +144,11 @@ def without_bits(index: int, bits: int) -> Block:
 
 
 def not_masked(index: int, mask: int, value: int) -> Block:
-    """Refuse the call if this argument (32 bits) has the value after the mask is applied."""
     return (_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, 0, 1, value), *refuse(), *PERMIT)
 
 
 def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
-    """Allow the call if the argument has at least one of `bits` and none of `forbidden`. If it has none of `bits`, the
-    call fails with the error `number`.
-    """
+    """Allow a call with one of `bits` and none of `forbidden`; without any of `bits` it fails with error `number`."""
     return (
         _argument(index),
         (_JUMP_ANY_BIT, 0, 1, forbidden),
@@ -180,9 +160,7 @@ def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
 
 
 def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF) -> Block:
-    """Allow the call if two arguments, each given as (index, value), have these values. The mask is applied to the
-    second.
-    """
+    """Allow the call if both arguments (index, value) have their values; the mask is applied to the second."""
     return (
         _argument(first[0]),
         (_JUMP_EQUAL, 0, 4, first[1]),
@@ -195,16 +173,13 @@ def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF
 
 
 def every(*tests: tuple[int, int, tuple[int, ...]]) -> Block:
-    """Allow the call if every test holds. A test (index, mask, values) holds if the argument (32 bits) has one of the
-    values after the mask is applied.
-    """
+    """Allow the call if each test (index, mask, values) holds: the argument (32 bits) has a value after the mask is
+    applied."""
     return (*(step for test in tests for step in _one_of(*test)), *PERMIT)
 
 
 def pairs(first: int, second: int, allowed: Mapping[int, tuple[int, ...]]) -> Block:
-    """Allow the call if the argument `first` is a key of `allowed` and the argument `second` is one of the key's
-    values.
-    """
+    """Allow the call if argument `first` is a key of `allowed` and argument `second` one of the key's values."""
     found: list[Instruction] = []
     for value, seconds in allowed.items():
         rest = (*_one_of(second, 0xFFFFFFFF, seconds), *PERMIT)
@@ -218,13 +193,12 @@ def where(index: int, value: int, block: Block) -> Block:
 
 
 def refused_or(first: Block, otherwise: Block) -> Block:
-    """Refuse the calls that the first block refuses, and apply the second block to all others."""
     assert first[-1:] == PERMIT
     return (*first[:-1], *otherwise)
 
 
 def _one_of(index: int, mask: int, values: Sequence[int]) -> Block:
-    """Refuse the call if the argument, after the mask, is none of the values; otherwise continue after this block."""
+    # Refuses the call if the argument, after the mask, is none of the values; otherwise continues after this block.
     tests = [(_JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return (_argument(index), (_AND, 0, 0, mask), *tests, *refuse())
 
@@ -242,7 +216,7 @@ def null_pointer(index: int) -> Block:
 
 
 def dies_with(first: tuple[int, int], second: tuple[int, int]) -> Block:
-    """Kill the caller if two arguments, each given as (index, value), have these values; otherwise allow the call."""
+    """Kill the caller if both arguments (index, value) have their values; otherwise allow the call."""
     return (
         _argument(first[0]),
         (_JUMP_EQUAL, 0, 3, first[1]),
@@ -254,10 +228,8 @@ def dies_with(first: tuple[int, int], second: tuple[int, int]) -> Block:
 
 
 def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str | None = None) -> bytes:
-    """Build a filter from a mapping of system call names to rules. Known calls without a rule are allowed; `unknown` is
-    the rule for numbers above HIGHEST. Rules for calls that this architecture lacks are left out. A call with the
-    numbers of another architecture kills the process.
-    """
+    """Build a filter from call names and rules. Calls without a rule are allowed, `unknown` is the rule above HIGHEST;
+    a call with another architecture's numbers kills the process."""
     machine = machine or this_machine()
     numbers = NUMBERS[machine]
     by_number = {numbers[name]: block for name, block in rules.items() if name in numbers}
@@ -274,9 +246,7 @@ def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str
 
 
 def _segments(by_number: Mapping[int, Block], unknown: Block) -> list[tuple[int, Block]]:
-    """Return pairs (first call number, block) in order. A block applies to all numbers before the next pair's
-    number.
-    """
+    # Pairs (first call number, block): a block applies to all numbers before the next pair's.
     found = [(0, by_number.get(0, PERMIT))]
     for number in range(1, HIGHEST + 1):
         block = by_number.get(number, PERMIT)
@@ -305,12 +275,8 @@ class _Program(ctypes.Structure):
 
 
 def installation(code: bytearray) -> kernel.Step:
-    """Prepare the call that installs a filter for the calling process and its forks. The process must have no_new_privs
-    set.
-
-    Args:
-        code: the filter. Until the call is made, its bytes may change, but not its length.
-    """
+    """Prepare the call that installs a filter for this process (with no_new_privs set) and its forks. Until the call is
+    made, the bytes of `code` may change, but not its length."""
     shared = (ctypes.c_char * len(code)).from_buffer(code)
     filtering = _Program(len(code) // INSTRUCTION.size, ctypes.addressof(shared))
     filtering.kept = shared
@@ -319,9 +285,4 @@ def installation(code: bytearray) -> kernel.Step:
 
 
 def install(code: bytes) -> None:
-    """Install a filter for this process and its forks.
-
-    Raises:
-        OSError: the kernel has no seccomp filters.
-    """
     kernel.take([installation(bytearray(code))])

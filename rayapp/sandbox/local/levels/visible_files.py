@@ -20,23 +20,17 @@ from pathlib import Path
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
-HARBOR = ".harbor"
-"""Name of the folder, inside a sandbox's own folder, into which the links /app, /tests, /solution and /logs point."""
+HARBOR = ".harbor"  # folder, inside a sandbox's own, into which the links /app, /tests, /solution and /logs point
 LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
-LIBRARY_IN_IMAGES = "/dev/.python"
-"""Path of the zygote's own standard library in sandboxes on images, because an image may have no Python."""
+LIBRARY_IN_IMAGES = "/dev/.python"  # of the zygote's own standard library, because an image may have no Python
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    library: str
-    """Folder of Python's standard library, e.g. /usr/local/lib/python3.11."""
-    shared: tuple[str, ...]
-    """Shared libraries of the interpreter that are outside its library and the system's folders, e.g.
-    libpython3.11.so."""
-    packages: tuple[str, ...]
-    """Folders and files of extra packages."""
+    library: str  # e.g. /usr/local/lib/python3.11
+    shared: tuple[str, ...]  # outside library and system, e.g. libpython3.11.so
+    packages: tuple[str, ...]  # folders and files of extra packages
 
     def extra(self) -> tuple[str, ...]:
         """Paths shown in addition to the system's folders."""
@@ -51,9 +45,7 @@ class ImageView:
     """The images that sandboxes of one zygote can have as their root folder."""
 
     trees: str
-    """Folder that holds the trees of the images."""
-    uid: int
-    """User id, inside the sandbox, of the owner of all files of an image."""
+    uid: int  # inside the sandbox, of all files of an image
     gid: int
 
 
@@ -70,11 +62,7 @@ def of_this_interpreter(packages: Sequence[str]) -> View:
 
 
 def spare_mount_point(used: tuple[str, ...]) -> str:
-    """Return an existing folder that can be a mount point, because no needed file is in it.
-
-    Raises:
-        OSError: there is no such folder.
-    """
+    """Return an existing folder that can be a mount point, because no needed file is in it."""
     for folder in _MOUNT_POINTS:
         if Path(folder).is_dir() and not any(path == folder or path.startswith(f"{folder}/") for path in used):
             return folder
