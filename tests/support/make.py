@@ -5,7 +5,8 @@ Used as `make.group(make.trajectory([5, 9, 7, 2], 2, reward=1.0))`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,58 @@ def engine(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], Said], *
     )
     made.record = True
     return made
+
+
+def formats(tokenizer: Any, template: str = "", *, with_parser: bool = True) -> Any:
+    """Return the gateway's formats of a model that writes calls as Hermes does, by the shipped template or this one."""
+    from rayapp.rollout.agent.chat import load_template
+    from rayapp.rollout.gateway.formats import Formats
+    from support.hermes import HermesParser
+
+    parser = {"make_parser": lambda *parts: HermesParser()} if with_parser else {}
+    return Formats(tokenizer, model="tiny", template=template or load_template("chatml_hermes"), **parser)
+
+
+@asynccontextmanager
+async def session(
+    tokenizer: Any,
+    engine: Any,
+    *,
+    max_tokens: int = 100_000,
+    max_turns: int = 100,
+    own_formats: Any = None,
+    **options: Any,
+) -> AsyncIterator[tuple[Any, Any]]:
+    """Serve one session at a gateway of its own. Yield the gateway and the session."""
+    from rayapp.rollout.gateway.limits import SessionLimits
+    from rayapp.rollout.gateway.server import Gateway
+
+    gateway = Gateway(own_formats or formats(tokenizer))
+    await gateway.start()
+    usual: dict[str, Any] = {
+        "sampling": SamplingParams(max_tokens=10_000),
+        "limits": SessionLimits(max_tokens=max_tokens, max_turns=max_turns),
+        "request_id": RequestId("group", 0),
+    }
+    try:
+        with gateway.session(engine=engine, **usual | options) as opened:
+            yield gateway, opened
+    finally:
+        await gateway.close()
+
+
+def agent_loop(tokenizer: Any, tools: Any, **limits: Any) -> Any:
+    """Return an agent loop of the shipped template for these tools: a ToolSet, or a sequence of tools."""
+    from rayapp.rollout.agent.chat import ChatFormat, load_template
+    from rayapp.rollout.agent.loop import AgentLoop
+    from rayapp.rollout.recorder import AgentLimits
+    from rayapp.tools.toolset import ToolSet
+    from support.hermes import HermesParser
+
+    tool_set = tools if isinstance(tools, ToolSet) else ToolSet(tools)
+    chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
+    allowed = AgentLimits(**{"max_response_tokens": 2000, **limits})
+    return AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=allowed)
 
 
 async def played(

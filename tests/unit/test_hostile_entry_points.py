@@ -30,7 +30,7 @@ from starlette.routing import Mount, Route
 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import RewardFailedError, SandboxError, ToolUnavailableError, UnusableWorkError
-from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
+from rayapp.core.types import ExecOutcome, ExecResult, Group, SamplingParams, StopCause
 from rayapp.extras.environments.openenv import OpenEnvEpisode
 from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
 from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
@@ -43,19 +43,14 @@ from rayapp.extras.view.server import make_app
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
-from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.limits import SessionLimits
-from rayapp.rollout.gateway.server import Gateway
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.sandbox.verdict.results import failure
 from rayapp.tasks.code.conditions import holds as condition_holds
 from rayapp.tasks.text_process import holds
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ArgumentChecker, read_arguments
 from support import make
-from support.hermes import HermesParser
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
 
@@ -240,41 +235,23 @@ async def ask(url: str, headers: Mapping[str, str], path: str, given: bytes | st
     writer.close()
 
 
-def formats(tokenizer: Any) -> Formats:
-    template = load_template("chatml_hermes")
-    return Formats(tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
-
-
-def engine(tokenizer: Any) -> ScriptedEngine:
-    return make.engine(tokenizer, lambda name, ids: "yes")
-
-
 def aiohttp_routes(app: Any) -> set[str]:
     return {resource.canonical for resource in app.router.resources()}
 
 
 @asynccontextmanager
 async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    served = Gateway(formats(tokenizer))
-    await served.start()
-    limits = SessionLimits(max_tokens=32_768, max_turns=20)
-    try:
-        with served.session(
-            engine=engine(tokenizer),
-            sampling=SamplingParams(max_tokens=9),
-            limits=limits,
-            request_id=RequestId("group", 0),
-        ) as session:
-            headers = {"x-api-key": session.key}
+    engine, limits = make.engine(tokenizer, lambda name, ids: "yes"), {"max_tokens": 32_768, "max_turns": 20}
+    sampling = SamplingParams(max_tokens=9)
+    async with make.session(tokenizer, engine, sampling=sampling, **limits) as (served, session):
+        headers = {"x-api-key": session.key}
 
-            async def asked(path: str, given: bytes | str) -> None:
-                await ask(served.url, headers, path.format(session=session.id, model="m" * 3000), given)
-                # The attack does not fail the trajectory.
-                assert not session.trouble.done()
+        async def asked(path: str, given: bytes | str) -> None:
+            await ask(served.url, headers, path.format(session=session.id, model="m" * 3000), given)
+            # The attack does not fail the trajectory.
+            assert not session.trouble.done()
 
-            yield Asked(aiohttp_routes(served._listening._runner.app), asked)
-    finally:
-        await served.close()
+        yield Asked(aiohttp_routes(served._listening._runner.app), asked)
 
 
 @asynccontextmanager

@@ -30,11 +30,9 @@ from rayapp.extras.environments.agent import (
 from rayapp.extras.environments.files import VerifiersEnvironment
 from rayapp.extras.environments.verifiers import VerifiersProcess, python_with
 from rayapp.rollout.agent.build import open_agent_loop
-from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.external_agent import ExternalAgent
-from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.problem import problem_of_environment, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.tasks.loading import load_tasks
@@ -125,9 +123,7 @@ class Bench:
         )
 
     async def _agent(self, timeout_s: float) -> ExternalAgent:
-        template, parser = load_template("chatml_hermes"), lambda *parts: HermesParser()
-        formats = Formats(self.tokenizer, model="tiny", template=template, make_parser=parser)
-        return await ExternalAgent(self.config, formats, None).started()
+        return await ExternalAgent(self.config, make.formats(self.tokenizer), None).started()
 
     @asynccontextmanager
     async def agents(self) -> AsyncIterator[EnvironmentAgents]:
