@@ -46,15 +46,18 @@ def sampled_groups(seed: int, size: int = 4) -> list[Group]:
     """Two groups of completions with drawn rewards."""
     rng = np.random.default_rng(seed)
 
-    def drawn(prompt: np.ndarray[Any, Any]) -> Trajectory:
+    def drawn_trajectory(prompt: np.ndarray[Any, Any]) -> Trajectory:
         tokens = np.concatenate([prompt, rng.integers(2, 90, int(rng.integers(2, 12)))])
         given = np.where(np.arange(tokens.size) >= prompt.size, rng.normal(-4.5, 0.3, tokens.size), 0.0)
         return make.trajectory(
             tokens, prompt.size, reward=float(rng.normal()), rollout_log_probs=given.astype(np.float32)
         )
 
-    prompts = [rng.integers(2, 90, int(rng.integers(3, 9))) for _ in range(2)]
-    return [make.group(*(drawn(prompt) for _ in range(size)), group_id=i) for i, prompt in enumerate(prompts)]
+    def drawn_group(group_id: int) -> Group:
+        prompt = rng.integers(2, 90, int(rng.integers(3, 9)))
+        return make.group(*(drawn_trajectory(prompt) for _ in range(size)), group_id=group_id)
+
+    return [drawn_group(0), drawn_group(1)]
 
 
 def trained_here(config: Config, batches: list[list[Group]]) -> dict[str, torch.Tensor]:

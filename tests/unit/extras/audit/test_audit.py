@@ -113,14 +113,14 @@ async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxe
 async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: SandboxSource) -> None:
     guessed, sound, unanswered = (
         GeneratedTask(name=name, prompt=f"{n} + 1?", answer=answer, options="{}", index=n, is_compared=True)
-        for name, n, answer in (("sums", 0, "1"), ("sums", 6570, "6571"), ("boxes", 0, None))
+        for name, n, answer in (("sums", 0, "1"), ("sums", 6570, "6571"), ("boxes", 3, None))
     )
 
     found = await audited(sandboxes, *map(task_subject, (guessed, sound, unanswered)))
 
     assert found.said == ["trivial: `the answer 1` earns 1.00, more than 0.5"]
     assert [(report.task, report.solution) for report in found.reports] == [
-        ("sums[0]", "2/2"), ("sums[6570]", "2/2"), ("boxes[0]", "none"),
+        ("sums[0]", "2/2"), ("sums[6570]", "2/2"), ("boxes[3]", "none"),
     ]  # fmt: skip
 
 
