@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -302,19 +301,6 @@ def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_pa
     )
 
     assert numbers(open_now([with_images([], None)], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
-
-
-def test_the_guides_way_out_makes_rows_with_images_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    (way_out,) = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "images" in code]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "geometry3k").mkdir(parents=True)
-    rows = [verl_row(0) | {"images": [{"bytes": b"png", "path": None}]}, verl_row(1) | {"images": []}]
-    pq.write_table(pa.Table.from_pylist(rows), "data/geometry3k/train.parquet")
-
-    exec(way_out, {})
-
-    assert numbers(open_now(["data/text_only.parquet"], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
 
 
 def any_row(**change: Any) -> dict[str, Any]:
