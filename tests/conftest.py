@@ -292,6 +292,24 @@ def images() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """An S3 service: each test that stores something makes a bucket of its own."""
+    pytest.importorskip("moto", reason="needs the development package moto[server]")
+    from support.storage.moto_server import MotoServer
+
+    server = MotoServer()
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_environment(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
 def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two task files."""
     folder = tmp_path_factory.mktemp("tasks")

@@ -150,6 +150,7 @@ ELSEWHERE = (
     How(begins="python train.py", test="tests/unit/extras/trl/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
+    How(begins="python -m benchmarks.", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m benchmarks", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m pytest", why_not="runs tests"),
     How(begins="python -m scripts.agent_frameworks", test="tests/e2e/test_agent_frameworks.py"),

@@ -29,9 +29,7 @@ from rayapp.storage.settings import S3Settings, Transfer
 from support.ports import free_port
 from support.storage.faulty_proxy import Fault
 from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from support.storage.threads import ProxyThread, make_bucket, wait_until
-
-pytest.importorskip("moto", reason="needs the development package moto[server]")
+from support.storage.threads import ProxyThread, wait_until
 
 TRANSFER = Transfer(max_attempts=2, connect_timeout_s=2, read_timeout_s=20)
 QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)
@@ -40,16 +38,8 @@ IMPATIENT = replace(QUICK, lease_s=1.0)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[MotoServer]:
-    server = MotoServer()
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def proxy(server: MotoServer) -> Iterator[ProxyThread]:
-    with ProxyThread(server.url) as proxy:
+def proxy(s3_server: MotoServer) -> Iterator[ProxyThread]:
+    with ProxyThread(s3_server.url) as proxy:
         yield proxy
 
 
@@ -63,9 +53,9 @@ def settings(proxy: ProxyThread) -> Iterator[S3Settings]:
 
 
 @pytest.fixture
-def config(settings: S3Settings, server: MotoServer, tmp_path: Path) -> Config:
+def config(settings: S3Settings, s3_server: MotoServer, tmp_path: Path) -> Config:
     bucket = f"runs-{abs(hash(str(tmp_path)))}"
-    make_bucket(server.url, bucket, KEY, SECRET, REGION)
+    s3_server.make_bucket(bucket)
     return Config.model_validate(
         {
             "run": {"name": "r", "output_dir": f"s3://{bucket}/deep", "staging_dir": tmp_path / "staging"},

@@ -218,20 +218,20 @@ def test_mlflows_own_client_reads_a_trace_for_each_rollout(mlflow_run: Config) -
 
 
 @pytest.mark.slow
-def test_a_step_that_is_taken_again_replaces_its_traces_and_hostile_texts_come_back_readable(
-    mlflow_run: Config,
-) -> None:
+def test_a_step_taken_again_replaces_its_traces_and_hostile_texts_come_back_readable(mlflow_run: Config) -> None:
     from mlflow.tracking import MlflowClient
 
     bad = "\x00 \udc80 \u202e <script>alert(1)</script> \U0001f4a5 ' ; drop table traces"
     call = CallRecord(name=bad, arguments=bad, output=bad, failure=bad, started_at_s=1001.0)
-    for one in (TWO_TURNS, trajectory(turn(2, 4, 1000.0, call))):
-        write(mlflow_run, 9, group(one))
+    for step, one in ((9, TWO_TURNS), (9, TWO_TURNS), (10, trajectory(turn(2, 4, 1000.0, call)))):
+        write(mlflow_run, step, group(one))
 
     client = MlflowClient(tracking_uri=f"sqlite:///{(mlflow_run.run_folder / 'mlflow.db').resolve()}")
     experiment = client.get_experiment_by_name("tools")
-    (trace,) = client.search_traces(locations=[experiment.experiment_id])
-    (tool,) = (span for span in trace.data.spans if span.span_type == "TOOL")
+    found = client.search_traces(locations=[experiment.experiment_id])
+    spans = {trace.info.tags["step"]: trace.data.spans for trace in found}
+    assert (len(found), len(spans["9"])) == (2, 9)
+    (tool,) = (span for span in spans["10"] if span.span_type == "TOOL")
     # Characters that no database can hold are escaped.
     readable = bad.replace("\0", r"\x00").replace("\udc80", r"\udc80")
     assert (tool.inputs, tool.outputs) == ({"text": readable}, {"text": readable})
