@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -36,14 +37,9 @@ def test_images_are_pulled_listed_and_pruned(tmp_path: Path, config: Path, capsy
 
 
 @needs_image_programs
-def test_a_missing_image_is_one_line_and_bad_input(
-    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_image_is_bad_input(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["images", "pull", f"oci:{tmp_path}/none", "--config", str(config)]) == 2
-
-    said = capsys.readouterr().err.strip()
-    assert "none" in said
-    assert "can't be read" in said
+    assert re.fullmatch(".*none.*can't be read.*", capsys.readouterr().err.strip())
 
 
 @needs_image_programs
@@ -65,7 +61,7 @@ def test_a_dockerfile_is_built_into_the_cache(
     assert [path.read_text() for path in tmp_path.glob("cache/trees/*/a.txt")] == ["from here"]
 
 
-def test_what_can_not_be_built_is_told_in_one_line(
+def test_what_can_not_be_built_or_pulled_is_told_in_one_line(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -74,11 +70,5 @@ def test_what_can_not_be_built_is_told_in_one_line(
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     assert run(["images", "build", str(tmp_path), "--name", "x", "--config", str(config)]) == 2
     assert "none of buildah, podman, docker is installed" in capsys.readouterr().err
-
-
-def test_a_missing_program_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
     assert run(["images", "pull", "x:1", "--config", str(config)]) == 2
     assert "skopeo is not installed: apt-get install skopeo umoci" in capsys.readouterr().err
