@@ -146,7 +146,7 @@ ELSEWHERE = (
     How(begins="kubectl", why_not="needs a Kubernetes cluster; tests/unit/cli/test_kuberay.py checks the manifests"),
     How(begins="helm", why_not="needs a Kubernetes cluster; the chart is rendered in tests/unit/cli/test_kuberay.py"),
     How(begins="docker", why_not="needs Docker; tests/e2e/test_image.py builds the image with buildah"),
-    How(begins="prometheus", test="tests/cluster/test_alerts.py"),
+    How(begins="prometheus", test="tests/cluster/test_live_run.py"),
     How(begins="python train.py", test="tests/unit/extras/trl/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
