@@ -1,8 +1,8 @@
 """Typed handles of the Ray actors, through which the driver and the workers call them with deadlines.
 
 A handle is plain data. Sent to another actor, it travels as a name, by which the receiver finds the actor. Each method
-declares the name, deadline and types of a call. The actor's class, named like the handle without `Handle`, does the
-work. Errors name the actor and the call; only this module uses Ray's exception types.
+declares the name, deadline and types of a call; the class named like the handle does the work. Errors name actor and
+call.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -56,9 +56,8 @@ T = TypeVar("T")
 
 
 async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
-    """Await the result of a remote call; `what` names the call in messages. Raises DeadlineError, ProcessDiedError (the
-    process is gone or can't be reached), ObjectsLostError (an argument or the result was on a node that is gone), or
-    the RayappError that our code raised in the actor."""
+    """Await the result of a remote call; `what` names it in messages. DeadlineError, ProcessDiedError, ObjectsLostError
+    (an argument or the result was on a node that is gone), or the RayappError that our code raised in the actor."""
     try:
         async with asyncio.timeout(timeout_s):
             return await ref
@@ -136,12 +135,9 @@ class Restartable:
 
 ObjectRef = Any  # ray.ObjectRef[T] would require the objects' types
 Facts = dict[str, Any]
-GROUP_MARGIN_S = 180.0
-"""Seconds that the driver waits after a group's deadline. The worker enforces the deadline; a worker that hangs is
-replaced before these seconds are over.
-"""
+GROUP_MARGIN_S = 180.0  # after a group's deadline, which the worker enforces; a worker that hangs is replaced before
+# id, prompt, sampling, oldest policy version allowed, size of the cohort
 GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
-"""Arguments of `VllmServer.generate`: id, prompt, sampling, oldest policy version allowed, size of the cohort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +165,7 @@ class Handle:
         return getattr(self.actor, method).options(name=f"{self.name}.{method} {label}".rstrip(), **options)
 
     async def incarnation(self, timeout_s: float) -> str:
-        """Return an id that differs after every restart of the process. Don't call it on learners: they answer only
-        between steps.
-        """
+        """Return an id that differs after every restart of the process. Learners answer only between steps."""
         return await self.call("incarnation", timeout_s=timeout_s)
 
     async def ping(self, timeout_s: float) -> str:
@@ -194,9 +188,8 @@ class VllmServerHandle(Handle):
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
-        """Yield the completions of requests that start together, as soon as each ends, with the request's position. For
-        streamed requests, yield new tokens before that. Raises EngineDeadError: the completions that were not yielded
-        yet are lost."""
+        """Yield the completions of requests that start together, as each ends, with the request's position, and new
+        tokens of streamed ones. EngineDeadError: what was not yielded yet is lost."""
         name = f"{self.name}.generate {requests[0][0]}"
         method = self.actor.generate_many.options(num_returns="streaming", name=name)
         try:
@@ -364,9 +357,6 @@ class RolloutWorkerHandle(Handle):
 
     async def num_eval_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
         return await self.call("num_eval_prompts", timeout_s=timeout_s)
-
-    async def num_train_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
-        return await self.call("num_train_prompts", timeout_s=timeout_s)
 
     async def close(self, timeout_s: float = 10.0) -> None:
         await self.call("close", timeout_s=timeout_s)

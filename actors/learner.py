@@ -1,10 +1,7 @@
 """`learner-N`: one rank of the policy's training. A thin actor around `rayapp.learner`.
 
-Every method but `ready`, `log_probs_before`, `profile` and `log_probs_of` is collective: the driver calls it on all
-ranks at once.
-
-Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, but
-does not need PyTorch, whose import takes seconds.
+Every method but `ready`, `log_probs_before`, `profile` and `log_probs_of` is collective. PyTorch is imported where it
+is used: the driver imports this module, too.
 """
 
 from __future__ import annotations
@@ -43,11 +40,7 @@ class ServersClient:
     """Client through which learner 0 calls the servers during a weight sync, with a deadline and with distinct ranks.
 
     vLLM's own client for Ray waits without a deadline and gives all engines the same ranks. The methods are the four
-    control calls of vLLM's `VLLMWeightSyncClient`; vLLM's trainer calls them from plain threads. The weights don't pass
-    through this class.
-
-    Args:
-        timeout_s: deadline of each call, for the slowest server.
+    control calls of vLLM's `VLLMWeightSyncClient`, called from plain threads.
     """
 
     def __init__(self, servers: Sequence[VllmServerHandle], plan: TransferRanks, timeout_s: float) -> None:
@@ -56,16 +49,14 @@ class ServersClient:
         self._timeout_s = timeout_s
         self._version = 0
         self._source: LearnerSource | None = None
-        self.num_loaded = 0
-        """Number of tensors of the last update, the same on every server."""
+        self.num_loaded = 0  # tensors of the last update, the same on every server
 
     def announce(self, version: int, source: LearnerSource) -> None:
         """Set the version that the next `finish_weight_update` sends, with the checksums that `source` has by then."""
         self._version, self._source = version, source
 
     def check(self) -> None:
-        """Raise WeightSyncError if a server is not up: vLLM's rendezvous over NCCL waits 300 s for a server that is
-        gone."""
+        """Raise WeightSyncError if a server is not up: vLLM's rendezvous over NCCL waits 300 s for one that is gone."""
         self._all("ping", [server.actor.ping.remote() for server in self._servers])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -97,7 +88,7 @@ class ServersClient:
         self.num_loaded = num_sent
 
     def _all(self, what: str, refs: list[Any]) -> list[Any]:
-        """Return every server's answer. Ends when one has failed: the others may be waiting for the failed one."""
+        # Ends when one has failed: the others may be waiting for it.
         name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
         deadline, late, answers = time.monotonic() + self._timeout_s, refs, []
         while late:
@@ -120,14 +111,7 @@ log = logging.getLogger(__name__)
 
 
 class Learner:
-    """Actor of one learner rank.
-
-    Args:
-        config: config of the run.
-        rank: number in the actor's name.
-        world_size: number of learners.
-        master_address, master_port: where the other ranks reach rank 0. Unused with one rank.
-    """
+    """Actor of one learner rank. The other ranks reach rank 0 at `master_address`, `master_port`."""
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
@@ -154,8 +138,7 @@ class Learner:
         except BaseException:
             end_ranks()
             raise
-        self._is_first = True
-        """True until this process has trained its first step, whose memory is compared with the plan."""
+        self._is_first = True  # until the first step is trained, whose memory is compared with the plan
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
@@ -165,13 +148,8 @@ class Learner:
 
     @contextmanager
     def _borrowing_gpu(self, *, weights: bool = True, trains: bool = False) -> Iterator[None]:
-        """Context manager for computations; at its end the GPU's memory is freed for a server that shares the GPU, if
-        any.
-
-        Args:
-            weights: the computation needs the model's weights.
-            trains: the computation also needs the optimizer's state and the frozen models (a reference, a teacher).
-        """
+        """Frees the GPU's memory at the end, for a server that shares it. The computation needs the model's `weights`,
+        or (`trains`) also the optimizer's state and the frozen models."""
         from rayapp.learner.memory.idle import moments_of, weights_of
 
         learner = self._learner
@@ -185,7 +163,7 @@ class Learner:
             self._rest()
 
     def _rest(self) -> None:
-        """Release this rank's GPU memory. When every rank has done so, the driver wakes the servers."""
+        # When every rank has released its GPU memory, the driver wakes the servers.
         from rayapp.learner.distributed import give_back_memory
         from rayapp.learner.memory.idle import moments_of, weights_of
 
@@ -203,8 +181,8 @@ class Learner:
     def train_step(
         self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
-        """Train one step on all groups of `summaries`. This rank computes `shares[data rank]`, and `groups` are the
-        groups of that share, in its order. Metrics of rank 0 cover all ranks."""
+        """Train one step on all groups of `summaries`; `groups` are those of `shares[data rank]`, in its order. Metrics
+        of rank 0 cover all ranks."""
         from rayapp.learner.memory.token_budget import beside_plan
 
         learner, memory = self._learner, dict[str, float]()
@@ -231,7 +209,6 @@ class Learner:
             return supervised_loss(self._learner, rows)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
-        """See `PolicyLearner.log_probs_before`."""
         return self._learner.log_probs_before
 
     def profile(self) -> Profile | None:
@@ -246,9 +223,8 @@ class Learner:
             yield from export_buckets(self._learner.model, bucket_bytes, self._formats(version), rank=rank, lora=lora)
 
     def _formats(self, version: int) -> tuple[torch.dtype, ...]:
-        """Return the number formats to which the weights of this version are rounded before servers get them. After the
-        last step servers get the weights of `final/`, so that the last evaluation is of the model that is saved.
-        """
+        # After the last step servers get the weights of `final/`, so that the last evaluation is of the model that is
+        # saved.
         from rayapp.learner.policy import DTYPES
 
         config = self._learner.config
@@ -283,11 +259,8 @@ class Learner:
         )
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Send the current weights to every server of the group, as policy version `version`.
-
-        Raises:
-            WeightSyncError: a server did not get all weights; the group can't be used any more.
-        """
+        """Send the current weights to every server of the group, as policy version `version`. WeightSyncError: a server
+        did not get all; the group can't be used any more."""
         assert self._sender is not None, "open_weight_group comes first"
         assert self._client is not None
         started, source = time.monotonic(), self._sender.source
@@ -309,7 +282,7 @@ class Learner:
             self._saving = begin_save(self._learner, folder, version, self._idle.on_host)
 
     def checkpoint_done(self) -> bool:
-        """Return whether this rank's part of the checkpoint is written. The driver polls it until it is True."""
+        """Return whether this rank's part of the checkpoint is written."""
         assert self._saving is not None, "no checkpoint has begun"
         if not self._saving.is_done():
             return False
@@ -318,7 +291,7 @@ class Learner:
         return True
 
     def load_checkpoint(self, folder: str) -> int:
-        """Load a checkpoint that any number of ranks wrote; returns its policy version."""
+        """Load a checkpoint that any number of ranks wrote; return its policy version."""
         from rayapp.learner.state.checkpoint import load_learner
 
         with self._borrowing_gpu(trains=True):
@@ -338,7 +311,6 @@ class Learner:
             return log_probs_of(self._learner, group)
 
     def close(self) -> None:
-        """Leave the process groups. Idempotent."""
         from rayapp.learner.distributed import end_ranks
 
         if self._sender is not None:

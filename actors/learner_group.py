@@ -28,8 +28,7 @@ from rayapp.runs.profiles import Profile
 
 T = TypeVar("T")
 
-DEATH_NOTICE_S = 10.0
-"""Time from a rank's death until the other ranks fail and Ray reports the death."""
+DEATH_NOTICE_S = 10.0  # from a rank's death until the other ranks fail and Ray reports the death
 
 
 @dataclass(slots=True, eq=False)
@@ -38,40 +37,32 @@ class LearnerGroup:
 
     handles: tuple[LearnerHandle, ...]
     config: Config
-    plan: TransferRanks | None = None
-    """Ranks of the weight group; None if weights go through the object store."""
-    processor: str = ""
-    """Instruction set of the learners' processors; `gpu` on GPUs."""
+    plan: TransferRanks | None = None  # of the weight group; None if weights go through the object store
+    processor: str = ""  # instruction set of the learners' processors; `gpu` on GPUs
+    # Ranks that have written their part of the present checkpoint.
     _written: set[str] = field(default_factory=set, init=False, repr=False)
-    """Names of the ranks that have written their part of the present checkpoint."""
+    # Policy version that every rank holds; None during a step, and after one that failed midway.
     _version: int | None = field(default=0, init=False, repr=False)
-    """Policy version that every rank holds; None during a step, and after a step that failed midway."""
+    # Event that is unset while a step is trained.
     _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
-    """Event that is unset while a step is trained."""
 
     def __post_init__(self) -> None:
         self._at_rest.set()
 
     @property
     def _data_parallel(self) -> int:
-        """Number of groups of ranks; each group trains on different trajectories."""
         return len(self.handles) // self.config.learner.sequence_parallel
 
     async def rest(self) -> None:
-        """Wait until no step is being trained."""
         await self._at_rest.wait()
 
     def holds(self, version: int) -> bool:
-        """Return True if every rank holds exactly the weights and the optimizer of this version."""
+        """True if every rank holds exactly the weights and the optimizer of this version."""
         return self._version == version
 
     async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
-        """Train one step on these groups, distributed so that all ranks have about equally many tokens.
-
-        Args:
-            refs: references to the groups, in the order of `summaries`. A rank fetches only the groups that it trains
-                on.
-        """
+        """Train one step on these groups (references in the order of `summaries`), distributed so that all ranks have
+        about equally many tokens."""
         self._version = None
         shares = deal(summaries, self.config, self._data_parallel)
         refs_of = self._of_ranks([[refs[share.position] for share in mine] for mine in shares])
@@ -110,7 +101,7 @@ class LearnerGroup:
         return float(losses[0])
 
     def _dealt(self, rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        """Return the rows of each rank: rows go, longest first, to the rank with the fewest tokens so far."""
+        """Deal the rows, longest first, to the rank with the fewest tokens so far."""
         dealt: list[list[Trajectory]] = [[] for _ in range(self._data_parallel)]
         loads = [0] * len(dealt)
         for row in sorted(rows, key=lambda row: -row.num_tokens):
@@ -120,7 +111,6 @@ class LearnerGroup:
         return self._of_ranks(dealt)
 
     def _of_ranks(self, parts: Sequence[T]) -> list[T]:
-        """Return one part for each rank. Ranks that compute micro-batches together get the same part."""
         return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
@@ -129,7 +119,6 @@ class LearnerGroup:
         return dict(found)
 
     async def profile(self, step: int) -> Profile | None:
-        """Return learner 0's profile of the step; None if the step was not profiled."""
         [found] = await self._all([self.handles[0].profile(step)])
         return found if isinstance(found, Profile) else None
 
@@ -155,11 +144,10 @@ class LearnerGroup:
         )
 
     async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
-        """Send the present weights to the group's servers. Returns rank 0's bytes and seconds.
+        """Send the present weights to the group's servers. Return rank 0's bytes and seconds.
 
-        Raises:
-            WeightSyncError: not all weights arrived; the ranks are unchanged.
-            LearnersLostError: a rank failed; the other ranks wait for it.
+        WeightSyncError: not all arrived; the ranks are unchanged. LearnersLostError: a rank failed; the others wait for
+        it.
         """
         try:
             results = await self._all(handle.send_weights(version, timeout_s) for handle in self.handles)
@@ -195,8 +183,7 @@ class LearnerGroup:
         await self._all(handle.export_hf(str(folder)) for handle in self.handles)
 
     async def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Return every rank's answer. Raises LearnersLostError: a rank died or hangs, or a group that it needs is gone;
-        the other ranks then wait for it in the middle of the step."""
+        # LearnersLostError: a rank died or hangs, or a group that it needs is gone; the others wait for it in mid-step.
         running = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)

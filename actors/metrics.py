@@ -1,8 +1,7 @@
 """Reports a run's scalars to Ray's metrics endpoint, which Prometheus scrapes.
 
-It runs inside Ray processes: the driver uses it as a tracker; the sandbox pool, the servers and the rollout workers
-report their own metrics through it between steps. `rayapp.runs.tracking.operator_metrics` lists the metrics. Every
-series has the run's name as a label, and no label with many values, such as prompts, sandboxes or groups.
+`rayapp.runs.tracking.operator_metrics` lists the metrics. Every series has the run's name as a label, and no label with
+many values, such as prompts, sandboxes or groups.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Reporter:
         self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
 
     def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
-        """Set the metric's series that are not in `present` to 0, e.g. a cause of failures that no longer occurs."""
+        """Set series that are no longer present to 0, e.g. a cause of failures that no longer occurs."""
         before = self._reported.setdefault(metric.name, set())
         for labels in before - present:
             self._set(metric, labels, 0.0)
@@ -101,6 +100,5 @@ class MetricsTracker:
         self._reporter.report(of_step(step, metrics))
 
     def close(self) -> None:
-        """Stop repeating the values; the series end with this process. Idempotent."""
         self._closed.set()
         self._thread.join()

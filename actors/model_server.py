@@ -1,8 +1,6 @@
 """`model-server-NAME`: runs `vllm serve` for a model that the run does not train. Its clients use HTTP.
 
-    Ray actor --standard input--> supervisor -> vllm serve -> its engine's processes
-
-All of these processes end with the actor, even on SIGKILL. After a restart the actor listens at the same address.
+All of its processes end with the actor, even on SIGKILL. After a restart it listens at the same address.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ POLL_S = 0.5
 HEALTH_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
 Command = Callable[[ModelServerSection, str, str, int], Sequence[str]]
-"""Function (section, model folder, host, port) -> command line."""
 
 
 def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) -> list[str]:
@@ -69,8 +66,7 @@ class ModelServer(Restartable):
         return f"model-server-{self._section.name}"
 
     async def start(self, address: tuple[str, int] | None = None) -> tuple[str, int]:
-        """Start the server, and return its address when it answers. `address` is that of an earlier start, which
-        clients still use."""
+        """Start the server, and return its address when it answers; `address` is that of an earlier start."""
         from rayapp.storage.models.fetch import with_local_model
 
         here = free_address()
@@ -123,8 +119,8 @@ class ModelServer(Restartable):
 
 
 def _kept(command: Sequence[str], key: str) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor, which ends it at the latest when this process ends. The key goes into the
-    environment, because all users of the machine can read a command line."""
+    # Ended by a supervisor at the latest when this process ends. All users of the machine can read a command line, so
+    # the key goes into the environment.
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | {KEY_VARIABLE: key}
     return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True, env=environment)
 

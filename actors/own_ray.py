@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -27,21 +29,27 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
-START_TIMEOUT_S = 300.0
-"""Seconds that a Ray has to start. Ray's own limit of 30 s is too short for a busy machine."""
+START_TIMEOUT_S = 300.0  # Ray's own limit of 30 s is too short for a busy machine
+START_LIMITS = {
+    "gcs_server_port_wait_time_s": 1,
+    "gcs_rpc_server_connect_timeout_s": 1,
+    "raylet_start_wait_time_s": 1,
+    "raylet_client_num_connect_attempts": 1,
+    "agent_register_timeout_ms": 1000,
+    "worker_register_timeout_seconds": 1,
+    "health_check_timeout_ms": 1000,
+}  # limits of Ray's processes for each other, from 5 to 60 s by default -> number of their units in a second
+START_TRIES = 3
 PROGRESS_S = 10.0
 AGENT_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
-FIRST_DASHBOARD_PORT = 8266
-"""First port that the dashboard of a Ray of ours tries; `ray start` expects 8265."""
+FIRST_DASHBOARD_PORT = 8266  # of the dashboard of a Ray of ours; `ray start` expects 8265
 NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the dashboard's Metrics page stays empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConnection:
-    dashboard_url: str
-    """URL of the dashboard; empty if Ray runs without one."""
-    is_own: bool
-    """True if this process started Ray; Ray then ends with this process."""
+    dashboard_url: str  # empty without a dashboard
+    is_own: bool  # this process started Ray, which then ends with it
 
     def dashboard_line(self) -> str:
         """Return a line with the dashboard's URL, how to log in, and a warning if a configured Prometheus does not
@@ -66,10 +74,7 @@ _kept: _Kept | None = None
 
 @contextmanager
 def one_connection() -> Iterator[None]:
-    """Context manager in which every `ray_session` shares one connection, which ends with the block.
-
-    A training connects for its first evaluation, its warm-up and its steps, and each start of Ray takes ten seconds.
-    """
+    """Let every `ray_session` in the block share one connection, as each start of Ray takes ten seconds."""
     global _kept
     with ExitStack() as exits:
         _kept = _Kept(exits)
@@ -81,15 +86,10 @@ def one_connection() -> Iterator[None]:
 
 @contextmanager
 def ray_session(config: Config, report: Callable[[str], None] = lambda text: None) -> Iterator[RayConnection]:
-    """Context manager for a connection to Ray, which ends with the block or with the `one_connection` around it.
+    """Connect to Ray until the end of the block, or of the `one_connection` around it.
 
     The run's actors end with the connection, and so does a Ray that this process started. `ray stop` is never called,
-    because it would end every Ray on the machine.
-
-    Args:
-        report: gets a line about connecting, and one about the dashboard.
-    Raises:
-        ConfigError: the named Ray can't be reached.
+    because it would end every Ray on the machine. ConfigError: the named Ray can't be reached.
     """
     if _kept is None:
         with _connection(config, report) as session:
@@ -108,8 +108,6 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15: on a shared machine servers and learners would come last.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_TIMEOUT_S:.0f}")
-    os.environ.setdefault("RAY_agent_register_timeout_ms", f"{1000 * START_TIMEOUT_S:.0f}")
     # Ray pre-starts a worker per core for tasks; actors with environments of their own can't use these workers.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
@@ -149,24 +147,62 @@ def _connect(config: Config, report: Callable[[str], None]) -> tuple[Any, bool]:
     if started_here:
         return ray.init(address=started_here, **common), False
     _make_token_folder()
+    own = {
+        "object_store_memory": config.cluster.object_store_mib * MIB,
+        # None: start the dashboard if its packages are installed.
+        "include_dashboard": None if config.cluster.dashboard else False,
+    }
+    return _started(report, own | common), True
+
+
+def _started(report: Callable[[str], None], options: Mapping[str, Any]) -> Any:
+    """Start a Ray and return its context. If its raylet ends meanwhile, start Ray again, at most START_TRIES times.
+
+    A raylet ends if an agent's port was taken meanwhile, or if one of its own limits was too short for a busy machine.
+    """
+    import ray
+
+    for limit, per_s in START_LIMITS.items():
+        os.environ.setdefault(f"RAY_{limit}", f"{per_s * START_TIMEOUT_S:.0f}")
     began = time.monotonic()
-    with _ports_that_ray_start_does_not_use(), _own_session_and_time_to_start(report):
-        cluster = config.cluster
-        own = {
-            "object_store_memory": cluster.object_store_mib * MIB,
-            # None: start the dashboard if its packages are installed.
-            "include_dashboard": None if cluster.dashboard else False,
-        }
-        try:
-            return ray.init(address="local", **own, **common), True
-        except Exception as error:  # Ray has no narrower class for this error
-            if "timed out during startup" not in str(error):
-                raise
+    for tries_left in reversed(range(START_TRIES)):
+        with _ports_that_ray_start_does_not_use(), _own_session_and_time_to_start(report) as processes:
+            try:
+                return ray.init(address="local", **options)
+            except _RayletEndedError:
+                pass
+            except Exception as error:  # Ray has no narrower class for this error
+                if "timed out during startup" not in str(error):
+                    raise
+        why = _why_a_raylet_ended(processes)
+        for process in processes:
+            process.kill()
+        if not (why and tries_left):
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             raise RayappError(
-                f"Ray did not start in {time.monotonic() - began:.0f} s; {load}. Run this again when the machine is "
-                "less busy, or start Ray first with `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
-            ) from None
+                f"Ray did not start in {time.monotonic() - began:.0f} s{why}; {load}. Run this again when the machine "
+                "is less busy, or start Ray first with `ray start --head`. Ray's logs are in "
+                "/tmp/ray/session_latest/logs"
+            )
+        report(f"Ray did not start{why}; starting it again")
+    raise AssertionError("the last try returns or raises")
+
+
+class _RayletEndedError(Exception):
+    """The raylet ended before its node was registered."""
+
+
+def _why_a_raylet_ended(processes: Sequence[subprocess.Popen[bytes]]) -> str:
+    """Return the exit status of a raylet that has ended, and the last error in its log; empty if none has."""
+    for process in processes:
+        words = [str(word) for word in process.args] if isinstance(process.args, list) else []
+        if words and Path(words[0]).name == "raylet" and (status := process.poll()) is not None:
+            (folder,) = (word.partition("=")[2] for word in words if word.startswith("--session_dir="))
+            told = Path(folder, "logs", "raylet.out")
+            lines = told.read_text(errors="replace").splitlines() if told.exists() else []
+            errors = [line for line in lines if re.match(r"\[\S+ \S+ [EFC] ", line)]
+            return f": its raylet ended with status {status}: {errors[-1][-300:] if errors else 'no error in its log'}"
+    return ""
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -188,11 +224,10 @@ def server_names(config: Config) -> list[str]:
 
 @contextmanager
 def _ports_that_ray_start_does_not_use() -> Iterator[None]:
-    """Context manager in which a Ray takes other ports than `ray start --head` and `ray job submit` expect by default.
+    """Let a Ray take other ports than `ray start --head` and `ray job submit` expect by default.
 
-    The dashboard tries the ports from FIRST_DASHBOARD_PORT on, and the agents take free ports. With ports that an agent
-    chooses itself, the raylet waits only 15 s for them, and an agent on a busy machine imports for longer. `ray.init`
-    has no options for these ports, and tries a single port if it is given one for the dashboard.
+    With ports that an agent chooses itself, the raylet waits only 15 s for them, and an agent on a busy machine imports
+    for longer. `ray.init` has no options for these, and tries a single port for the dashboard.
     """
     from ray._private import parameter, ray_constants
 
@@ -217,22 +252,20 @@ def _free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[None]:
-    """Context manager in which Ray's processes start in a separate session, and have START_TIMEOUT_S to start.
+def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Let Ray's processes, which it yields, start in a separate session, with START_TIMEOUT_S to start.
 
-    `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group at once. Ray would then end learners and
-    servers before the driver has saved. Ray's processes still end with this process, because the kernel kills them
-    (PR_SET_PDEATHSIG). `ray.init` has no option for either.
+    `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group: Ray would end learners and servers before
+    the driver has saved. They still end with this process (PR_SET_PDEATHSIG). `ray.init` has no option for either.
     """
     from ray._private import services
 
-    raylets: list[Any] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     class OwnSession(services.ConsolePopen):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options, start_new_session=True)
-            if "raylet" in Path(str(self.args[0])).name:
-                raylets.append(self)
+            processes.append(self)
 
     def node_once_started(*args: Any) -> Any:
         said = began = time.monotonic()
@@ -241,7 +274,9 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
                 return get_node(*args)
             except RuntimeError:  # the node is not registered yet
                 now = time.monotonic()
-                if now - began > START_TIMEOUT_S or any(raylet.poll() is not None for raylet in raylets):
+                if _why_a_raylet_ended(processes):
+                    raise _RayletEndedError from None
+                if now - began > START_TIMEOUT_S:
                     raise
                 if now - said >= PROGRESS_S:
                     said = now
@@ -251,13 +286,13 @@ def _own_session_and_time_to_start(report: Callable[[str], None]) -> Iterator[No
     popen, get_node = services.ConsolePopen, services.get_node
     services.ConsolePopen, services.get_node = OwnSession, node_once_started
     try:
-        yield
+        yield processes
     finally:
         services.ConsolePopen, services.get_node = popen, get_node
 
 
 def _make_token_folder() -> None:
-    """Make the folder in which Ray stores the token of a Ray that we start; only its owner can read it."""
+    """Make the folder of the token of a Ray that we start; only its owner can read it."""
     is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
     if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
@@ -274,10 +309,8 @@ def _make_token_folder() -> None:
 
 
 def _address_of_ray_start() -> str:
-    """Return the address of the Ray that `ray start` last started on this machine if it is alive, else an empty text.
-
-    `ray.init(address="auto")` would take any Ray, even another run's own, which ends with that run.
-    """
+    # If it is alive, else empty. `ray.init(address="auto")` would take any Ray, even another run's own, which ends with
+    # that run.
     from ray._private.services import find_bootstrap_address
 
     address = find_bootstrap_address(None) or ""
@@ -290,11 +323,7 @@ def _address_of_ray_start() -> str:
 
 @contextmanager
 def _messages_of_raylets_logged() -> Iterator[None]:
-    """Context manager that logs, as errors, the messages of raylets about processes that died.
-
-    Ray prints these messages in colour on the driver's stdout, several lines for each process, even with
-    log_to_driver=False. `ray.init` has no option for it.
-    """
+    # Ray prints them in colour on the driver's stdout, several lines for each process, even with log_to_driver=False.
     from ray._private import worker
 
     def log_or_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -313,8 +342,8 @@ def _messages_of_raylets_logged() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's SIGTERM handler: `ray.init` replaces it by one that prints stacks and exits with code 15.
-    Restoring Python's handler also removes Ray's native handler, as a process has one handler per signal."""
+    """Keep the SIGTERM handler: `ray.init` sets one that prints stacks and exits with 15. Ray's native one goes,
+    too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -329,7 +358,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise OSError if nothing listens at the address: Ray itself would retry for minutes."""
+    # Ray itself would retry for minutes.
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()

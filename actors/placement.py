@@ -1,17 +1,8 @@
 """Waits for the GPUs that a run needs, and reserves them: one placement group per run, named after it.
 
-`rayapp.driver.cluster` calls it before it starts any actor. It waits because a job of KubeRay's SidecarMode starts when
-the head answers, while workers may still pull their image, and because an autoscaling cluster adds nodes on request.
-
-split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
-colocated  a bundle per server, which also holds the learners that share the server's GPUs. The GPUs belong to the
-           learners; the server sees the same GPUs, and sleeps while the learners train
-either     a bundle per model server (judges, teachers)
-
-Without GPUs the bundles hold only CPU shares; all else is the same. A restarted actor returns to its bundle.
-
-Equal bundles are ordered by node, so that neighbouring learner ranks, which form a replica (learner.replicas) or share
-micro-batches (learner.sequence_parallel), are on one node if possible.
+split: a bundle per server (its tensor-parallel ranks on one node) and one per learner. colocated: a bundle per server,
+with the learners that share its GPUs; it sleeps while they train. Either: a bundle per model server. Equal bundles are
+ordered by node, so that neighbouring ranks (replicas, sequence_parallel) are on one node if possible.
 """
 
 from __future__ import annotations
@@ -41,7 +32,7 @@ REPORT_EVERY_S = 60.0
 
 
 def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
-    """Return whether the processes of these bundles need GPUs. Raises ConfigError: the cluster has too few."""
+    """Return whether the processes of these bundles need GPUs. ConfigError: the cluster has too few."""
     have = int(ray.cluster_resources().get("GPU", 0))
     if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
         return False
@@ -54,7 +45,7 @@ def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
 
 
 async def wait_for_gpus(config: Config, bundles: Sequence[Bundle]) -> None:
-    """Wait until the cluster has the GPUs of these bundles; don't wait if cluster.wait_for_gpus_s is 0, or on CPU."""
+    """Wait until the cluster has the GPUs of these bundles: workers may still pull their image, or nodes be added."""
     if config.cluster.device == "cpu" or config.cluster.wait_for_gpus_s == 0:
         return
     # Request whole bundles, because all GPUs of a process must be on one node.
@@ -104,8 +95,7 @@ class Placement:
     group: PlacementGroup
     bundles: list[Bundle]
     gpu_ids: dict[int, str]
-    places: Sequence[int]
-    """Index that Ray gives to each of `bundles`."""
+    places: Sequence[int]  # index that Ray gives to each of `bundles`
 
     @classmethod
     async def reserve(
@@ -117,7 +107,7 @@ class Placement:
         with_servers: bool = True,
         with_learners: bool = True,
     ) -> Placement:
-        """Reserve all bundles at once. Raises ConfigError, with requested and free resources: no room in time."""
+        """Reserve all bundles at once. ConfigError, with requested and free resources: no room in time."""
         bundles = bundles_of(config, on_gpu=on_gpu, with_servers=with_servers, with_learners=with_learners)
         group = placement_group(
             [resources_of(bundle) for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
@@ -177,8 +167,6 @@ class Placement:
 def by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
     """Return for each bundle the index of an equal bundle whose place it takes, so that neighbours are on one node.
 
-    Args:
-        nodes: node of each index.
     Example: learners 0 to 3 on nodes a, b, a, b take indices 0, 2, 1, 3.
     """
     places = list(range(len(bundles)))
@@ -198,7 +186,6 @@ def _nodes_of(group: PlacementGroup) -> list[str]:
 
 
 async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
-    """Return the ids of a bundle's GPUs, read by a task inside the bundle."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
     probe = ray.remote(_visible).options(
         num_gpus=bundle.num_gpus, num_cpus=0, scheduling_strategy=strategy, name="which GPUs"

@@ -1,8 +1,7 @@
 """`rollout-worker-N`: runs many groups at once, from prompt to verdicts. A thin actor around `rayapp.rollout`.
 
-The driver calls `run_group` and gets two objects: the group, which stays in the object store and goes to a learner by
-reference, and its summary. Both are the call's return values, so the driver owns them, and finished groups survive
-the worker.
+A group stays in the object store and goes to a learner by reference. It is the call's return value, so the driver owns
+it, and finished groups survive the worker.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ from rayapp.sandbox.providers import local_provider, remote_providers
 from rayapp.tasks.verdict import shape_group
 
 log = logging.getLogger(__name__)
-LATE_S = 60.0
-"""Seconds after a group's deadline. If the group has not ended by then, this process counts as stalled."""
-CLOSE_WAIT_S = 5.0
-"""Seconds for cancelled groups to release their sandboxes."""
+LATE_S = 60.0  # after a group's deadline; this process then counts as stalled
+CLOSE_WAIT_S = 5.0  # for cancelled groups to release their sandboxes
 
 
 class RolloutWorker(Restartable):
@@ -76,13 +73,12 @@ class RolloutWorker(Restartable):
         return f"rollout-worker-{self._index}"
 
     async def ready(self) -> dict[str, float]:
-        """Wait until tasks, data, tools and sandboxes are ready."""
         if self._sources is None:
             self._sources = await open_sources(self._config, self._sandboxes)
         return {"num_eval_prompts": float(sum(self._sources.num_eval_prompts))}
 
     async def ping(self) -> str:
-        """Return the `incarnation`. Raises StalledError: a group still runs LATE_S after its deadline."""
+        """Return the `incarnation`. StalledError: a group still runs LATE_S after its deadline."""
         self._in_hand.check_ends(self._config.group_deadline_s + LATE_S, who=repr(self), work="groups")
         return await self.incarnation()
 
@@ -125,9 +121,6 @@ class RolloutWorker(Restartable):
 
     async def num_eval_prompts(self) -> tuple[int, ...]:
         return self._ready_sources().num_eval_prompts
-
-    async def num_train_prompts(self) -> tuple[int, ...]:
-        return self._ready_sources().num_train_prompts
 
     async def _sample(
         self, request: GroupRequest, config: Config, *, num_samples: int, sampling: SamplingParams, seed: int
@@ -174,7 +167,6 @@ class RolloutWorker(Restartable):
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)
 
     async def close(self) -> None:
-        """End running groups, release the tools' resources, and give every sandbox back."""
         sources, self._sources = self._sources, None
         try:
             # End the groups first: otherwise they would continue in sandboxes that are gone, and nothing would await

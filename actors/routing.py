@@ -1,12 +1,8 @@
 """Sends a group's requests to a server: `Router` in the driver chooses the server, `GroupCalls` in a worker calls it.
 
-A group stays on its server: its trajectories share their prompt in that server's prefix cache, and each turn of a
-trajectory finds the earlier turns there. A group that starts alone goes to the server with the fewest groups; groups of
-a cohort are assigned by their index in the cohort, so that the same synchronous run always assigns them alike.
-
-`GroupCalls` batches requests that start together into one call of their server. A call through Ray costs as much
-processor time as all other work of the worker for a trajectory. Completions come back as they end, batched if they end
-together. Each later turn is a call of its own.
+A group stays on its server, whose prefix cache holds its prompt and earlier turns. A group that starts alone goes to
+the server with the fewest; groups of a cohort by their index, alike in every synchronous run. Requests that start
+together are one call: a call through Ray costs as much processor time as all other work for a trajectory.
 """
 
 from __future__ import annotations
@@ -34,9 +30,7 @@ class Router:
 
     @contextmanager
     def placed(self, request: GroupRequest) -> Iterator[GroupRequest]:
-        """Context manager that chooses a server and yields the request with it. During the block the group counts as
-        load of that server.
-        """
+        """Choose a server and yield the request with it. During the block the group counts as load of that server."""
         server = self._seat(request)
         self._in_flight[server] += 1
         try:
@@ -68,8 +62,8 @@ class _Call:
 
 
 class GroupCalls:
-    """`RolloutEngine` over one server for a whole group, whose prompt stays in the server's prefix cache. `cohort_size`
-    requests start together on this server, including those of other groups."""
+    """`RolloutEngine` over one server for a whole group. `cohort_size` requests start together on this server,
+    including those of other groups."""
 
     def __init__(self, server: VllmServerHandle, *, min_policy_version: int, cohort_size: int) -> None:
         self._server = server
@@ -133,7 +127,6 @@ def _tell(call: _Call, token_ids: Sequence[int]) -> None:
 
 
 def _settle(call: _Call, outcome: Completion | Exception) -> None:
-    """Set the outcome of a call, unless the call has an outcome or its caller was cancelled."""
     if call.answer.done():
         return
     if isinstance(outcome, Exception):

@@ -1,13 +1,7 @@
-"""Actors that manage a run's sandboxes: `sandbox-pool` leases them, `sandbox-reaper-RUN` ends remote sandboxes left
-behind.
+"""Actors that manage a run's sandboxes: `sandbox-pool` leases them, `sandbox-reaper-RUN` ends remote ones left behind.
 
-The pool, a thin actor around `rayapp.sandbox.pool.pool`, makes and ends remote sandboxes and leases sandboxes to all
-rollout workers; code and outputs never pass through it. The driver owns it: when the driver is gone, Ray ends the pool,
-and the reaper ends the sandboxes that remain at a provider.
-
-The reaper, a thin actor around `sandbox.reaper`, is detached: it belongs to the Ray cluster and survives a SIGKILL of
-the driver. Without the pool's heartbeats it ends the run's sandboxes and then itself. The pool dismisses it when no
-sandbox is left.
+The driver owns the pool: when it is gone, Ray ends the pool. The reaper is detached and survives a SIGKILL of the
+driver: without the pool's heartbeats it ends the run's sandboxes and then itself.
 """
 
 from __future__ import annotations
@@ -30,13 +24,10 @@ from rayapp.sandbox.providers import listing_providers
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0
-CLOSE_TIMEOUT_S = 15.0
-"""Deadline for ending sandboxes, well below the driver's deadline for `close`, after which this process is killed."""
+CLOSE_TIMEOUT_S = 15.0  # well below the driver's deadline for `close`, after which this process is killed
 
 
 class PoolActor(Restartable):
-    """Actor of the sandbox pool."""
-
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
         label_logs(run_name)
         self._config = config
@@ -54,9 +45,7 @@ class PoolActor(Restartable):
         await reaper.beat(labels_of(self._run_name), timeout_s)
 
     async def ready(self) -> dict[str, float]:
-        """End sandboxes of an earlier run of this name on this host, then start the pool's periodic work. Returns the
-        metrics of `stats`.
-        """
+        """End sandboxes of an earlier run of this name on this host, then start the pool's periodic work."""
         if not self._chores:
             await self._sweep(stray_after_s=0.0)
             self._chores = [
@@ -105,7 +94,7 @@ class PoolActor(Restartable):
         self._pool.heartbeat(holder)
 
     async def reclaim(self, holder: str) -> int:
-        """Take back the leases of a holder that is dead. Returns their number."""
+        """Take back the leases of a holder that is dead. Return their number."""
         return self._pool.reclaim_of(holder)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:

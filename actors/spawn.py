@@ -33,22 +33,14 @@ ENVIRONMENTS = Path(__file__).parent / "environments"
 class Role:
     """Settings of all processes of one kind."""
 
-    class_path: str
-    """`module:Class`, imported only when an actor of the role is spawned: the driver needs neither torch nor vLLM."""
+    class_path: str  # `module:Class`, imported only when an actor is spawned: the driver needs neither torch nor vLLM
+    # Fewer than the role uses: on a small machine the roles share the cores, and an actor that Ray can't place would
+    # wait forever.
     num_cpus: float
-    """CPUs that Ray reserves, fewer than the role uses. On a small machine the roles share the cores, and an actor that
-    Ray can't place would wait forever.
-    """
-    max_concurrency: int | None = None
-    """Maximum concurrent calls of an async actor; None for a threaded actor, which runs one call at a time."""
-    is_detached: bool = False
-    """True if the actor outlives the driver; it must then end itself."""
-    env_of: str = ""
-    """Key of ROLES whose environment variables the process gets; only for a role that is not in ROLES itself."""
-    max_restarts: int = 0
-    """Number of times that Ray restarts a process that died. -1: no limit; the driver counts restarts, and ends the run
-    after too many.
-    """
+    max_concurrency: int | None = None  # calls of an async actor; None for a threaded one, which runs one at a time
+    is_detached: bool = False  # outlives the driver; it must then end itself
+    env_of: str = ""  # key of ROLES whose variables the process gets, for a role that is not in ROLES
+    max_restarts: int = 0  # by Ray; -1: no limit, the driver counts and ends the run after too many
 
 
 ROLES: dict[str, Role] = {
@@ -79,27 +71,18 @@ ROLES: dict[str, Role] = {
 class GpuShare:
     """Placement of an actor, and the GPUs that it sees; by default any node and no GPU."""
 
-    strategy: Any = None
-    """A Ray scheduling strategy."""
-    num_gpus: float = 0.0
-    """GPUs reserved for this actor alone."""
-    visible_devices: str = ""
-    """Ids of GPUs that are reserved for other actors and that this actor uses too; only if num_gpus is 0."""
+    strategy: Any = None  # a Ray scheduling strategy
+    num_gpus: float = 0.0  # reserved for this actor alone
+    visible_devices: str = ""  # ids of GPUs reserved for other actors that this one uses too, if num_gpus is 0
 
 
 ANYWHERE = GpuShare()
 
 
 def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE) -> Any:
-    """Start one actor and return its Ray handle at once; the constructor runs in the actor's process.
+    """Start one actor and return its Ray handle at once; the constructor runs in the actor's process with `args`.
 
-    Args:
-        role: a key of ROLES, or a `Role` that is not in ROLES.
-        name: name of the actor in the dashboard, unique in the namespace.
-        args: arguments of the constructor.
-        share: the GPUs that the actor gets (`actors.placement`).
-    Raises:
-        ConfigError: another run of this name is in progress.
+    `name` is that in the dashboard, unique in the namespace. ConfigError: another run of this name is in progress.
     """
     spec = ROLES[role] if isinstance(role, str) else role
     options: dict[str, Any] = {
@@ -127,7 +110,6 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
 
 
 def role_env(role: str | Role, share: GpuShare = ANYWHERE) -> dict[str, str]:
-    """Return the environment variables of a role's process, from `environments/<role>.yaml`."""
     owner = role if isinstance(role, str) else role.env_of
     text = (ENVIRONMENTS / f"{owner.replace('-', '_')}.yaml").read_text()
     env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
@@ -145,7 +127,6 @@ def _load(class_path: str) -> type:
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process now, if it still exists."""
     try:
         ray.kill(actor, no_restart=True)
     except (ValueError, RuntimeError):
@@ -154,7 +135,7 @@ def kill(actor: Any) -> None:
 
 
 async def restart(actor: Any) -> None:
-    """End an actor's process, even if it hangs, so that Ray starts it again. Does nothing if the actor is gone."""
+    """End an actor's process, even if it hangs, so that Ray starts it again. Do nothing if the actor is gone."""
     try:
         await asyncio.to_thread(ray.kill, actor, no_restart=False)
     except (ValueError, RuntimeError):

@@ -1,15 +1,8 @@
 """Starts, ends, restores and inspects the actors of a run; used by `rayapp.driver.cluster`.
 
-The `spawn_*` functions start the actors of a role, with their names, arguments and GPUs, and return handles at once;
-`all_ready` waits for them. `Started`, one per run in the driver, keeps them in the order of their start, and `close`
-ends them in reverse.
-
-`dump_stacks` returns the stacks of all actors when a run has stalled. The processes may hang, so py-spy (part of
-ray[default]) reads the stacks from outside, in a task on each actor's node. If the kernel forbids this (in containers
-without SYS_PTRACE), the dump has a note instead.
-
-The `*Member` classes are the members of `rayapp.driver.supervision`. Ray restarts the process behind the same handle
-(`max_restarts` in `actors.spawn`), so its callers keep their handles. A member restores the state of the process.
+`Started`, one per run in the driver, keeps actors in the order of their start, and ends them in reverse. The `*Member`
+classes are those of `rayapp.driver.supervision`: Ray restarts the process behind the same handle, and a member restores
+its state.
 """
 
 from __future__ import annotations
@@ -53,7 +46,8 @@ ONE_DUMP_TIMEOUT_S = 10.0
 
 
 async def dump_stacks() -> str:
-    """Return the stacks of all living actors of this driver, by name. Never raises: lists nodes that don't answer."""
+    """Return the stacks of all living actors of this driver, by name, read by py-spy from outside: they may hang. Never
+    raises: where the kernel forbids it, or a node doesn't answer, a note says so."""
     nodes: dict[str, dict[str, int]] = defaultdict(dict)
     job = ray.get_runtime_context().get_job_id()
     for actor in ray._private.state.actors().values():  # noqa: SLF001 - the public API needs a dashboard
@@ -99,12 +93,10 @@ class StandIn:
     """Actor that replaces a real actor, for tests and benchmarks of everything else."""
 
     role: Role
-    arguments: tuple[object, ...] = ()
-    """Arguments of the stand-in's constructor that follow the real actor's arguments."""
+    arguments: tuple[object, ...] = ()  # of its constructor, after the real actor's
 
 
-StandIns = Mapping[str, StandIn]
-"""Stand-ins by the role that they replace, a key of `actors.spawn.ROLES`."""
+StandIns = Mapping[str, StandIn]  # by role, a key of `actors.spawn.ROLES`
 NO_STAND_INS: StandIns = MappingProxyType({})
 
 
@@ -192,7 +184,7 @@ async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnec
 
 
 async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
-    """Start the run's reaper. It does not end with the driver: the pool dismisses it, or it ends itself."""
+    """Start the reaper, which does not end with the driver: the pool dismisses it, or it ends itself."""
     name = f"sandbox-reaper-{config.run.name}"
     # End an earlier run's reaper of this name, which would take this run's sandboxes for its own.
     for _ in range(REAPER_NAME_ATTEMPTS):
@@ -285,9 +277,7 @@ class _WatchedActor:
 
 @dataclass(frozen=True, slots=True)
 class ServerMember(_WatchedActor):
-    """Supervised vLLM server. Without learners (evaluation) `load_weights` does nothing: the server keeps the model's
-    own weights.
-    """
+    """Supervised vLLM server. Without learners (evaluation) it keeps the model's own weights."""
 
     handle: VllmServerHandle
     start_timeout_s: float
@@ -300,7 +290,7 @@ class ServerMember(_WatchedActor):
 
 @dataclass(frozen=True, slots=True)
 class ModelServerMember(_WatchedActor):
-    """Supervised server of a model that is not trained. The server's clients repeat their requests until it is back."""
+    """Supervised server of a model that is not trained. Its clients repeat their requests until it is back."""
 
     handle: ModelServerHandle
     start_timeout_s: float
@@ -316,7 +306,7 @@ class ModelServerMember(_WatchedActor):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMember(_WatchedActor):
-    """Supervised rollout worker. The worker's local sandboxes end with it; the pool takes leased sandboxes back."""
+    """Supervised rollout worker. Its local sandboxes end with it; the pool takes leased sandboxes back."""
 
     handle: RolloutWorkerHandle
     start_timeout_s: float
@@ -333,7 +323,7 @@ class WorkerMember(_WatchedActor):
 
 @dataclass(frozen=True, slots=True)
 class PoolMember(_WatchedActor):
-    """Supervised sandbox pool. At its start a new pool ends the sandboxes of the previous pool."""
+    """Supervised sandbox pool. At its start a new pool ends the sandboxes of the previous one."""
 
     handle: SandboxPoolHandle
     make_ready: Callable[[], Awaitable[None]]

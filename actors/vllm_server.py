@@ -1,5 +1,6 @@
-"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin actor around `rayapp.engine.vllm`. It refuses to generate
-with an older policy version than the caller requires, and with weights that may be a mixture of two versions.
+"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin actor around `rayapp.engine.vllm`.
+
+It refuses to generate with an older policy version than required, and with a possible mixture of two versions.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
 STREAM_EVERY_S = 0.03
-RESERVE_BYTES = 2**30
-"""Bytes of a GPU's memory that the CUDA driver keeps."""
+RESERVE_BYTES = 2**30  # of a GPU, kept by the CUDA driver
 
 
 def with_planned_share(config: Config) -> Config:
@@ -69,11 +69,10 @@ class VllmServer(Restartable):
         self._engine: VllmEngine | None = None
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
+        # Event that is unset while weights arrive: new requests wait, requests in flight are frozen.
         self._is_settled = asyncio.Event()
-        """Event that is unset while weights arrive: new requests wait for it, and requests in flight are frozen."""
         self._is_settled.set()
-        self._is_sealed = False
-        """True if new weights are loaded and checked, and `go_on` has not been called yet."""
+        self._is_sealed = False  # new weights are loaded and checked, and `go_on` has not been called yet
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
@@ -102,7 +101,7 @@ class VllmServer(Restartable):
         cohort_size: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `VllmEngine.generate`. Raises StaleVersionError: this server's weights are older than needed."""
+        """See `VllmEngine.generate`. StaleVersionError: this server's weights are older than needed."""
         # Set no deadline: the caller has one, and a server whose update never finishes is ended at the sync's deadline.
         await self._is_settled.wait()
         engine = self._ready_engine()
@@ -116,10 +115,8 @@ class VllmServer(Restartable):
     async def generate_many(
         self, requests: list[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
-        """Sample a completion for every request; yield lists of the results that end together. A request that fails
-        yields its error as a result, and the other requests continue. Streamed requests also yield their new tokens,
-        about every STREAM_EVERY_S seconds.
-        """
+        """Sample a completion for every request; yield lists of the results that end together, errors among them.
+        Streamed requests also yield their new tokens, about every STREAM_EVERY_S seconds."""
         news = News[Sequence[int]](every_s=STREAM_EVERY_S)
         coroutines = [self._generate_one(request, partial(news.told, i)) for i, request in enumerate(requests)]
         async for ended in as_they_end(coroutines, news):
@@ -161,7 +158,7 @@ class VllmServer(Restartable):
         }
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """Make the engine's workers members of the learners' group. They stay members until they join another group."""
+        """Make the engine's workers members of the learners' group, until they join another."""
         await self._started_engine().join_weight_group(init_info)
 
     async def begin_update(self) -> None:
@@ -170,7 +167,7 @@ class VllmServer(Restartable):
         await engine.begin_update()
 
     async def _expect_weights(self) -> VllmEngine:
-        """Let requests wait until the following update finishes; they are refused if it fails. Returns the engine."""
+        """Let requests wait until the following update finishes; they are refused if it fails."""
         await self.go_on()  # the learners may have died before they called `go_on` for the last update
         engine = self._started_engine()
         self._is_settled.clear()
@@ -178,7 +175,6 @@ class VllmServer(Restartable):
         return engine
 
     async def receive_weights(self, update_info: Any) -> None:
-        """Have the engine's workers receive the weights, or part of them, that the learners send now."""
         await self._started_engine().receive_weights(update_info)
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
@@ -190,7 +186,7 @@ class VllmServer(Restartable):
 
     async def go_on(self) -> int:
         """Sample with the weights of a finished update: a sleeping server allocates its memory again, and frozen
-        requests continue. Returns the policy version; -1 if the server holds none, or only part of an update."""
+        requests continue. Return the policy version; -1 if the server holds none, or only part of an update."""
         engine = self._engine
         if self._is_sealed and engine is not None:
             await engine.go_on()
@@ -226,8 +222,7 @@ class VllmServer(Restartable):
 
     async def sleep(self) -> bool:
         """Free the GPU's memory, see `VllmEngine.sleep`. The server generates nothing until the next weights. With
-        `train.partial_rollouts` requests in flight are kept, and new ones, such as later turns, wait.
-        """
+        `train.partial_rollouts` requests in flight are kept, and new ones wait."""
         engine, keeps = self._started_engine(), self._config.train.partial_rollouts
         if keeps:
             self._is_settled.clear()
@@ -257,7 +252,7 @@ class VllmServer(Restartable):
 
 
 async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
-    """Copy buckets from the object store into a file that the engine's processes, no Ray workers, can map."""
+    """Copy buckets into a file that the engine's processes, no Ray workers, can map."""
     entries: list[TensorEntry] = []
     checksums: dict[str, int] = {}
     for ref in buckets:

@@ -108,7 +108,7 @@ async def measure_mcp(tokenizer: Any, count: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         async with (
             sandboxes(NUM_SANDBOXES) as source,
-            serving(config, keys={"benchmark": "key"}, lease_timeout_s=LEASE_TIMEOUT_S) as address,
+            serving(config, key="key", lease_timeout_s=LEASE_TIMEOUT_S) as address,
         ):
             tools = await open_tools(write_tool_file(Path(folder), f"{address}/mcp"))
             direct = ScriptedPolicy(tokenizer, python_tools(source, stateful=False), "python")

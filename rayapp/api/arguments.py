@@ -17,15 +17,11 @@ from rayapp.core.protocols import Task
 if TYPE_CHECKING:
     from rayapp.config.foreign_keys import KeyRow
 
-ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
-"""A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
+ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None  # YAML file, settings, or None for all defaults
+# Settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
 Overrides = Sequence[str] | Mapping[str, Any]
-"""Settings that replace those of the config: `["train.num_steps=5"]`, `{"train.num_steps": 5}`, or
-`{"train": {"num_steps": 5}}`."""
-TaskLike = str | os.PathLike[str] | Task
-"""Name of a task, a .yaml or .py file, or the task itself."""
-RewardLike = str | Callable[..., Any]
-"""A reward function with verl's signature (docs/data.md), or its name."""
+TaskLike = str | os.PathLike[str] | Task  # name of a task, a .yaml or .py file, or the task itself
+RewardLike = str | Callable[..., Any]  # function with verl's signature (docs/data.md), or its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +29,9 @@ class GivenRun:
     """A run's config and the Python objects that it names."""
 
     config: Config
+    # Name in the config -> the program's task or reward function.
     objects: Mapping[str, object] = field(default_factory=dict)
-    """Name in the config -> the calling program's object of this name, which is a task or a reward function."""
-    rows: tuple[KeyRow, ...] = ()
-    """Fields of TRL's configuration, each with the keys that it sets. Empty for a run that was not translated from
-    TRL."""
+    rows: tuple[KeyRow, ...] = ()  # fields of TRL's configuration, each with the keys that it sets
 
     def __str__(self) -> str:
         """Return `rows` as text, one line for each field."""
@@ -56,7 +50,6 @@ def make_job(
     reward: RewardLike | None = None,
     agent: str | None = None,
 ) -> GivenRun:
-    """Merge the arguments into a configuration, and name the program's objects in it."""
     objects: dict[str, object] = {}
     if isinstance(config, GivenRun):
         objects, config = dict(config.objects), config.config
@@ -88,10 +81,7 @@ def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
 
 
 def as_settings(given: Overrides, prefix: str = "") -> Iterator[str]:
-    """Yield overrides in the form of the command line.
-
-    Example: `{"train": {"num_steps": 5}}` -> `train.num_steps=5`.
-    """
+    """Yield overrides in the form of the command line: `{"train": {"num_steps": 5}}` -> `train.num_steps=5`."""
     if isinstance(given, str):
         raise ConfigError(f"overrides must be a list or a mapping, not the string {given!r}: write [{given!r}]")
     if not isinstance(given, Mapping):

@@ -1,8 +1,4 @@
-"""The learner as a library: GRPO steps on trajectories sampled elsewhere, in this process, without Ray.
-
-Packing, shared prefixes, verl's estimators and losses, checkpoints and exports are the same as in a run. There is only
-one rank; training on several ranks needs a run.
-"""
+"""The learner as a library: GRPO steps on trajectories sampled elsewhere, in this process, without Ray, on one rank."""
 
 from __future__ import annotations
 
@@ -30,15 +26,8 @@ def trajectory(
     reward: float,
     log_probs: Sequence[float] | None = None,
 ) -> Trajectory:
-    """Make a trajectory of one turn.
-
-    Args:
-        completion_ids: tokens exactly as they were sampled.
-        log_probs: the sampling engine's log-prob of each completion token, or None if unknown. Only
-            `algorithm.rollout_correction` and the metrics that compare engine and learner need them.
-    Raises:
-        InputError: the prompt or the completion is empty, or the number of log-probs is wrong.
-    """
+    """Make a trajectory of one turn, with the completion's tokens exactly as they were sampled. `log_probs` are the
+    sampling engine's; only `algorithm.rollout_correction` and metrics that compare engine and learner need them."""
     for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
         if not len(ids):
             raise InputError(f"{name} is empty: a trajectory needs at least one token in its prompt and its completion")
@@ -57,10 +46,7 @@ def trajectory(
 class LocalLearner:
     """The policy and its optimizer, which exist during a `with` block.
 
-    Args:
-        config: configuration, of which the sections `model`, `algorithm`, `learner`, `train` and `rollout` are used as
-            in a run.
-        overrides: settings that replace those of the config.
+    The config's sections `model`, `algorithm`, `learner`, `train` and `rollout` are used as in a run, with `overrides`.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
@@ -83,13 +69,8 @@ class LocalLearner:
         self._exits.close()
 
     def step(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Run one training step on trajectories grouped by prompt; rewards are compared within a group.
-
-        Returns:
-            `learner/*` and the other metrics of a run's step.
-        Raises:
-            LearnerError: a trajectory does not fit into a micro-batch, or a reward is not finite.
-        """
+        """Run one training step on trajectories grouped by prompt; rewards are compared within a group. Return
+        `learner/*` and the other metrics of a run's step."""
         from rayapp.learner.shares import Share
 
         self._num_steps += 1

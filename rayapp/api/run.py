@@ -22,17 +22,12 @@ if TYPE_CHECKING:
     from rayapp.runs.source import RunSource, StepFile
 
 Purpose = Literal["train", "eval"]
-Steps = int | Sequence[int] | None
-"""One step, several steps, or None for all steps."""
+Steps = int | Sequence[int] | None  # one, several, or None for all
 SHOWN = ("reward/mean", "reward/solved/mean", "eval/reward/mean", "learner/entropy", "sft/loss")
 
 
 class Run:
-    """A run that can be read. Make it with `open_run`.
-
-    Args:
-        uri: a run folder, or s3://bucket/prefix of one. Nothing is read before a property or method is used.
-    """
+    """A run that can be read: a folder, or s3://bucket/prefix. Make it with `open_run`; files are read when needed."""
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         self.uri = str(uri)
@@ -76,14 +71,8 @@ class Run:
         return frame.set_index("step") if len(frame) else frame
 
     def table(self, steps: Steps = None, *, purpose: Purpose = "train") -> Any:
-        """Return trajectories as an Arrow table, with the columns of docs/run-folder.md.
-
-        Args:
-            steps: one step, several, or None for all.
-            purpose: train for trajectories of training steps, eval for those of evaluations.
-        Raises:
-            InputError: none of these steps is recorded.
-        """
+        """Return trajectories as an Arrow table, with the columns of docs/run-folder.md: of one step, several, or all
+        (None), and of training or evaluations (`purpose`)."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -131,20 +120,12 @@ class Run:
         return f"{self.uri.rstrip('/')}/final" if self._source.stamp("final/config.json") else None
 
     def plot(self, *metrics: str) -> Figure:
-        """Plot these metrics over the steps, one below the other. Without names, plot the most common metrics.
-
-        Raises: InputError: the run has none of these metrics.
-        """
+        """Plot these metrics over the steps, one below the other. Without names, plot the most common metrics."""
         return _picture(self.records, metrics or SHOWN, title=self.name)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run for reading.
-
-    Args:
-        path: a run folder, or s3://bucket/prefix of one.
-    Raises: InputError: the path is not a run folder.
-    """
+    """Open a run folder, or s3://bucket/prefix of one, for reading."""
     run = Run(path)
     _ = run.name
     return run

@@ -1,10 +1,6 @@
 """`train`, `sft` and `evaluate`. On Ctrl-C or an error, they first end every process that they started, and then raise.
 
-In a script the functions run in the calling thread, which receives the signals. If this thread has a running event
-loop, as in a notebook, they run in a separate thread, and the calling thread waits for it.
-
-`with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
-made with the base model that the run's config.yaml names.
+If this thread has a running event loop, as in a notebook, they run in a separate thread.
 """
 
 from __future__ import annotations
@@ -32,12 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Result of `evaluate`."""
-
-    metrics: Mapping[str, float]
-    """The metrics of a training step, as far as they apply, and `pass_at_K/<task>`."""
-    table: Any
-    """Arrow table of all completions with their verdicts. docs/run-folder.md lists the columns."""
+    metrics: Mapping[str, float]  # of a training step, as far as they apply, and `pass_at_K/<task>`
+    table: Any  # Arrow table of all completions with their verdicts (docs/run-folder.md)
 
     def trajectories(self) -> pd.DataFrame:
         """Return `table` as a pandas frame."""
@@ -54,22 +46,17 @@ def train(
     agent: str | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
-    """Train as `rayapp train` does, including the warm-up. Called again, the function continues from the last
-    checkpoint.
+    """Train as `rayapp train` does, including the warm-up. Called again, it continues from the last checkpoint.
 
     Args:
         config: a YAML file, settings as a mapping, a `Config`, the result of `trl_config`, or None for the defaults.
-        overrides: settings that replace those of the config: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
+        overrides: settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
         tasks: names, files, or task objects (`rayapp.CodingTask`) that replace the config's tasks.
         reward: function that scores answers to data rows, or its name.
         agent: single_turn_agent, tool_agent, or the name of a plug-in.
-        on_step: function of a step's number and metrics, which is called after each step, before the next step. It may
-            be a coroutine function.
-    Returns:
-        The run, for reading.
-    Raises:
-        UserError: an argument or setting can't be used. No process is left running.
-        KeyboardInterrupt: Ctrl-C was pressed. Finished steps are saved, and every process has ended.
+        on_step: function (or coroutine function) of a step's number and metrics, called before the next step.
+
+    UserError: an argument or setting can't be used. KeyboardInterrupt: finished steps are saved.
     """
     job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
 
@@ -84,13 +71,8 @@ def train(
 
 
 def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
-    """Run only the supervised steps on demonstrations (section `warmup`), as `rayapp sft` does.
-
-    Returns:
-        The run of the supervised steps, whose name is `<run.name>-sft`. Its property `model` is the trained model.
-    Raises:
-        UserError, KeyboardInterrupt: as `train`.
-    """
+    """Run only the supervised steps on demonstrations (section `warmup`), as `rayapp sft` does. Return the run
+    `<run.name>-sft`, whose `model` is the trained one."""
     job = make_job(config, overrides, tasks=tasks)
 
     def work() -> Run:
@@ -120,8 +102,6 @@ def evaluate(
         model: a model folder or a checkpoint (`checkpoints/step=…`) that replaces the config's model.
         samples: completions per task or row; by default `eval.samples_per_task`.
         out: folder for the completions and verdicts, which `rayapp view` shows.
-    Raises:
-        UserError, KeyboardInterrupt: as `train`.
     """
     job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
     changed: dict[str, dict[str, Any]] = {}
@@ -146,7 +126,8 @@ def evaluate(
 
 @contextmanager
 def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
-    """Yield the config. If `model.path` is a checkpoint, it is replaced by a model folder."""
+    """Yield the config. If `model.path` is a checkpoint, it is replaced by its `hf_model`, or by a temporary folder
+    made with the base model that the run's config.yaml names."""
     path = Path(config.model.path)
     if not path.name.startswith("step=") or not path.is_dir():
         yield config

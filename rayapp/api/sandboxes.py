@@ -73,11 +73,7 @@ class SandboxPool:
     def lease(
         self, spec: SandboxSpec | None = None, *, timeout_s: float = LEASE_TIMEOUT_S
     ) -> Iterator[BlockingSandbox]:
-        """Lease a sandbox during a block.
-
-        Raises:
-            SandboxUnavailableError: no sandbox is free in time.
-        """
+        """Lease a sandbox during a block. SandboxUnavailableError: none is free in time."""
         thread, source = self._open()
         lease = source.lease(spec or SandboxSpec(), timeout_s=timeout_s)
         box = thread.run(lease.__aenter__())
@@ -93,10 +89,8 @@ class SandboxPool:
     def run_all(
         self, codes: Sequence[str], *, timeout_s: float = TIMEOUT_S, stdin: str = "", spec: SandboxSpec | None = None
     ) -> list[ExecResult]:
-        """Run several programs, each in its own sandbox, as many in parallel as the pool allows.
-
-        Raises: SandboxError: a sandbox failed; the code is not the cause.
-        """
+        """Run several programs, each in its own sandbox, as many in parallel as the pool allows. SandboxError: a
+        sandbox failed; the code is not the cause."""
         thread, source = self._open()
 
         async def one(code: str) -> ExecResult:

@@ -1,6 +1,4 @@
-"""Scores completions of a task with the code of training. Neither a model nor Ray is needed: the sandbox pool is in
-this process.
-"""
+"""Scores completions of a task with the code of training, without a model or Ray."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_task
 from rayapp.tasks.verdict import task_verdict
 
-_AT_ONCE = 4
-"""Number of completions that are scored in parallel. Their order is kept."""
+_AT_ONCE = 4  # completions in parallel, in order
 
 
 def score(
@@ -35,18 +32,10 @@ def score(
     config: ConfigLike = None,
     overrides: Overrides = (),
 ) -> list[Reward]:
-    """Score completions as training does, in sandboxes.
+    """Score completions as training does, in sandboxes. Return one verdict for each, in order.
 
-    Args:
-        task: name of a task, a .yaml or .py file, or the task itself.
-        completions: texts to score. A text with the function's `def` line is the whole answer; any other text is
-            appended to the task's prefill.
-        seed: seed that draws the hidden tests.
-        config: config whose section `sandbox` is used.
-    Returns:
-        One verdict for each completion, in order.
-    Raises:
-        UserError: the task or the sandboxes can't be used.
+    A completion with the function's `def` line is the whole answer; any other is appended to the task's prefill. `seed`
+    draws the hidden tests; of the config, the section `sandbox` is used.
     """
 
     def work() -> list[Reward]:
@@ -59,7 +48,6 @@ def score(
 
 
 def as_task(task: TaskLike) -> Task:
-    """Return a task: load it if a name or file is given. Raises InputError: the task can't be used."""
     found = load_task(str(task)) if isinstance(task, str | os.PathLike) else task
     if isinstance(found, EnvironmentRow):
         found.refuse()

@@ -48,11 +48,7 @@ def say_at_once(text: str) -> None:
 
 @contextmanager
 def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
-    """Yield the config with its model replaced by a folder that holds only this config.json; unchanged for None.
-
-    Raises:
-        InputError: there is no such file.
-    """
+    """Yield the config with its model replaced by a folder that holds only this config.json; unchanged for None."""
     if file is None:
         yield config
         return
@@ -67,11 +63,8 @@ def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenText:
-    """A completion to score."""
-
     file: str
-    line: int
-    """Line in a .jsonl file, from 1; 0 if the whole file is the completion."""
+    line: int  # in a .jsonl file, from 1; 0 if the whole file is the completion
     text: str
 
 
@@ -89,11 +82,7 @@ def verdict_fields(reward: Reward) -> dict[str, object]:
 
 
 def read_answers(file: str) -> list[GivenText]:
-    """Return the completions of a file: `completion` of each line in .jsonl, else the whole file; `-` reads stdin.
-
-    Raises:
-        InputError: the file can't be read, or a line has no completion.
-    """
+    """Return the completions of a file: `completion` of each line in .jsonl, else the whole file; `-` reads stdin."""
     text = _read(file)
     if Path(file).suffix != ".jsonl":
         return [GivenText(file=file, line=0, text=text)]

@@ -1,8 +1,4 @@
-"""`rayapp data`: write rows in verl's schema (`rayapp.tasks.data.preparing`), or demonstrations from a run's
-trajectories (`rayapp.runs.trajectories`).
-
-Progress is a bar on a terminal; in a log it is one line per tenth of the rows.
-"""
+"""`rayapp data`: write rows in verl's schema, or demonstrations from a run's trajectories."""
 
 from __future__ import annotations
 
@@ -210,5 +206,5 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print_tenths(split: str, done: int, total: int) -> None:
-    if done * _STEPS // total != (done - 1) * _STEPS // total:
-        print(f"{split}: {done} of {total} rows", file=sys.stderr, flush=True)
+    if total and done * _STEPS // total != (done - 1) * _STEPS // total:
+        print(f"{split}: {done} of {total}", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """`rayapp doctor`: report what this machine has and whether a config can run on it. Changes nothing, starts no Ray.
 
-Each check is a small function that returns findings. A finding that would stop a run includes a cure. Of secrets only
-the name of the variable is reported.
+A finding that would stop a run includes a cure. Of secrets only the name of the variable is reported.
 """
 
 from __future__ import annotations
@@ -40,18 +39,12 @@ from rayapp.storage.opening import open_storage
 
 app = typer.Typer()
 
-_MOST_BESIDE_SHM = 10**10
-"""Bytes of the largest object store that Ray places in /tmp if /dev/shm is too small."""
-_SHM_OF_RANKS = 160 << 20
-"""Bytes of /dev/shm that vLLM needs for the messages between the ranks of one server."""
+_MOST_BESIDE_SHM = 10**10  # largest object store that Ray places in /tmp if /dev/shm is too small
+_SHM_OF_RANKS = 160 << 20  # of /dev/shm, for vLLM's messages between the ranks of one server
 
 
 def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
-    """Print all findings; return True if something would stop the run.
-
-    Args:
-        has_weights: False if the model's folder holds only a config.json.
-    """
+    """Print all findings; True if something would stop the run. Without `has_weights` only config.json is here."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -110,8 +103,7 @@ def _device_fits(config: Config) -> Iterator[Finding]:
 
 
 def _compiler_is_there(config: Config) -> Iterator[Finding]:
-    """Yield a problem if this machine lacks the compiler that `learner.compile` needs. Learners on other machines check
-    theirs when they start."""
+    # Learners on other machines check theirs when they start.
     on_gpu = config.cluster.device != "cpu" and bool(gpu_names())
     attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
     if attaches or (config.cluster.device == "gpu" and not on_gpu) or not config.compiles(on_gpu=on_gpu):
@@ -155,8 +147,7 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Run the checks of inputs that `train` runs before it starts, and the check of the tool parser, which rollout
-    workers run in `train`."""
+    """Make the checks of `train`, and that of the tool parser, which rollout workers make."""
     from rayapp.rollout.check import input_checks
 
     found = [
@@ -183,12 +174,7 @@ def _problem(what: str, check: Callable[[], object]) -> Iterator[Finding]:
 
 
 def _tokenizer(config: Config, *, is_found: bool) -> Any:
-    """Load the model's tokenizer; None if the model is not on this machine or the tokenizer can't be loaded.
-
-    Args:
-        is_found: True if the model's check passed. If it failed and the path is not a folder, the hub is not searched,
-            because that takes a minute.
-    """
+    # Unless `is_found`, the hub is not searched, because that takes a minute.
     from rayapp.storage.models.tokenizer import load_tokenizer
 
     if config.model.path.startswith("s3://") or not (is_found or Path(config.model.path).is_dir()):
@@ -227,7 +213,7 @@ def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
 
 def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Report the parts of earlier turns that the chat template changes, for agents that send their history again."""
+    """Report what the chat template changes in earlier turns, for agents that send their history again."""
     if config.agent_name != "external_agent":
         return
     from rayapp.rollout.agent.chat import ChatFormat, load_template
@@ -300,7 +286,6 @@ def _runs_on_gpus_here(config: Config) -> bool:
 
 
 def _node_memory_fits(config: Config) -> Iterator[Finding]:
-    """Yield a problem if a run on this machine's GPUs needs more host memory than is available."""
     from rayapp.learner.memory.plan import plan_node
     from rayapp.learner.memory.shape import model_shape
 
@@ -339,7 +324,6 @@ def _shared_memory_fits(config: Config) -> Iterator[Finding]:
 
 
 def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
-    """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or config.model.path.startswith("s3://") or not gpu_names():
         return
     from rayapp.learner.memory.plan import plan_gpu, plan_server, without_autos
@@ -389,14 +373,13 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
 
 
 def _checkpoint_bytes(config: Config, weights: int) -> int:
-    """Return the bytes of one checkpoint, given the bytes of the model's bfloat16 weights."""
     trained = 0 if config.learner.lora.rank else 2 * weights  # in float32; adapters are small
     sizes = {"model": trained, "optimizer": 2 * trained, "hf_model": weights}
     return sum(sizes[content] for content in config.checkpoint.save_contents)
 
 
 def _most_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints that are on disk at once, counting the one that is being written."""
+    """Return how many checkpoints are on disk at once, with the one that is being written."""
     section, num_steps = config.checkpoint, config.train.num_steps
     saved = -(-num_steps // section.every_steps) if section.every_steps else 1
     return min(section.keep_last + section.keep_best + 1, saved)

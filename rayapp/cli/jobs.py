@@ -71,11 +71,7 @@ def submit(
 def sbatch_command(
     config: Config, path: Path, overrides: Sequence[str], options: Sequence[str], *, follow: bool = False
 ) -> list[str]:
-    """Return the sbatch command of a run.
-
-    Args:
-        options: options of sbatch, each a text with one or several of them.
-    """
+    """Return the sbatch command of a run; `options` are texts with one or several options of sbatch."""
     if not SCRIPT.is_file():
         raise InputError(f"{SCRIPT} does not exist: wheels don't contain it. Run this in a clone of the project.")
     asked = [word for text in options for word in shlex.split(text)]
@@ -107,8 +103,8 @@ def check_paths(config: Config, path: Path) -> None:
 def token_mode(address: str) -> dict[str, str]:
     """Return the variable with which Ray's client sends its token, if there is a token for this address.
 
-    By itself the client sends no token, but a plain `ray start` requires one as soon as ~/.ray/auth_token exists, which
-    a run creates. That file holds this machine's token: it is used only for addresses of this machine.
+    By itself the client sends none, but a plain `ray start` requires one once ~/.ray/auth_token exists, which a run
+    creates. That is this machine's token, for addresses of this machine.
     """
     if "RAY_AUTH_MODE" in os.environ:
         return {}
@@ -119,7 +115,6 @@ def token_mode(address: str) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str], *, shown: str = "") -> int:
-    """Print a command, run it, and return its exit code."""
     words = [shown, *command[3:]] if shown else command
     typer.echo(shlex.join([*(f"{name}={value}" for name, value in variables.items()), *words]), err=True)
     try:

@@ -29,8 +29,7 @@ _KEYS = (
 )  # fmt: skip
 GIB = 1 << 30
 _SANDBOX_TIMEOUT_S = 20.0
-METRICS_PORT = 8080
-"""Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
+METRICS_PORT = 8080  # of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def metrics_port(port: int) -> Finding:
 
 
 def _token_folder() -> Iterator[Finding]:
-    """Yield a problem if Ray's token file can't be written to the home folder, because a run then can't start Ray."""
+    """Yield a problem if Ray's token can't be written: a run then can't start Ray."""
     mode, given = os.environ.get("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     if mode.lower() != "token" or any(os.environ.get(name) for name in given):
         return
@@ -121,7 +120,7 @@ def free_shared_memory() -> int:
 
 
 def _torch() -> Finding:
-    """Check that torch can be loaded. For a CPU build load only its libraries, because the import takes 3 s."""
+    """Check that torch loads. For a CPU build only its libraries are loaded, because the import takes 3 s."""
     version = installed("torch") or ""
     try:
         if _is_cpu_build():
@@ -138,7 +137,6 @@ def _is_cpu_build() -> bool:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the GPUs that torch finds on this machine."""
     if _is_cpu_build():
         return []
     import torch
@@ -155,7 +153,6 @@ def _gpus() -> Finding:
 
 
 def sandbox_finding(config: SandboxConfig, *, level_if_none: Level) -> Finding:
-    """Run code in a sandbox and report its isolation."""
     from rayapp.sandbox.pool.build import open_pool
 
     async def isolation() -> str:
@@ -172,7 +169,6 @@ def sandbox_finding(config: SandboxConfig, *, level_if_none: Level) -> Finding:
 
 
 def _isolation() -> Iterator[Finding]:
-    """Report the isolation of model-written code on this node, and what code in a sandbox reaches outside of it."""
     from rayapp.sandbox.local.doctor import examine
 
     report = run_until_done(examine())
@@ -187,7 +183,7 @@ def _isolation() -> Iterator[Finding]:
 
 
 def _plugins() -> Iterator[Finding]:
-    """Report installed plug-ins. A broken one fails only the runs that use it."""
+    # A broken one fails only the runs that use it.
     for plugin in plugins():
         try:
             plugin.load()
@@ -198,7 +194,6 @@ def _plugins() -> Iterator[Finding]:
 
 
 def _images() -> Finding:
-    """Report whether local sandboxes can have images as their roots."""
     from rayapp.sandbox.local.provider import why_no_images_here
 
     why = why_no_images_here()

@@ -1,9 +1,7 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
-Each command's module has an `app`, a Typer. The module is imported when the command runs, so that no command waits for
-the imports of another one; `COMMANDS` has the lines that `rayapp --help` prints. Exit codes: 0 done, 1 failed, 2 bad
-config or input, 3 the budget is spent, 130 interrupted. Errors that a user can correct are printed as one message
-without a traceback.
+Each command's module has an `app`, a Typer, and is imported when the command runs. Exit codes: 0 done, 1 failed, 2 bad
+config or input (one message, no traceback), 3 the budget is spent, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,10 +18,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
+from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR, say_at_once
 from rayapp.core.errors import BudgetSpentError, RayappError, UserError, first_line
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
+# Commands and groups, each with its Typer (`module:variable` here, or `extras.ROOM.module:variable`) and the first
+# sentence of its help. A command of a group in another module has its own line: "config import-verl".
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": (
         "trying:init_app",
@@ -52,11 +52,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
     "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
 }
-"""Commands and groups, each with its Typer and the first sentence of its help.
-
-A Typer's place is `module:variable` of this package, or `extras.ROOM.module:variable` of `rayapp.extras`. A command of
-a group that is in another module than the group has a line of its own: `"config import-verl"`.
-"""
 
 
 class _Deferred(TyperCommand):
@@ -67,11 +62,12 @@ class _Deferred(TyperCommand):
         self.path = path
 
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
+        if args and "--help" not in args and " " not in self.path:
+            say_at_once(f"rayapp {self.path}")
         return load_command(self.path).make_context(info_name, args, *given, **extra)
 
 
 def load_command(path: str) -> TyperCommand | TyperGroup:
-    """Import the module of a command or group of `COMMANDS` and return the command."""
     name = path.rpartition(" ")[2]
     inside = {each.removeprefix(f"{path} "): _Deferred(each) for each in COMMANDS if each.startswith(f"{path} ")}
     loaded = _loaded(COMMANDS[path][0], bool(inside))
@@ -136,7 +132,7 @@ def _program(
 
 
 def _list_whole_sentences(typed: typer.Typer) -> None:
-    """Let the lists of commands show the first paragraph of each command's help, which they would cut to one line."""
+    # Lists show the first paragraph of each command's help, which they would cut to one line.
     for command in typed.registered_commands:
         command.short_help = " ".join((inspect.getdoc(command.callback) or "").partition("\n\n")[0].split())
 
@@ -154,8 +150,8 @@ def main() -> None:
 
 
 def _begin_in_utf8() -> None:
-    """Restart this program in Python's UTF-8 mode if the locale has another encoding. The mode applies to every file
-    and pipe, also in libraries and child processes. With the locales C and POSIX, Python uses UTF-8 anyway."""
+    # The mode applies to every file and pipe, also in libraries and child processes. With C and POSIX, Python uses
+    # UTF-8 anyway.
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
     if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1 means that this program was already restarted
         return

@@ -1,7 +1,4 @@
-"""`rayapp plan`: print the GPU memory and time that a config needs, by phase, from the model's config.json alone.
-
-The arithmetic is in `rayapp/learner/memory/`; this file prints it.
-"""
+"""`rayapp plan`: print the GPU memory and time that a config needs, by phase, from the model's config.json alone."""
 
 from __future__ import annotations
 
@@ -32,12 +29,13 @@ AUTOS = (("server", "gpu_memory_utilization"), ("learner", "activation_checkpoin
 
 
 def plan_command(config: Config, gpu: Gpu) -> bool:
-    """Print the plan for GPUs of this kind. Returns True if the config fits."""
+    """Print the plan for GPUs of this kind. Return True if the config fits."""
     shape, given = model_shape(config), config
     config = without_autos(shape, config, gpu)
     for part, key in AUTOS:
         if getattr(getattr(given, part), key) == "auto":
-            print(f"{part}.{key} is auto: planned with {getattr(getattr(config, part), key)}")
+            of_layers = f" of {shape.num_layers} layers" if key == "activation_checkpointing" else ""
+            print(f"{part}.{key} is auto: planned with {getattr(getattr(config, part), key)}{of_layers}")
     plan = plan_gpu(shape, config, gpu)
     for line in (*plan_lines(shape, config, gpu, plan), *refusal_lines(config, gpu, plan)):
         print(line)
@@ -57,7 +55,6 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
 
 
 def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
-    """Yield memory and time of each phase, and the cost."""
     yield f"{shape.num_parameters / 1e9:.2f}B parameters in {shape.num_layers} layers"
     if shape.num_adapter_parameters:
         yield f"adapters: {shape.num_adapter_parameters / 1e6:.1f}M parameters; all others are frozen"
@@ -101,8 +98,7 @@ def hourly_price(config: Config) -> tuple[int, int, float]:
 
 
 def step_seconds(config: Config, rows: list[PhaseRow]) -> float:
-    """Return the seconds of a step. In asynchronous runs servers sample while the learners train, so the slower side
-    counts."""
+    """Return the seconds of a step. In asynchronous runs the slower of servers and learners counts."""
     servers = sum(row.speed.seconds for row in rows if row.phase == "generate")
     learners = sum(row.speed.seconds for row in rows) - servers
     return servers + learners if config.train.takes_turns else max(servers, learners)
@@ -152,7 +148,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def plan_on_cpu(config: Config) -> bool:
-    """Print the memory and the seconds of a step that a run on this machine's CPU takes. Returns True if it fits."""
+    """Print the memory and the seconds of a step that a run on this machine's CPU takes. Return True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
     print(f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers, on this machine's CPU")

@@ -1,12 +1,8 @@
 """`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
 
-run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
-serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
-reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
-
-`run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
-like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
-every run with this key, at the config's providers, or at those whose key is in the environment.
+run      one file, as model-written code would run         the code's exit status; 124 when it was stopped
+serve    offer sandboxes over MCP                          until Ctrl-C or SIGTERM
+reap     end sandboxes that runs left at a provider        exit 0 nothing left, 1 something is, 2 wrong key
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
@@ -85,8 +81,7 @@ KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
 @app.command(
     epilog="Examples:\n\n"
     f"  {KEY_VARIABLE}=secret rayapp sandbox serve\n\n"
-    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --keys-file clients.txt --max-per-client 4\n\n"
-    "  rayapp sandbox serve --no-key          (for verl's reward.sandbox_fusion.url, which sends no key)"
+    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --host 0.0.0.0"
 )
 def serve(
     config: OptionalConfigFile = None,
@@ -96,62 +91,31 @@ def serve(
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with the key that clients send")
     ] = KEY_VARIABLE,
-    keys_file: Annotated[
-        Path | None, typer.Option(help="File of several clients, one NAME KEY a line, in place of one key")
-    ] = None,
     no_key: Annotated[
         bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
     ] = False,
-    max_per_client: Annotated[
-        int, typer.Option(min=0, help="Maximum sandboxes that one client holds at once; 0: no limit")
-    ] = 0,
-    max_memory_mib: Annotated[int, typer.Option(min=64, help="Maximum memory that a request may ask for")] = 4096,
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
-    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit.
-
-    Clients are served in turn, so that one with many requests does not delay the others.
-    """
+    """Serve sandboxes to other programs as MCP tools at /mcp."""
     sandboxes = loaded_config(config, overrides).sandbox
-    if no_key and keys_file is not None:
-        raise InputError("--no-key and --keys-file exclude each other: give one of them")
-    key = os.environ.get(api_key_env, "")
-    keys = {} if no_key else {"default": key}
-    if keys_file is not None:
-        keys = load_extra("service.clients:read_keys")(keys_file)
-    if not all(keys.values()):
-        raise ConfigError(
-            f"clients need a key, but {api_key_env} is not set: set it to a key, name a file of clients with "
-            "--keys-file, or pass --no-key"
-        )
+    key = "" if no_key else os.environ.get(api_key_env, "")
+    if not key and not no_key:
+        raise ConfigError(f"clients need a key, but {api_key_env} is not set: set it to a key, or pass --no-key")
     serving = partial(
-        _serving,
+        load_extra("service.app:serving"),
         sandboxes,
-        keys=keys,
+        key=key,
         host=host,
         port=port,
         lease_timeout_s=lease_timeout_s,
-        max_leases_per_client=max_per_client,
-        max_memory_mib=max_memory_mib,
     )
     asyncio.run(_serve(serving))
 
 
-def _serving(
-    config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
-) -> AbstractAsyncContextManager[str]:
-    routes = load_extra("service.fusion:fusion_routes")(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
-    serving: AbstractAsyncContextManager[str] = load_extra("service.app:serving")(
-        config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings
-    )
-    return serving
-
-
 _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
-MCP            {address}/mcp
-SandboxFusion  {address}/run_code and {address}/submit
-counts         {address}/health and {address}/metrics"""
+MCP     {address}/mcp
+counts  {address}/health and {address}/metrics"""
 
 
 async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:
@@ -195,7 +159,7 @@ def reap(
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Print text unchanged; on a terminal, make control characters visible, because the terminal would obey them."""
+    """Print text; on a terminal, which would obey them, make control characters visible."""
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -221,8 +185,7 @@ EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
-    """End sandboxes: one line each on stdout, failures on stderr. Returns 0: none is left; 1: some may be left; 2: a
-    key or an endpoint is wrong."""
+    """End sandboxes: one line each on stdout, failures on stderr. 0: none is left; 1: some may be; 2: wrong key."""
     providers = {str(section.type): remote_provider(section) for section in _sections(kinds, config)}
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
@@ -240,7 +203,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BCon
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
-    """Return providers with default settings: the named ones, or else those whose key is set."""
+    """Return the named providers, or else those whose key is set."""
     sections = (E2BConfig(), DaytonaConfig())
     return [section for section in sections if section.type in kinds or os.environ.get(section.api_key_env)]
 
@@ -282,10 +245,8 @@ def _line(each: Reaped, *, dry_run: bool) -> str:
 
 
 PROVIDERS = ("local", "e2b", "daytona", "mcp")
-RUN_NAME = "sandbox-run"
-"""Run name in the sandbox's labels."""
-_ENDS_AFTER_S = 120.0
-"""Seconds after the program's deadline at which the sandbox ends by itself if this process has not ended it."""
+RUN_NAME = "sandbox-run"  # in the sandbox's labels
+_ENDS_AFTER_S = 120.0  # after the program's deadline, if this process has not ended the sandbox
 
 
 def choose_provider(

@@ -1,7 +1,4 @@
-"""`rayapp score` scores completions of a task, or answers to a reward, with the code that training scores with.
-
-It prints one JSON line per completion, in order. It needs no model and no Ray: the sandbox pool is in this process.
-"""
+"""`rayapp score` scores completions of a task, or answers to a reward, with the code that training scores with."""
 
 from __future__ import annotations
 

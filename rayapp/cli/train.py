@@ -35,7 +35,6 @@ def train(
     ] = False,
 ) -> None:
     """Train as CONFIG says. If the run has a checkpoint, continue from the last one (run.resume)."""
-    say_at_once("reading the configuration")
     from rayapp.config.loading import load_config
 
     given = overrides or []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from rayapp.tools.base import RawCall, ToolContext
 from rayapp.tools.toolset import ToolSet
 
 SHOWN_CHARS = 200
+_ASSERT = re.compile(r"""^[\s\["']*assert\b""", re.MULTILINE)
+"""A line of Python's tests, also within a JSON list of tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    name: str
-    """Reward function, as FILE.py:NAME or package.module:NAME, or a data source that has a rule."""
+    name: str  # FILE.py:NAME, package.module:NAME, or a data source that has a rule
     data: Path | None
     rows: range
     ground_truth: str
@@ -40,8 +42,9 @@ class Trial:
 
 
 def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool:
-    """Score the answers, or without answers the ground truth and an empty text of each row, and print one JSON line
-    each. Returns True if every answer has a verdict and each row's ground truth earns more than an empty text."""
+    """Score the answers, or the ground truth and an empty text of each row, and print one JSON line each. Return True
+    if every answer has a verdict, each row's ground truth earns more than an empty text, and a right answer was tried.
+    """
     from rayapp.config.loading import load_config
     from rayapp.rollout.sources import answer_rewards
     from rayapp.sandbox.pool.build import open_pool
@@ -56,7 +59,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
         rewards.truth_kind(row.data_source)
 
     async def run() -> bool:
-        is_well = True
+        is_well, untried = True, 0
         async with open_pool(config.sandbox.without_stock, f"try-{os.getpid()}") as (pool, _):
             for number, row in given:
                 verdicts = []
@@ -67,13 +70,21 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
                 if told:
                     print(told, file=sys.stderr)
                 is_well &= all(verdict.valid for verdict in verdicts) and not told
-        return is_well
+                untried += not (answers or has_right_answer(row, trial))
+        if untried:
+            print(
+                f"{'failed' if untried == len(given) else 'note'}: no right answer was tried on {untried} of "
+                f"{len(given)} rows: their ground truth is not an answer (tests, a struct or empty). Give one with "
+                "--answer, or a file of answers",
+                file=sys.stderr,
+            )
+        return is_well and untried < len(given)
 
     return run_until_done(run())
 
 
 def with_function(config: Config, trial: Trial) -> Config:
-    """Return the config with the tried function as reward.custom. If a rule is tried, reward.custom is empty."""
+    """Return the config with the tried function as reward.custom; empty for a rule."""
     return with_values(config, reward={"custom": trial.name if trial.has_function else ""})
 
 
@@ -105,21 +116,25 @@ def _read_table(file: Path) -> Any:
 
 
 def _extremes(row: DataRow, trial: Trial) -> list[str]:
-    """Return the right answer and an empty text. If the prompt asks for the rule's form, the right answer has this
-    form."""
+    """Return the right answer, in the rule's form if the prompt asks for it, and an empty text."""
     truth, rule = row.ground_truth, None if trial.has_function else find_rule(row.data_source)
     if rule is not None and rule.is_asked_for(_prompt(row)):
         return [rule.right_answer(truth), ""]
     return [truth if isinstance(truth, str) else json.dumps(truth, default=str), ""]
 
 
+def has_right_answer(row: DataRow, trial: Trial) -> bool:
+    """Return True if the row's ground truth is an answer. A reward function may score tests or a struct 0."""
+    truth = row.ground_truth
+    if not trial.has_function:
+        return find_rule(row.data_source) is not None and truth != ""
+    return isinstance(truth, str | int | float) and truth != "" and not _ASSERT.search(str(truth))
+
+
 def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[float]) -> str:
-    """Return the reason why this row is useless for training; empty if its ground truth earns more than an empty answer
-    (`rewards`: of both)."""
+    """Return why this row is useless for training; empty if its ground truth earns more than an empty answer."""
     rule = None if trial.has_function else find_rule(row.data_source)
-    # A ground truth of tests, a struct or an empty text is not an answer: a reward function may score it 0.
-    is_answer = rule is not None or (trial.has_function and isinstance(row.ground_truth, str | int | float))
-    if not is_answer or row.ground_truth == "" or rewards[0] > rewards[1]:
+    if not has_right_answer(row, trial) or rewards[0] > rewards[1]:
         return ""
     head = (
         f"failed: row {number}: the ground truth {row.ground_truth!r:.60} earns {rewards[0]:g}, not more than an empty "
@@ -150,8 +165,7 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTrial:
-    target: str
-    """A tool file, or a tool class as `FILE.py:CLASS` or by its shipped name."""
+    target: str  # a tool file, `FILE.py:CLASS`, or a shipped tool's name
     data: Path | None
     row: int
     create_kwargs: str
@@ -163,7 +177,7 @@ class ToolTrial:
 
 
 def try_tool(trial: ToolTrial, words: Sequence[str]) -> bool:
-    """Call the tools in order and print one JSON line per call. Returns True if every call ran."""
+    """Call the tools in order and print one JSON line per call. Return True if every call ran."""
     from rayapp.config.loading import load_config
     from rayapp.sandbox.pool.build import open_pool
     from rayapp.tools.loading import open_tools

@@ -1,9 +1,7 @@
 """`rayapp doctor CONFIG --values FILE`: does a config fit the Helm values with which the chart would run it?
 
-Helm and the chart check the values alone, and KubeRay's webhook the RayJob. This module renders the chart in
-configs/kuberay/chart with the Helm library (no cluster, no helm program), and finds what only both together show: the
-command line that the job would refuse at its start, a pod without the memory of its processes, and files of the config
-that no volume of the pods has.
+It renders the chart in configs/kuberay/chart with the Helm library, and finds what neither Helm nor KubeRay's webhook
+can: a command line that the job would refuse, a pod without the memory of its processes, files that no volume has.
 """
 
 from __future__ import annotations
@@ -25,23 +23,16 @@ from rayapp.learner.memory.shape import GIB, ModelShape, model_shape
 
 Manifest = dict[str, Any]
 CHART = Path(__file__).parents[2] / "configs" / "kuberay" / "chart"
+# libyaml reads a RayJob (a thousand lines) in 0.1 s, Python's own loader in 1 s
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""YAML loader: libyaml reads a RayJob (a thousand lines) in 0.1 s, Python's own loader in 1 s."""
 CONFIG_IN_POD = "/var/configs/run.yaml"
 _ROWS = {".parquet", ".jsonl", ".json"}
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def misfits(config: Config, values: Sequence[Path], *, local: Config | None = None) -> Iterator[str]:
-    """Yield what does not fit between a config and the values in these files; later files take precedence.
-
-    Args:
-        local: config whose model this machine has; None if it has the model of `config`.
-
-    Raises:
-        ConfigError: the chart refuses the values.
-        InputError: a file can't be read, or there is no chart or no Helm library on this machine.
-    """
+    """Yield what does not fit between a config and the values in these files; later files take precedence. `local` is
+    the config with a model on this machine."""
     given: dict[str, Any] = {}
     for file in values:
         try:
@@ -60,7 +51,7 @@ def misfits(config: Config, values: Sequence[Path], *, local: Config | None = No
 
 
 def rendered(config: str, values: Mapping[str, Any], *, name: str = "rayapp", namespace: str = "default") -> Manifest:
-    """Render the chart for a config's text. Returns file name -> YAML, without templates whose output is empty."""
+    """Render the chart for a config's text. Return file name -> YAML, without templates whose output is empty."""
     try:
         import helm_python as helm
     except ImportError as error:
@@ -104,7 +95,6 @@ def pod_groups(job: Manifest) -> Iterator[tuple[str, Manifest]]:
 
 
 def _too_small(job: Manifest, config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield the pods with GPUs that have less memory than `rayapp plan` gives for a node."""
     for name, container in pod_groups(job):
         limits = container["resources"]["limits"]
         if not (num_gpus := int(limits.get("nvidia.com/gpu", 0))):
@@ -124,11 +114,7 @@ def bytes_of(quantity: object) -> int:
 
 
 def _not_there(job: Manifest, beside: Mapping[str, str], config: Config) -> Iterator[str]:
-    """Yield the files of the config that the head's pod, where the driver looks for them, does not have.
-
-    Args:
-        beside: the files beside the config, by name.
-    """
+    """Yield the config's files that the head's pod, where the driver looks for them, lacks."""
     mounts = [PurePosixPath(each["mountPath"]) for _, head in [next(pod_groups(job))] for each in head["volumeMounts"]]
     sources = [source.config for source in sources_of(config)]
     named = {"model.path": [config.model.path], "agent.tool_file": [each.agent.tool_file for each in sources]}

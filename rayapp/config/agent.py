@@ -15,26 +15,19 @@ from rayapp.config.other_models import ClientSection, plain_url
 from rayapp.core.names import check_name
 
 AGENTS = ("tool_agent", "single_turn_agent")
-"""Shipped agents."""
-EXTERNAL_AGENT = "external_agent"
-"""Agent that is a user's program or function, for all rows and tasks of a source (docs/agents.md)."""
+EXTERNAL_AGENT = "external_agent"  # a user's program or function (docs/agents.md)
 
 
 DATA_FILES = (".parquet", ".jsonl", ".json")
-"""Suffixes of data files, whose rows are trained on."""
-BENCHMARK = "benchmark:"
-"""Prefix of a reference to a benchmark, which may name its own file: benchmark:humaneval=FILE.jsonl."""
-SWE = "swe:"
-"""Prefix of a file of tasks in SWE-bench's form: swe:FILE.parquet?mirrors=FOLDER."""
-GENERATED = "reasoning_gym:"
-"""Prefix of a generator of tasks: reasoning_gym:chain_sum?size=200."""
-TRUST = "trust_test_scripts=true"
-"""Option of a task folder whose test.sh may judge: FOLDER?trust_test_scripts=true."""
+BENCHMARK = "benchmark:"  # a benchmark, which may name its own file: benchmark:humaneval=FILE.jsonl
+SWE = "swe:"  # tasks in SWE-bench's form: swe:FILE.parquet?mirrors=FOLDER
+GENERATED = "reasoning_gym:"  # a generator of tasks: reasoning_gym:chain_sum?size=200
+TRUST = "trust_test_scripts=true"  # a task folder whose test.sh may judge: FOLDER?trust_test_scripts=true
 AUTO = "auto"
 
 
 def is_data_file(reference: str) -> bool:
-    """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
+    """True for a file of rows among `tasks` or `eval.tasks`, False for any other task."""
     is_file = reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
     return is_file and not reference.startswith((BENCHMARK, SWE))
 
@@ -87,25 +80,23 @@ class ExternalSection(FrozenModel):
     timeout_s: float = Field(600.0, gt=0.0)
     """Time limit of the agent in one trajectory. At the limit the agent is ended, and its answer so far is scored."""
     on_failure: Literal["fail", "score"] = "fail"
-    """Treatment of a trajectory whose program exits with a status other than 0, or whose function raises, before a
-    limit is reached. fail: no reward, excluded from baseline and loss. score: score its answer; for frameworks that
-    raise when they can't parse the policy's text."""
+    """A trajectory whose program exits with a status other than 0, or whose function raises, before a limit. fail: no
+    reward, excluded from baseline and loss. score: score its answer, e.g. for frameworks that raise on text they can't
+    parse."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program, besides those with the policy's address. The program sees no variables of
     the trainer."""
     files: dict[str, Path] = Field(default_factory=dict)
     """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
     models: Literal["train", "untrained", "endpoint", "refuse"] = "train"
-    """Treatment of calls that name another model than RAYAPP_MODEL, e.g. those of a title generator. train: record them
-    like all others. untrained: the policy answers them, but they are not turns or tokens of the trajectory, and never
-    its answer. endpoint: the model of `endpoint` answers them, and they are not part of the trajectory. refuse: answer
-    with the error model_not_found."""
+    """Calls that name another model than RAYAPP_MODEL, e.g. of a title generator. train: record them like all others.
+    untrained: the policy answers, but not as a turn of the trajectory. endpoint: the model of `endpoint` answers,
+    outside the trajectory. refuse: the error model_not_found."""
     endpoint: EndpointSection = EndpointSection()
     structured: Literal["refuse", "free", "guide"] = "refuse"
-    """Treatment of calls that ask for JSON of a form (response_format, text.format) or for a tool call (tool_choice).
-    refuse: answer with an error. free: sample without the form, and count the call in the metric
-    agent/structured_dropped; the framework gets whatever the policy wrote. guide: sample only tokens that the form
-    allows, train the distribution over these tokens, and count the call in agent/structured_guided."""
+    """Calls that ask for JSON of a form (response_format, text.format) or a tool call (tool_choice). refuse: an error.
+    free: sample without the form (metric agent/structured_dropped). guide: sample only tokens that the form allows, and
+    train the distribution over them (metric agent/structured_guided)."""
     inside: bool = False
     """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
     policy."""
@@ -119,8 +110,8 @@ class AgentSection(FrozenModel):
     that a task brings."""
     name: str = AUTO
     """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), external_agent
-    (your own program), or a plug-in's name (docs/plugins.md). A row of a data file may name another agent in its column
-    agent_name, unless `agent.name` is external_agent. auto: tool_agent for rows, single_turn_agent for other tasks."""
+    (your own program), or a plug-in's name (docs/plugins.md). A row's column agent_name may name another. auto:
+    tool_agent for rows, single_turn_agent for other tasks."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
     """vLLM's name of the model's tool parser, e.g. hermes for Qwen2.5 and Qwen3. auto: find a parser that reads the
@@ -200,8 +191,7 @@ class RewardSection(FrozenModel):
     rule are then accepted."""
 
 
-SECTIONS = ("data", "agent", "reward")
-"""Sections that a source may override. Keys that the source omits keep the run's values."""
+SECTIONS = ("data", "agent", "reward")  # that a source may override
 
 
 class SourceRollout(FrozenModel):

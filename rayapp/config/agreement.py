@@ -16,7 +16,6 @@ from rayapp.core.http import SCHEME, server_named
 
 
 def check_agreement(config: Keys) -> None:
-    """Check settings against each other. Raises ValueError with both values and how to correct them."""
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
@@ -33,8 +32,17 @@ def check_agreement(config: Keys) -> None:
     _best_metric_exists(config)
     _teacher_fits(config)
     _teacher_price_fits(config)
+    _adapters_fit(config)
     _rounding_is_corrected(config)
     _repeats(config)
+
+
+def _adapters_fit(config: Keys) -> None:
+    if config.learner.lora.rank > 0 and not config.model.freeze_vision:
+        raise ValueError(
+            f"model.freeze_vision is false, but with learner.lora.rank {config.learner.lora.rank} only adapters of the "
+            "language model are trained. Set model.freeze_vision: true, or learner.lora.rank: 0."
+        )
 
 
 def _model_servers_fit(config: Keys) -> None:
@@ -183,7 +191,6 @@ def _judges_fit(config: Keys) -> None:
 
 
 def _twice(names: Sequence[str]) -> str:
-    """Return a name that occurs more than once; empty if there is none."""
     return next((name for name in names if names.count(name) > 1), "")
 
 
@@ -336,7 +343,7 @@ def _tasks_or_data(config: Keys) -> None:
 
 
 def _one_kind(config: Keys, where: str = "") -> None:
-    """Refuse data files and other tasks in one source, because they differ in order, agent and scoring."""
+    """Refuse data files and other tasks in one source: they differ in order, agent and scoring."""
     rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
     if not (any(rows) and any(others)):
         return
@@ -357,7 +364,6 @@ def _one_kind(config: Keys, where: str = "") -> None:
 
 
 def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
-    """Return the tasks to train on and the tasks to evaluate: only data files, or only other tasks."""
     trained, evaluated = (
         [task for task in tasks if is_data_file(task) == files] for tasks in (config.tasks, config.eval.tasks)
     )
@@ -465,8 +471,8 @@ def _rounding_is_corrected(config: Keys) -> None:
         )
 
 
+# Attention backends that vLLM 0.30 calls batch-invariant.
 INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
-"""Attention backends that vLLM 0.30 calls batch-invariant."""
 
 
 def _repeats(config: Keys) -> None:

@@ -1,7 +1,6 @@
 """Section `algorithm`, from rewards to a loss: its keys, the names of estimators and losses, the options of losses.
 
-The names are copied here because `import verl` takes seconds (it imports ray, torch and transformers). A test compares
-them with verl 0.9.1's registries, without the estimators that need a critic.
+The names are copied because `import verl` takes seconds; a test compares them with verl 0.9.1's registries.
 """
 
 from __future__ import annotations
@@ -28,31 +27,24 @@ ADV_ESTIMATORS = (
     "rloo_vectorized",
     "tir_optimal_token_baseline",
 )
-NEEDS_CRITIC = ("gae",)
-"""Estimators in verl's registry that rayapp refuses: it has no value model."""
+NEEDS_CRITIC = ("gae",)  # in verl's registry, but rayapp has no value model
 
+# Their baseline weights tokens by the policy's probabilities, which need one more forward pass.
 NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators whose baseline weights tokens by the policy's probabilities, which need one more forward pass."""
-NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
-"""Estimators that need only one valid trajectory per group, because their baseline is not the mean of the group."""
+NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")  # Their baseline is not the mean of the group.
+# If a prompt has one trajectory, these estimators have the advantage 0, and others the reward.
 NEEDS_GROUP = ("grpo_passk", "rloo_vectorized")
-"""Estimators whose advantage is 0 if a prompt has one trajectory. Other estimators then use the reward as the
-advantage."""
+# The baseline is the reward of each group's last trajectory, sampled greedily and not trained on.
 NEEDS_GREEDY_BASELINE = ("remax",)
-"""Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
 
 
 class PolicyLoss(NamedTuple):
-    """Facts about one of verl's policy losses."""
-
-    pulls_at_zero_advantage: bool
-    """True if a trajectory without an advantage may have a gradient, so that it must be computed."""
+    pulls_at_zero_advantage: bool  # a trajectory without an advantage may have a gradient
     options: tuple[str, ...] = ()
-    """Names of the options that the loss reads."""
-    is_batch_coupled: bool = False
-    """True if the loss selects tokens by statistics of the whole mini-batch."""
+    is_batch_coupled: bool = False  # selects tokens by statistics of the whole mini-batch
 
 
+# Policy losses of verl 0.9.1.
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "bypass_mode": PolicyLoss(False, ("loss_type", "rollout_rs", "rollout_rs_threshold")),
     "cispo": PolicyLoss(False),
@@ -67,29 +59,27 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "sapo": PolicyLoss(False, ("tau_neg", "tau_pos")),
     "vanilla": PolicyLoss(False),
 }
-"""Losses of verl 0.9.1, by name."""
+# Criteria for the option `rollout_rs` of bypass_mode, which may name several, separated by commas.
 REJECTION_CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
-"""Rejection criteria that the option `rollout_rs` of bypass_mode accepts; its value may name several, separated by
-commas."""
+# Ratio that the range of a k1 criterion bounds (verl's k1), inverse to the weights of `rollout_correction`.
 K1_RATIO = "the engine's probability over the learner's"
-"""Ratio that a range of a k1 criterion bounds (verl's k1), inverse to the weights of `rollout_correction`."""
 _TEXTS = {"loss_type", "rollout_rs", "rollout_rs_threshold"}
 
 Options = Mapping[str, float | int | str | bool]
 
 
 def options_of(loss: str) -> tuple[str, ...]:
-    """Return the names of the options that a loss reads; a plug-in's loss may read any of verl's."""
+    """Return the options that a loss reads; a plug-in's loss may read any of verl's."""
     if loss in POLICY_LOSSES:
         return POLICY_LOSSES[loss].options
     return tuple(sorted(name for known in POLICY_LOSSES.values() for name in known.options))
 
 
 def check_loss_options(loss: str, options: Options) -> None:
-    """Check the options of a loss. Raises ValueError: an option is not read, is missing, or has an invalid value."""
+    """Raise ValueError if an option is not read, is missing, or has an invalid value."""
     known = options_of(loss)
     if unread := sorted(set(options) - set(known)):
         homes = [
@@ -175,8 +165,7 @@ class RolloutCorrectionSection(FrozenModel):
 
     @property
     def bounds(self) -> float | str:
-        """Threshold in verl's notation: a number truncates weights; `lower_upper` sets weights outside this range to
-        0."""
+        """In verl's notation: a number truncates weights; `lower_upper` sets weights outside this range to 0."""
         return self.threshold if self.min_weight is None else f"{self.min_weight}_{self.threshold}"
 
 
@@ -212,18 +201,6 @@ class DynamicSamplingSection(FrozenModel):
     penalty included. If a reward function returns only a number, acc is that number."""
 
 
-class CurriculumSection(FrozenModel):
-    """Curriculum: prompts of medium difficulty are drawn more often (docs/learner.md#curriculum)."""
-
-    enabled: bool = False
-    """Draw each group's prompt at random instead of in turn, with weight 4 p (1 - p), where p is the share of its
-    trajectories solved so far: prompts that are always or never solved are drawn less often. With several `sources`, a
-    group's source is drawn in the same way: its weight is its ratio times 4 p (1 - p), where p is taken over all its
-    trajectories."""
-    min_weight: float = Field(0.1, gt=0.0, le=1.0)
-    """Weight of a prompt that is always or never solved. A prompt that was never tried has weight 1."""
-
-
 class OverlongSection(FrozenModel):
     """DAPO's treatment of completions that reach rollout.max_completion_tokens."""
 
@@ -249,10 +226,9 @@ class AlgorithmSection(FrozenModel):
     policy_loss: str = "vanilla"
     """Policy loss: a name in verl's POLICY_LOSS_REGISTRY, or a plug-in's."""
     policy_loss_options: dict[str, float | int | str | bool] = {}  # noqa: RUF012 - pydantic copies it
-    """Options of policy_loss: clip_cov has clip_cov_ratio, clip_cov_lb, clip_cov_ub; kl_cov has kl_cov_ratio,
-    ppo_kl_coef; dro has dro_beta (required); sapo has tau_pos, tau_neg; bypass_mode has loss_type, rollout_rs,
-    rollout_rs_threshold. Options that the loss does not read are errors. With the k1 criteria of rollout_rs, a range
-    such as 0.5_2 bounds the engine's probability over the learner's: IcePop's 0.5 to 5 is 0.2_2."""
+    """Options of policy_loss; others are errors. clip_cov: clip_cov_ratio, clip_cov_lb, clip_cov_ub; kl_cov:
+    kl_cov_ratio, ppo_kl_coef; dro: dro_beta (required); sapo: tau_pos, tau_neg; bypass_mode: loss_type, rollout_rs,
+    rollout_rs_threshold. With rollout_rs's k1 criteria, 0.5_2 bounds the engine's probability over the learner's."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Average over tokens in the loss, by verl's names. token-mean: every token of the step has the same weight.
     seq-mean-…: every trajectory has the same weight; -token-sum-norm divides by the longest response (Dr. GRPO)."""
@@ -273,18 +249,15 @@ class AlgorithmSection(FrozenModel):
     """Weight of the policy's entropy, which the loss rewards. Entropy is measured every step, also with weight 0."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
-    curriculum: CurriculumSection = CurriculumSection()
     overlong: OverlongSection = OverlongSection()
 
     @property
     def has_reference(self) -> bool:
-        """True if the learners hold the frozen reference."""
         return self.kl_loss_coef > 0 or self.kl_in_reward.coef > 0
 
     @property
     def scores_before_advantages(self) -> bool:
-        """True if advantages or importance weights need log-probs of all trajectories of the step, which are then
-        computed before the update."""
+        """True if advantages or importance weights need all trajectories' log-probs before the update."""
         return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0 or self.normalizes_by_step
 
     @property
@@ -294,8 +267,7 @@ class AlgorithmSection(FrozenModel):
 
     @property
     def is_batch_coupled(self) -> bool:
-        """True if a token's loss depends on the whole mini-batch, so that the loss is computed on the whole mini-batch
-        at once."""
+        """True if a token's loss depends on the whole mini-batch."""
         weighs_itself = self.policy_loss == "bypass_mode" and self.policy_loss_options.get("loss_type") == "reinforce"
         known = POLICY_LOSSES.get(self.policy_loss)
         return (known is not None and known.is_batch_coupled) or (weighs_itself and self._normalizes)

@@ -19,7 +19,7 @@ class FrozenModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nothing_is_empty(cls, values: Any) -> Any:
-        """Read a null (`reward.custom=`, `tasks:`) as an empty string or list if the key's type is string or list."""
+        # A null (`reward.custom=`, `tasks:`) is an empty string or list if the key's type is one.
         if not isinstance(values, dict):
             return values
         return {key: _empty(cls.model_fields.get(key)) if value is None else value for key, value in values.items()}

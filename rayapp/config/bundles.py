@@ -16,21 +16,15 @@ class Bundle:
 
     num_gpus: int
     server: int | None = None
-    """Index of the bundle's server."""
-    learners: tuple[int, ...] = ()
-    """Ranks of the bundle's learners."""
-    model_server: str = ""
-    """Name of the bundle's model server."""
+    learners: tuple[int, ...] = ()  # ranks
+    model_server: str = ""  # its name
 
 
 def bundles_of(
     config: Keys, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
 ) -> list[Bundle]:
-    """Return the bundles of a run: servers first, then learners, then model servers. An evaluation has no learners, a
-    supervised step no servers.
-
-    A colocated server is in one bundle with the learners whose GPUs it uses. Without GPUs, no processes share a bundle.
-    """
+    """Return the bundles of a run: servers first, then learners, then model servers. A colocated server is in one
+    bundle with the learners whose GPUs it uses. Without GPUs, no processes share a bundle."""
     tp = config.server.tensor_parallel_size
     servers = range(config.server.num_servers if with_servers else 0)
     learners = tuple(range(config.learner.num_learners if with_learners else 0))
@@ -48,7 +42,6 @@ def bundles_of(
 
 
 def num_gpus_of(bundles: Sequence[Bundle]) -> int:
-    """Return the number of GPUs of all bundles together."""
     return sum(bundle.num_gpus for bundle in bundles)
 
 
@@ -74,8 +67,7 @@ def fewer_gpus(config: Keys, have: int) -> str:
 
 def asked_servers(config: Keys, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
     """Return the model servers of judges and agents (called by rollout workers) and of the teacher (called by
-    learners).
-    """
+    learners)."""
     used = {name for _, own in config.by_source() for name in own.reward.judges}
     urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
     urls += [own.agent.external.endpoint.base_url for _, own in config.by_source() if by_workers]

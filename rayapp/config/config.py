@@ -32,11 +32,9 @@ class Config(Keys):
 class Source:
     """One source of a run's groups, with its settings as a full config."""
 
-    name: str
-    """Name of the source; empty for the only source of a run without `sources`."""
+    name: str  # empty for the only source of a run without `sources`
     ratio: float
-    config: Config
-    """The run's config with only this source's tasks or data. The source's settings replace the run's."""
+    config: Config  # with only this source's tasks or data, and its settings
 
 
 def sources_of(config: Config) -> tuple[Source, ...]:
@@ -49,16 +47,15 @@ def sources_of(config: Config) -> tuple[Source, ...]:
 
 
 def with_values(config: Config, **sections: dict[str, Any]) -> Config:
-    """Return the config with other values in some sections. The values are not validated."""
+    """Return the config with other values in some sections, not validated."""
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
 
 
 def with_number_formats(config: Config, *, on_gpu: bool) -> Config:
-    """Replace `learner.compute_dtype: auto` and `server.dtype: auto`, so that both have the same format. If one is set,
-    the other follows it; else a CPU without bfloat16 instructions gets float32, and everything else bfloat16.
-    """
+    """Replace `auto` in learner.compute_dtype and server.dtype by one format: that of the other if it is set; else
+    float32 on a CPU without bfloat16 instructions, and bfloat16 everywhere else."""
     asked = (config.learner.compute_dtype, config.server.dtype)
     if "auto" not in asked:
         return config
@@ -92,8 +89,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
 
 
 def alone(config: Config, server: ModelServerSection) -> Config:
-    """Return the config with a model server's model as the policy, so that the policy's checks and plan apply to that
-    model."""
+    """Return the config with a model server's model as the policy, for the policy's checks and plan."""
     own: dict[str, Any] = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
     own |= {"quantization": "none", "kv_cache_dtype": "auto"}  # of the policy's servers
     model = {"path": server.path, "max_position_embeddings": None}
@@ -101,8 +97,7 @@ def alone(config: Config, server: ModelServerSection) -> Config:
 
 
 def with_addresses(config: Config, urls: Mapping[str, str], key: str) -> Config:
-    """Return the config with run://NAME replaced by the address of the running model server of that name, and with the
-    key of the run's servers for its clients."""
+    """Return the config with run://NAME replaced by the address of that model server, with the servers' key."""
 
     def of_agent(agent: AgentSection) -> AgentSection:
         endpoint = agent.external.endpoint.at(urls, key, model=server_named(agent.external.endpoint.base_url))

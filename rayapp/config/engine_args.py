@@ -1,8 +1,7 @@
 """Checks `server.engine_args`: arguments of vLLM's engine by vLLM's own names, which the run passes on.
 
-An argument that has a key of rayapp, or that contradicts what a run relies on (log-probs, seeds, weight syncs, sleep),
-is refused with the key or the reason. vLLM checks all others when a server starts. docs/scale.md has the table of
-arguments that affect weight syncs and log-probs.
+Refused are arguments that have a key of rayapp, or contradict what a run relies on (log-probs, seeds, weight syncs,
+sleep). vLLM checks all others when a server starts (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import did_you_mean
 
+# Argument of vLLM -> key of rayapp that sets it.
 HAS_KEY: Mapping[str, str] = {
     "block_size": "server.kv_block_tokens",
     "data_parallel_size": "server.num_servers, which are placed, weighed and replaced one by one",
@@ -39,7 +39,6 @@ HAS_KEY: Mapping[str, str] = {
     "trust_remote_code": "model.trust_remote_code",
     "weight_transfer_config": "server.weight_transport",
 }
-"""Argument of vLLM -> key of rayapp that sets it."""
 
 _PLACES = "Ray places the processes, and each server is on one node"
 _OFFLOAD = "vLLM's layer-wise reload, which loads new weights, does not work with weights in host memory"
@@ -47,6 +46,7 @@ _MOVES = "experts would move between GPUs, but a weight sync loads each expert o
 _SAMPLING = "it would change the sampled distribution, whose log-probs the learner computes"
 _OWN = "rayapp's own class or setting is there, which weight syncs, cohorts and the detection of stalls rely on"
 _FILES = "tokenizer, config and weights are the files of model.path. Fetch the revision into a folder"
+# Argument of vLLM -> why a run can't have it.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "scheduler_cls", "disable_log_stats"),
@@ -87,18 +87,16 @@ REFUSED: Mapping[str, str] = {
     "quantization_config": "server.quantization chooses how all linear layers are rounded after each sync",
     "skip_tokenizer_init": "stop texts need the tokenizer",
 }  # fmt: skip
-"""Argument of vLLM -> why a run can't have it."""
 
 
 def check_engine_args(args: Mapping[str, Any]) -> None:
-    """Check that no argument has a key of rayapp, or contradicts what a run relies on. Raises ValueError, which names
-    every such argument."""
+    """Raise a ValueError that names every argument with a key of rayapp, or against what a run relies on."""
     if wrong := [fault for name, value in args.items() if (fault := _fault(name, value))]:
         raise ValueError("; ".join(wrong) + ".")
 
 
 def check_names(args: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Check that the installed vLLM has these arguments. Raises ConfigError."""
+    """Raise a ConfigError if the installed vLLM lacks one of these arguments."""
     known = sorted(known)
     if unknown := [f"{name}{did_you_mean(name, known)}" for name in args if name not in known]:
         raise ConfigError(f"server.engine_args: the installed vLLM has no argument {' '.join(unknown)}")

@@ -18,20 +18,16 @@ from rayapp.config.loading import load_config
 from rayapp.config.sections import TRACKERS
 from rayapp.core.errors import ConfigError
 
-Values = Mapping[str, Any]
-"""All keys of the other framework with their values: the user's, or the defaults."""
+Values = Mapping[str, Any]  # all keys of the other framework: the user's, or the defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """The outcome of one foreign key: rayapp's settings, and a note."""
+    """The outcome of one foreign key."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """rayapp's keys with their values; empty if the key has no effect."""
-    note: str = ""
-    """Reason why the key has no effect, or the difference in meaning."""
-    into: str = ""
-    """Other foreign key whose rule reads this key's value."""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # empty if the key has no effect
+    note: str = ""  # why the key has no effect, or the difference in meaning
+    into: str = ""  # other foreign key whose rule reads this key's value
 
 
 Rule = Callable[[str, Any, Values], Landing]
@@ -39,8 +35,6 @@ Convert = Callable[[Any], Any]
 
 
 def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """Return a rule that sets one of rayapp's keys to the value."""
-
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={target: convert(value)}, note=note)
 
@@ -57,8 +51,6 @@ def optional(target: str, convert: Convert = lambda value: value) -> Rule:
 
 
 def no_effect(why: str) -> Rule:
-    """Return a rule for a key that has no effect in rayapp, whatever its value."""
-
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note=why)
 
@@ -75,10 +67,7 @@ def folded(into: str) -> Rule:
 
 
 def only(*allowed: Any, why: str) -> Rule:
-    """Return a rule that accepts only these values, which mean what rayapp does anyway.
-
-    Raises (the rule): ConfigError.
-    """
+    """Return a rule that accepts only these values, which mean what rayapp does anyway."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value not in allowed:
@@ -90,10 +79,7 @@ def only(*allowed: Any, why: str) -> Rule:
 
 
 def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
-    """Return a rule that maps verl's names of choices to rayapp's names.
-
-    Raises (the rule): ConfigError.
-    """
+    """Return a rule that maps verl's names of choices to rayapp's, and refuses others."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value not in names:
@@ -105,10 +91,7 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
 
 
 def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
-    """Return a rule that accepts these values, which have no effect in rayapp, and refuses all others.
-
-    Raises (the rule): ConfigError.
-    """
+    """Return a rule that accepts these values, which have no effect in rayapp, and refuses all others."""
     chosen = choice("", names)
 
     def rule(key: str, value: Any, values: Values) -> Landing:
@@ -119,10 +102,7 @@ def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
 
 
 def refused(section: str, *, why: str) -> Rule:
-    """Return a rule for a section that can't be imported at all: all of its keys give one message.
-
-    Raises (the rule): ConfigError.
-    """
+    """Return a rule for a section that can't be imported at all: all of its keys give one message."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value is None:
@@ -139,26 +119,22 @@ class KeyRow:
     key: str
     value: Any
     landing: Landing
-    is_default: bool
-    """True if the user did not set the key, and the value is verl's default."""
+    is_default: bool  # the user did not set the key
 
     @property
     def outcome(self) -> str:
-        """What became of the key: `train.num_steps = 1`, `folded into KEY`, or `ignored`."""
+        """`train.num_steps = 1`, `folded into KEY`, or `ignored`."""
         set_here = ", ".join(f"{key} = {shown(value)}" for key, value in self.landing.settings.items())
         return set_here or (f"folded into {self.landing.into}" if self.landing.into else "ignored")
 
     @property
     def rank(self) -> tuple[bool, bool, bool]:
-        """Place in a list that begins with the keys that set something, those of the user first."""
+        """Sort key: the keys that set something first, those of the user before defaults."""
         return not self.landing.settings, not self.landing.into, self.is_default
 
 
 def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
-    """Apply a rule to a verl key.
-    Raises:
-        ConfigError: the rule refuses the value, or can't use it; the message names the key and the value.
-    """
+    """Apply a rule to a verl key. A ConfigError names the key and the value."""
     try:
         return rule(key, value, values)
     except ConfigError:
@@ -168,18 +144,13 @@ def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
 
 
 def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
-    """Return all settings. If two verl keys set the same rayapp key, a value from the user takes precedence over a
-    default.
-    """
+    """Return all settings. A value from the user takes precedence over a default of another verl key."""
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}
 
 
 def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
-    """Load a configuration from imported settings and overrides of rayapp's keys.
-    Raises:
-        ConfigError: values contradict each other; the message names the verl keys that they come from.
-    """
+    """Load a configuration from imported settings and overrides. A ConfigError names the verl keys of the values."""
     try:
         return load_config(None, [*(f"{key}={shown(value)}" for key, value in settings.items()), *overrides])
     except ConfigError as error:
@@ -211,7 +182,6 @@ def rules_of(lines: Mapping[str, Any], section: str = "") -> Iterator[tuple[str,
 
 
 def shown(value: Any) -> str:
-    """Return a value as one line of YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).strip().removesuffix("\n...").strip()
 
 

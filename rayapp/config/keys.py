@@ -1,7 +1,6 @@
 """All keys of a run in one model: its sections, and the values that follow from several of them.
 
-The sections are in the modules beside this one. `configs/*.yaml` hold only settings that differ from these defaults.
-This module imports no heavy package, so that `rayapp --help` is instant.
+`configs/*.yaml` hold only settings that differ from these defaults. No heavy package is imported.
 """
 
 from __future__ import annotations
@@ -49,14 +48,11 @@ from rayapp.config.sections import (
 from rayapp.core.files import Location
 
 LEAST_DEADLINE_S = 300.0
-SLOWEST_TOKEN_S = 0.25
-"""Upper bound of a healthy server's seconds per token in a full batch: 20 times the seconds of an 8B model on an
-H100."""
+SLOWEST_TOKEN_S = 0.25  # bound for a healthy server's full batch: 20 times an 8B model's on an H100
 LACKS_BASELINE = (
     "rollout.group_size is 1, so a trajectory's advantage is its reward, without a baseline: rewards that are never "
     "negative can only make answers likelier. Raise rollout.group_size, e.g. to 8."
 )
-"""Warning for a config that `lacks_baseline`."""
 
 
 class Keys(FrozenModel):
@@ -113,7 +109,6 @@ class Keys(FrozenModel):
 
     @property
     def uses_data(self) -> bool:
-        """True for a run on data files, False for one on other tasks."""
         return any(map(is_data_file, (*self.tasks, *self.eval.tasks)))
 
     @property
@@ -125,7 +120,7 @@ class Keys(FrozenModel):
 
     @property
     def max_model_tokens(self) -> int:
-        """Length in tokens of the longest sequence that the engine must hold."""
+        """Longest sequence that the engine must hold, in tokens."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
@@ -155,7 +150,6 @@ class Keys(FrozenModel):
         )
 
     def compiles(self, *, on_gpu: bool) -> bool:
-        """Return True if learners compile norms, rotary positions and gated MLPs (`learner.compile`)."""
         if self.learner.compile == "auto":
             return on_gpu and not self.run.deterministic
         return self.learner.compile
@@ -174,23 +168,21 @@ class Keys(FrozenModel):
 
     @property
     def max_learner_tokens(self) -> int:
-        """Length in tokens of the longest sequence that a learner computes, including text that only a teacher
-        reads."""
+        """Longest sequence that a learner computes, in tokens, with text that only a teacher reads."""
         return self.max_model_tokens + self.distillation.num_privileged_tokens
 
     @property
     def max_demonstration_tokens(self) -> int:
-        """Longest demonstration that the warm-up takes, in tokens."""
         return self.warmup.max_tokens or self.max_model_tokens
 
     @property
     def run_uri(self) -> str:
-        """Location of the run: `<output_dir>/<name>`."""
+        """`<output_dir>/<name>`."""
         return str(Location.parse(self.run.output_dir).join(self.run.name))
 
     @property
     def run_folder(self) -> Path:
-        """Folder that the run is written to on this machine: `run_uri`, or the staging folder of a run on s3://."""
+        """Folder of the run on this machine: `run_uri`, or the staging folder of a run on s3://."""
         if not Location.parse(self.run.output_dir).is_remote:
             return Path(self.run_uri)
         # The folder's name includes a hash of the location: two buckets may hold runs of the same name.
@@ -200,7 +192,7 @@ class Keys(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _no_default_tasks(cls, values: Any) -> Any:
-        """Make `tasks` empty if the user sets no `tasks` but sets `sources`, or data files in `eval.tasks`."""
+        """Make `tasks` empty for `sources`, or for data files in `eval.tasks`."""
         if not isinstance(values, dict) or "tasks" in values:
             return values
         section = values.get("eval")
@@ -220,7 +212,6 @@ class Keys(FrozenModel):
         return [(each.name, self.with_source(each)) for each in self.sources] or [("", self)]
 
     def with_source(self, source: SourceSection) -> Self:
-        """Return the keys with only this source's tasks. The source's settings replace the run's."""
         own = {"sources": (), "tasks": source.tasks, "data": source.data, "agent": source.agent}
         limits = self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
         evaluation = self.eval.model_copy(update=source.eval.model_dump(exclude_none=True))

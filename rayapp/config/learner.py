@@ -29,10 +29,8 @@ class OptimizerSection(FrozenModel):
     """Learning rate at the end of the schedule as a share of lr; has no effect on a constant schedule."""
 
 
-CPU_SOFTMAX_ROWS = 64
-"""Number of rows that go through the softmax together on CPU: 64 x 49152 float32 fit into the last-level cache."""
-MAX_ADAPTER_RANK = 512
-"""Highest rank of an adapter that vLLM serves."""
+CPU_SOFTMAX_ROWS = 64  # rows together: 64 x 49152 float32 fit into the last-level cache
+MAX_ADAPTER_RANK = 512  # that vLLM serves
 
 
 class LoraSection(FrozenModel):
@@ -51,7 +49,6 @@ class LoraSection(FrozenModel):
 
     @property
     def sends_adapter(self) -> bool:
-        """True if servers hold the original weights and an adapter."""
         return self.rank > 0 and self.send == "adapter"
 
     @model_validator(mode="after")
@@ -90,24 +87,22 @@ class LearnerSection(FrozenModel):
     share_prefixes: bool = True
     """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
     activation_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Recompute activations of layers in the backward pass. This needs less memory, and for all layers a third more
-    time. A number: only of this many layers, from the first on. auto: on GPUs of as few layers as fit by the plan, on
-    CPU of none."""
+    """Recompute activations of layers in the backward pass: less memory, and for all layers a third more time. A
+    number: only of this many layers, from the first on. auto: on GPUs of as few as fit by the plan, on CPU of none."""
     compile: bool | Literal["auto"] = "auto"
     """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
-    rounding. The first steps take longer. auto: true on GPUs, unless run.deterministic is set. Needs Triton, a C
-    compiler and Python's headers on the learners' nodes; on CPU a C++ compiler."""
+    rounding. auto: on GPUs, unless run.deterministic is set. Needs Triton, a C compiler and Python's headers on the
+    learners' nodes; on CPU a C++ compiler."""
     router_replay: bool = False
     """Router replay (R3), for mixtures of experts: train each token, and compute its old log-prob, with the experts
-    that the server chose. The learner still computes the mixture weights, and a reference chooses its own experts
-    (docs/learner.md)."""
+    that the server chose. A reference chooses its own (docs/learner.md)."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
     """Number of tokens whose logits are in memory at once. The logits take log_prob_chunk_tokens x vocabulary size x 4
     bytes."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the number of learners, and
-    half of that if servers compute at the same time (train.max_staleness above 0); a model of less than 128 MiB gets at
-    most 4, a larger one at most one per 32 MiB of weights."""
+    """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the number of learners, half
+    if servers compute at the same time (train.max_staleness above 0); at most 4, or one per 32 MiB of weights if that
+    is more."""
     step_timeout_s: float = Field(1800.0, gt=0)
     """Time limit of one training step. Learners that exceed it are replaced."""
     cpu_offload: bool = False
@@ -126,8 +121,7 @@ class LearnerSection(FrozenModel):
         return self.max_tokens_per_microbatch
 
     def num_recomputed(self, num_layers: int) -> int:
-        """Return how many of a model's layers compute their activations again. auto counts as none: where a GPU is
-        known, it is replaced before this is called."""
+        """Return how many layers compute their activations again; auto, which a learner replaces, counts as none."""
         asked = self.activation_checkpointing
         if asked == "auto":
             return 0

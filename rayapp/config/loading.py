@@ -1,9 +1,6 @@
 """Load a `Config` from a YAML file and `key.sub=value` overrides.
 
-    configs/x.yaml (with the files it includes) <- overrides -> OmegaConf (parses, merges, ${…}) -> Config (validates)
-
-No heavy package is imported. All mistakes of a config are reported in one ConfigError. For unknown keys the message
-names the nearest key, or the counterpart of a key of TRL or verl (docs/migrate-from-trl.md).
+configs/x.yaml (with the files it includes) <- overrides -> OmegaConf (parses, merges, ${…}) -> Config (validates)
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from rayapp.core.errors import ConfigError, first_line
 from rayapp.core.names import Kind, did_you_mean, is_plugin
 from rayapp.core.validation import explain
 
+# Key of TRL or verl -> key of rayapp, without names that are also the last part of a key of rayapp.
 ALIASES: Mapping[str, str] = {
     "adam_beta1": "learner.optimizer.betas",
     "batch_size": "train.groups_per_step",
@@ -89,7 +87,7 @@ ALIASES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "server.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "server.tensor_parallel_size",
 }
-"""Key of TRL or verl -> key of rayapp. Omitted are names that are also the last part of a key of rayapp."""
+# Key of an earlier version -> its name now, in the configuration and in each of its sources.
 RENAMED: Mapping[str, str] = {
     "agent.agent_name": "agent.name",
     "agent.task_agent": "agent.name",
@@ -98,27 +96,17 @@ RENAMED: Mapping[str, str] = {
     "data.train_files": "tasks",
     "warmup.optimizer": "warmup.lr",
 }
-"""Key of an earlier version -> its name now, in the configuration and in each of its sources."""
 
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
+# Begin of a shell's expansion: `${HOME}`, or a name with an operator (`${name:-default}`).
 _OF_SHELLS = re.compile(r"(?<!\\)\$\{(?=[A-Z0-9_]+\}|(?!oc\.)\w+(\[[^\]]*\])?[:%#/^,@-]|[#!*@?])")
-"""Begin of an expansion of a shell: a name in capitals (`${HOME}`), or one with an operator (`${name:-default}`)."""
-INCLUDE = "include"
-"""Key of a config file that is not a setting: it lists other config files (paths relative to this file). This file's
-settings override theirs."""
+INCLUDE = "include"  # lists other config files (paths relative to this file), which this file's settings override
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Load and validate the configuration of a run.
-
-    Args:
-        path: YAML file; None: all defaults.
-        overrides: `key.sub=value`, the value in YAML. Later overrides replace earlier ones; overrides of list items
-            (`sources[0].ratio=2`) apply last.
-    Raises:
-        ConfigError: a file can't be read, or keys or values are wrong, with one line for each.
-    """
+    """Load and validate the configuration of a run: a YAML file (None: all defaults) and overrides in YAML, of list
+    items last. A ConfigError has a line for each wrong key or value."""
     where = "the overrides" if path is None else str(path)
     try:
         in_lists = [override for override in overrides if _IN_LIST.match(override)]
@@ -140,10 +128,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def renamed_keys(values: Any) -> dict[str, str]:
-    """Return the old keys in unvalidated settings, each with its present name.
-
-    Example: `{"sources": [{"data": {"train_files": []}}]}` -> `{"sources[0].data.train_files": "sources[0].tasks"}`.
-    """
+    """Return the old keys in unvalidated settings, each with its present name: `{"sources[0].data.train_files":
+    "sources[0].tasks"}`."""
     sources = values.get("sources") if isinstance(values, dict) else None
     places = {"": values} | {
         f"sources[{i}].": each for i, each in enumerate(sources if isinstance(sources, list) else ())
@@ -196,7 +182,6 @@ def _plain(text: str) -> Any:
 
 
 def _of_shells_escaped(value: Any) -> Any:
-    """Return plain data in which `${HOME}` and other expansions of shells are no references to keys."""
     if isinstance(value, dict):
         return {key: _of_shells_escaped(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -239,7 +224,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _check_names(config: Config) -> None:
-    """Check names that are looked up in registries, which the schema doesn't import."""
+    """Check names of registries, which the schema doesn't import."""
     from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 
     checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (

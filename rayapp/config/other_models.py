@@ -1,6 +1,4 @@
-"""Sections for models beside the policy, none of them trained: `distillation` (a teacher), `judges` (models behind HTTP
-that give rewards, docs/judges.md), and `model_servers` (servers that the run starts for them). Data only.
-"""
+"""Sections for models beside the policy, none of them trained: teacher, judges, and their servers."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ _OURS = (
 
 
 def plain_url(value: str) -> str:
-    """Return the URL without a trailing slash. Raises ValueError: it is not http(s) or run://, or carries credentials
-    or a query."""
+    """Return the URL without a trailing slash. ValueError: another scheme, credentials or a query."""
     if server_named(value):
         return value
     url = urlsplit(value)
@@ -79,11 +76,7 @@ class ClientSection(FrozenModel):
         return self._key
 
     def at(self, urls: Mapping[str, str], key: str, **changes: str) -> Self:
-        """Return the section with run://NAME replaced by that server's URL, and with the key of the run's servers.
-
-        Args:
-            changes: further values of such a section.
-        """
+        """Return the section with run://NAME replaced by that server's URL, with `key` and `changes`."""
         if not (url := urls.get(server_named(self.base_url))):
             return self
         section = self.model_copy(update={"base_url": url, **changes})
@@ -95,13 +88,13 @@ class DistillationSection(ClientSection):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher: str = ""
-    """Teacher model, which must have the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The
-    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher; this takes
-    no memory and needs `privileged`. Empty: no distillation."""
+    """Teacher model, with the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The learners
+    hold it frozen and sharded. policy: the current policy is its own teacher; this takes no memory and needs
+    `privileged`. Empty: no distillation."""
     base_url: str = ""
-    """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve
-    MODEL --tensor-parallel-size 8`; `teacher` is the model's name there. You start this server; while it restarts, the
-    run waits for some minutes. run://NAME: one of model_servers, which the run starts. Needs kl_over: sampled."""
+    """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1; `teacher` is the
+    model's name there. You start this server; while it restarts, the run waits for some minutes. run://NAME: one of
+    model_servers. Needs kl_over: sampled."""
     api_key_env: str = ""
     """Environment variable of the learners that holds the server's key. Empty: no key."""
     timeout_s: float = Field(300.0, gt=0.0)
@@ -113,13 +106,11 @@ class DistillationSection(ClientSection):
     """Maximum number of tokens of the text that only the teacher reads; a longer verdict is cut."""
     kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which keeps the policy to text that the teacher finds
-    likely. forward: KL(teacher || policy), which makes the policy give some probability to every text of the
-    teacher."""
+    likely. forward: KL(teacher || policy), which makes it cover every text of the teacher."""
     kl_over: Literal["sampled", "top_k", "vocabulary"] = "sampled"
     """Tokens that the KL sums over. sampled: an advantage for each sampled token from its two log-probs. vocabulary:
-    the full KL at every position as a loss, which is less noisy but computes the head twice. top_k: like vocabulary,
-    but all tokens outside the top_k most probable ones (the policy's for reverse, the teacher's for forward) count as
-    one token."""
+    the full KL at every position as a loss: less noisy, but the head is computed twice. top_k: like vocabulary, with
+    all but the top_k most probable tokens (the policy's for reverse, the teacher's for forward) as one."""
     top_k: int = Field(64, ge=1)
     """Number of most probable tokens that kl_over: top_k keeps apart."""
     weight: float = Field(1.0, gt=0.0)
@@ -137,18 +128,15 @@ class DistillationSection(ClientSection):
 
     @property
     def is_policy(self) -> bool:
-        """True if the policy is its own teacher."""
         return self.teacher == "policy"
 
     @property
     def num_privileged_tokens(self) -> int:
-        """Maximum number of tokens that only the teacher reads."""
         return self.max_privileged_tokens if self.privileged != "none" else 0
 
     @property
     def endpoint(self) -> Endpoint:
-        """Endpoint of the teacher's server. Requests are repeated for some minutes, so that the user can restart the
-        server."""
+        """Endpoint of the teacher's server. Requests are repeated for some minutes: the user may restart it."""
         return Endpoint(
             who="the teacher",
             base_url=self.base_url,
@@ -213,9 +201,8 @@ class JudgeSection(ClientSection):
     name: str = Field(pattern=NAME)
     """Unique name, used in reward.judges, metrics and reward terms."""
     kind: Literal["rubric", "pairwise", "reward_model"] = "rubric"
-    """rubric: the judge scores each criterion. pairwise: the judge compares the responses of a group in pairs; the
-    score of a response is the share of comparisons it wins. reward_model: the score of a sequence classification
-    model."""
+    """rubric: the judge scores each criterion. pairwise: it compares the responses of a group in pairs; the score is
+    the share of comparisons won. reward_model: the score of a sequence classification model."""
     base_url: str
     """Base URL for OpenAI clients, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000/v1. run://NAME: one of
     model_servers."""

@@ -23,6 +23,10 @@ class LocalConfig(FrozenModel):
     image_cache_gib: float = Field(50.0, gt=0)
     """Maximum size of unpacked images in GiB. Above it, the least recently used images are removed, except images in
     use."""
+    image_registries: tuple[str, ...] = ()
+    """Registries, as HOST or HOST:PORT, that the images of tasks may come from, besides docker.io, ghcr.io, quay.io,
+    gcr.io, mcr.microsoft.com, nvcr.io, public.ecr.aws, registry.gitlab.com, the hosts in `image_mirrors` and `images`,
+    and images that `rayapp images pull` has brought. Other hosts are refused: rows could name any of your network."""
     image_mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Registry -> mirrors to ask first, e.g. {docker.io: [mirror.example:5000]}; `http://HOST` is asked without TLS."""
     images: dict[str, str] = Field(default_factory=dict)
@@ -115,7 +119,7 @@ class DaytonaConfig(_Created):
 
 
 class McpConfig(_Remote):
-    """A remote MCP server with the tools run_code, run_code_once and run_command (streamable HTTP)."""
+    """A remote MCP server with the tools run_code and run_command (streamable HTTP)."""
 
     type: Literal["mcp"] = "mcp"
     url: str = Field(min_length=1)
@@ -126,9 +130,6 @@ class McpConfig(_Remote):
     """Header that carries the key; `Authorization` sends it as a bearer token."""
     template: str = "code-interpreter"
     """Template for tasks that name no template, sent as X-Template."""
-    tool: Literal["session", "once"] = "session"
-    """Tools to call. session: run_command in the session's sandbox, and run_code for stateful code. once: run_code_once
-    for every program, each in a fresh sandbox that ends with it; no files and no state."""
     execution_timeout_s: int = Field(60, ge=1, le=3600)
     """The server's time limit for one execution, sent as X-Execution-Timeout. Must exceed any task's time limit."""
 
@@ -199,10 +200,9 @@ class SandboxConfig(FrozenModel):
 
     @property
     def without_stock(self) -> Self:
-        """Copy of the section that keeps no idle sandboxes, for callers with few leases: idle sandboxes cost money."""
+        """Copy that keeps no idle sandboxes, which cost money, for callers with few leases."""
         return self.model_copy(update={"min_ready": 0})
 
     @property
     def local(self) -> LocalConfig | None:
-        """The local provider's section, if it is in the list."""
         return next((provider for provider in self.providers if isinstance(provider, LocalConfig)), None)

@@ -18,12 +18,12 @@ TRACKERS = ("console", "jsonl", "tensorboard", "mlflow", "wandb")
 CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
+# Options that change the sampled distribution, which would then differ from the trained one.
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Sampling options of vLLM that change the sampled distribution, which would then differ from the trained one."""
 
 
+# Default of `vllm serve`; an engine made in a program defaults to 2048, which slows prompts down.
 GPU_BATCHED_TOKENS = 8192
-"""vLLM's default for `vllm serve` on GPUs; an engine made in a program defaults to 2048, which slows prompts down."""
 
 
 class RunSection(FrozenModel):
@@ -47,9 +47,8 @@ class RunSection(FrozenModel):
     """Seed of prompt order, sampling and hidden tests. On a CPU, a synchronous run repeats exactly with the same seed
     and configuration; on GPUs also set `deterministic`."""
     deterministic: bool = False
-    """Repeat synchronous runs on GPUs bit by bit: with vLLM's batch-invariant kernels in the servers, and deterministic
-    kernels and NCCL's ring in the learners. Slower (docs/scale.md#the-same-bits-on-gpus). Synchronous runs on a CPU
-    repeat without it."""
+    """Repeat synchronous runs on GPUs bit by bit, with batch-invariant and deterministic kernels and NCCL's ring.
+    Slower (docs/scale.md#the-same-bits-on-gpus). Synchronous runs on a CPU repeat without it."""
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -78,15 +77,17 @@ class ModelSection(FrozenModel):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
     model's own training lower its quality."""
+    freeze_vision: bool = True
+    """Don't train the part of a model that reads pictures (vision tower and projection). Its weights are not sent to
+    the servers then."""
 
 
 class RolloutSection(FrozenModel):
     """Sampling of groups of trajectories."""
 
     group_size: int = Field(16, ge=1)
-    """Trajectories sampled for each prompt (G). Advantages compare them with each other; with remax the last one is the
-    greedy baseline. 1 is allowed only if trajectories are not compared: with reinforce_plus_plus, or distillation
-    without rewards."""
+    """Trajectories sampled for each prompt (G). Advantages compare them; with remax the last one is the greedy
+    baseline. 1 only if nothing is compared: with reinforce_plus_plus, or distillation without rewards."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longest prompt in tokens. Longer prompts are refused before training starts; rows of data files can be cut
     or dropped instead (data.truncation, data.filter_overlong_prompts)."""
@@ -130,13 +131,12 @@ class TrainSection(FrozenModel):
     weights change once, after all groups of the step are computed."""
     max_staleness: int = Field(0, ge=0)
     """Maximum number of optimizer steps between the weights that sampled a group and the weights that train on it. 0 is
-    synchronous. Above 0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches
-    1 every ratio is 1 and clipping has no effect on samples of older weights. On a single CPU, values above 0 are
-    slower: sampling and training share its cores."""
+    synchronous. Above 0, turn on algorithm.rollout_correction: with num_minibatches 1 every ratio to the learner's old
+    log-probs is 1, so clipping has no effect. On a single CPU, values above 0 are slower."""
     partial_rollouts: bool = False
-    """Partial rollouts: when groups_per_step groups are complete, pause the other groups, train, and continue them from
-    their tokens so far with the new weights. Needs max_staleness above 0, which bounds the age of kept tokens. Servers
-    and learners take turns, so they may share GPUs (docs/scale.md#partial-rollouts)."""
+    """Partial rollouts: when groups_per_step groups are complete, pause the others, train, and continue them with the
+    new weights. Needs max_staleness above 0, which bounds the age of kept tokens. Servers and learners take turns, so
+    they may share GPUs (docs/scale.md#partial-rollouts)."""
     extra_groups: int | None = Field(None, ge=1)
     """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
     which is also the maximum."""
@@ -144,9 +144,9 @@ class TrainSection(FrozenModel):
     """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0 in
     profiles/ of the run folder. A profiled step is slower."""
     straggler_window: int | None = Field(None, ge=0)
-    """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
-    stays within max_staleness. null: groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0:
-    strictly in order. Synchronous runs are always in order."""
+    """Groups that may be trained ahead of an older one that is still being generated and within max_staleness. null:
+    groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0: strictly in order, as synchronous runs
+    always are."""
 
     @property
     def takes_turns(self) -> bool:
@@ -224,9 +224,9 @@ class ServerSection(FrozenModel):
     """Skip compilation and CUDA graphs. auto: only on CPU, where compiling adds 45 s to the start for 10% more
     speed."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of each server on CPU. 0: the cores (or the container's quota) divided by the number of servers, and half
-    of that if learners compute at the same time (train.max_staleness above 0); a model of less than 128 MiB gets at
-    most 4, a larger one at most one per 32 MiB of weights."""
+    """Threads of each server on CPU. 0: the cores (or the container's quota) divided by the number of servers, half if
+    learners compute at the same time (train.max_staleness above 0); at most 4, or one per 32 MiB of weights if that is
+    more."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Time limit for a server to load the model and be ready."""
     request_timeout_s: float | None = Field(None, gt=0)
@@ -257,7 +257,6 @@ class ServerSection(FrozenModel):
         return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     def is_eager(self, *, on_gpu: bool) -> bool:
-        """Return True if vLLM neither compiles nor captures graphs."""
         return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager
 
     @property
@@ -268,7 +267,6 @@ class ServerSection(FrozenModel):
 
     @property
     def gpu_batched_tokens(self) -> int:
-        """Maximum number of tokens that a server on GPUs computes in one step."""
         return self.max_num_batched_tokens or max(GPU_BATCHED_TOKENS, self.max_num_seqs)
 
     @field_validator("engine_args", mode="after")
@@ -398,9 +396,9 @@ class RecoverySection(FrozenModel):
     """Time without an answer after which a process counts as hanging and is replaced. Keep it far above the pauses of a
     healthy process on a busy machine. While a process starts, server.start_timeout_s applies instead."""
     stall_replace_s: float = Field(180.0, gt=0)
-    """Time after which a server is replaced if it has requests but samples no token. Keep it below
+    """Time after which a server that has requests but samples no token is replaced. Keep it below
     server.request_timeout_s, after which requests fail. Requests of groups that start together wait for each other for
-    at most half of this time."""
+    at most half of it."""
     stall_stop_s: float = Field(3600.0, gt=0)
     """Time without a finished group or phase of a step after which the run writes the stacks of all processes, saves
     all complete work, and stops. Keep it longer than the slowest healthy step."""
@@ -415,9 +413,8 @@ class TrackingSection(FrozenModel):
     project: str = Field("rayapp", min_length=1)
     """Name of the MLflow experiment and of the W&B project."""
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker. A trace has the turns,
-    generations, tool calls and sandbox runs with their texts; writing one takes about 15 ms, in parallel with
-    training."""
+    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker: turns, generations, tool
+    calls and sandbox runs with their texts. Writing one takes about 15 ms, in parallel with training."""
     trajectories: bool = True
     """Write each step's trajectories to trajectories/step=NNNNNN.parquet of the run folder (docs/run-folder.md)."""
     log_format: Literal["text", "json"] = "text"

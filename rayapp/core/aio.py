@@ -1,14 +1,4 @@
-"""Run coroutines: react to signals, finish work despite a cancellation, and run several at once.
-
-run_until_done           like `asyncio.run`; Ctrl-C and SIGTERM cancel the coroutine, and its cleanup runs
-when_stopped             register a callback that runs at once when a signal comes
-finish_then_cancel       work that must not be left half done; only a second cancellation ends it
-finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
-end_process_after        the last resort if cleanup hangs: end the process after a number of seconds
-together                 the same work for many items; the first failure cancels the rest
-side_by_side             the results of several coroutines; the first failure cancels the rest
-as_they_end              results in batches: all that finished since the last batch
-"""
+"""Run coroutines: react to signals, finish work despite a cancellation, and run several at once."""
 
 from __future__ import annotations
 
@@ -35,12 +25,8 @@ STDERR = 2
 
 
 def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, with SIGTERM handled like Ctrl-C. Signals reach only the main thread;
-    `own_thread.Stopper` stops work in another thread.
-
-    Raises:
-        KeyboardInterrupt: on either signal, after the coroutine's cleanup has run.
-    """
+    """Run a coroutine as `asyncio.run` does, with SIGTERM handled like Ctrl-C: KeyboardInterrupt comes after its
+    cleanup. Signals reach only the main thread; `own_thread.Stopper` stops work in another."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         terminated = False
@@ -88,10 +74,7 @@ def _stopped_by(
 
 
 def when_stopped(tell: OnStop) -> None:
-    """Call `tell` in the event loop when Ctrl-C or SIGTERM comes, before the stopped work cleans up.
-
-    Works only inside `run_until_done`; elsewhere `tell` is never called.
-    """
+    """Call `tell` in the event loop when Ctrl-C or SIGTERM comes, before cleanup. Only inside `run_until_done`."""
     if (told := _on_stop.get(None)) is not None:
         told.append(tell)
 
@@ -103,7 +86,6 @@ def _tell(told: Sequence[OnStop]) -> None:
 
 @contextmanager
 def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) -> Iterator[None]:
-    """Call the functions `told` on Ctrl-C during the block, before asyncio's own handler cancels the main task."""
     handler = signal.getsignal(signal.SIGINT)
 
     def on_sigint(number: int, frame: FrameType | None) -> None:
@@ -124,10 +106,8 @@ def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) 
 
 
 async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after the work. A
-    second cancellation also ends the coroutine, for a user who does not want to wait. If the coroutine raises an error
-    after a cancellation, the cancellation is raised with the error as its cause.
-    """
+    """Run work that must not be left half done; a cancellation takes effect after it. A second one also ends the
+    coroutine. An error after a cancellation is the cause of the CancelledError."""
     task = asyncio.ensure_future(coroutine)
     try:
         return await asyncio.shield(task)
@@ -141,17 +121,16 @@ async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """Return True if the current task was cancelled, even if an error was raised in place of CancelledError."""
+    """True if the current task was cancelled, even if an error was raised in place of CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run cleanup to its end however often it is cancelled, and then raise the cancellation. Give the cleanup deadlines
-    of its own.
+    """Run cleanup to its end however often it is cancelled, and then raise the cancellation. Give it deadlines of its
+    own.
 
-    With `asyncio.shield` alone, a second signal would let the caller continue, close the connection to Ray and end the
-    actors before they return their resources.
+    With `asyncio.shield` alone, a second signal would end the actors before they return their resources.
     """
     task = asyncio.ensure_future(coroutine)
     cancelled: asyncio.CancelledError | None = None
@@ -166,31 +145,25 @@ async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with exit code 1 after this many seconds, even if it hangs.
-
-    The stacks of its threads go to stderr. This works even if the event loop is blocked, cleanup waits forever, or a
-    thread that hangs on a disk keeps the interpreter from exiting. A process has one such timer: each call restarts it.
-    """
+    """End this process with exit code 1 after this many seconds, even if it hangs; stacks go to stderr. Works also if
+    the event loop is blocked, or a thread keeps the interpreter from exiting. Each call restarts the timer."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
 
 def let_process_live() -> None:
-    """Cancel the timer of `end_process_after`."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return the error. An error that would end an event loop, e.g. SystemExit, is turned into a RuntimeError."""
+    """Return the error; one that would end an event loop, e.g. SystemExit, as a RuntimeError."""
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseException], Exception] = as_exception) -> T:
     """Await code of a user or a plug-in, which may raise anything.
 
-    Args:
-        begin: function that starts the code; errors of this function are handled like those of the code.
-        named: maps a raised error (also SystemExit, or a cancellation by the code itself) to the error that `guarded`
-            raises.
+    `begin` starts it, under the same guard. `named` maps an error (also SystemExit, or a cancellation by the code
+    itself) to the one to raise.
     """
     try:
         return await begin()
@@ -207,11 +180,7 @@ async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseExcept
 
 
 async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *, at_once: int | None = None) -> None:
-    """Do `work` for every item. The first failure cancels the rest and is raised when they have ended.
-
-    Args:
-        at_once: maximum number of items in work at the same time; None: no limit.
-    """
+    """Do `work` for every item, at most `at_once` at a time. The first failure cancels the rest and is raised."""
     slots = asyncio.Semaphore(at_once) if at_once else None
 
     async def one(item: T) -> None:
@@ -222,9 +191,7 @@ async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines in order. The first error cancels the other coroutines and is raised,
-    without an exception group around it.
-    """
+    """Return the results of all coroutines in order. The first error cancels the others and is raised."""
     coroutines = list(work)
     if len(coroutines) == 1:
         return [await coroutines[0]]
@@ -235,11 +202,7 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class News(Generic[N]):
-    """Queue of items that coroutines report before they end; `as_they_end` reads it.
-
-    Args:
-        every_s: minimum time between two batches of items.
-    """
+    """Queue of items that coroutines report before they end; `every_s` is the minimum time between two batches."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -247,12 +210,10 @@ class News(Generic[N]):
         self._is_there = asyncio.Event()
 
     def told(self, position: int, item: N) -> None:
-        """Add an item that the coroutine at this position reports."""
         self._items.append((position, item))
         self._is_there.set()
 
     def taken(self) -> list[tuple[int, N]]:
-        """Return the items added since the last call."""
         items, self._items = self._items, []
         self._is_there.clear()
         return items
@@ -267,13 +228,8 @@ class News(Generic[N]):
 async def as_they_end(
     coroutines: Sequence[Coroutine[Any, Any, T]], news: News[N] | None = None
 ) -> AsyncIterator[list[tuple[int, T | N | Exception]]]:
-    """Yield results in batches: all that finished since the last batch, as (position, result or error).
-
-    Closing the iterator cancels the remaining coroutines. Foreign errors become RayappErrors, which can be pickled.
-
-    Args:
-        news: items that these coroutines report, by position. A batch begins with the new items.
-    """
+    """Yield results in batches: all that finished since the last batch, as (position, result or error), after new items
+    of `news`. Closing it cancels the remaining coroutines. Foreign errors become RayappErrors, which can be pickled."""
     tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
     left = set(tasks)
     news = news or News[N](every_s=0.0)

@@ -90,10 +90,8 @@ class KindError(RayappError):
 
 
 class RewardFailedError(KindError):
-    """A user's function raised, took too long, or returned an unusable value. This is not a verdict on the policy.
-
-    The kind is reward_error, reward_timeout or reward_nonsense.
-    """
+    """A user's function raised, took too long, or returned an unusable value: no verdict on the policy. Kinds:
+    reward_error, reward_timeout, reward_nonsense."""
 
 
 class ConfigError(UserError, ValueError):
@@ -125,8 +123,7 @@ class SandboxRateLimitError(SandboxUnavailableError):
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
-        """Seconds that the provider asked to wait; None if the provider named no time."""
+        self.retry_after_s = retry_after_s  # None if the provider named no time
 
     def __reduce__(self) -> tuple[type[SandboxRateLimitError], tuple[str, float | None]]:
         return type(self), (str(self), self.retry_after_s)
@@ -137,9 +134,7 @@ class SandboxGoneError(SandboxError):
 
 
 class SandboxDeadlineError(SandboxError, TimeoutError):
-    """The provider did not answer within rayapp's deadline. The sandbox's state is unknown, so the sandbox is
-    discarded.
-    """
+    """The provider did not answer within rayapp's deadline: the sandbox, in an unknown state, is discarded."""
 
 
 class SandboxProtocolError(SandboxError):
@@ -280,7 +275,7 @@ class BudgetSpentError(RayappError):
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Context manager that replaces an exception group from its block with the group's first error."""
+    """Replace an exception group from the block with its first error."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,12 +1,4 @@
-"""Atomic file writes, locks, conversion of OSErrors to errors of rayapp, and storage locations.
-
-aside, write_text, put_in_place          write completely or not at all; errors are OSErrors
-explain_full_disk, explain_unwritable    turn an OSError in a run folder into one message with the way out
-storage_errors, stored                   turn an OSError into a StorageError
-locked                                   hold a lock that only one process can have
-json_lines                               read JSON lines that users write
-Location                                 `s3://bucket/prefix`, `file:///folder` or a plain path, parsed and checked
-"""
+"""Atomic file writes, locks, conversion of OSErrors to errors of rayapp, and storage locations."""
 
 from __future__ import annotations
 
@@ -41,13 +33,7 @@ _ASIDE = ".tmp-"
 
 @contextmanager
 def explain_full_disk(path: Path, safe: Callable[[], str] = str) -> Iterator[None]:
-    """Turn the OSError of a full disk in the block into a StorageFullError whose message says what to do.
-
-    Args:
-        safe: called if the disk is full; returns a sentence that says at which step the next start continues.
-    Raises:
-        StorageFullError: the disk or the quota is full.
-    """
+    """Turn the OSError of a full disk into a StorageFullError with a way out; `safe` says what is saved."""
     try:
         yield
     except OSError as error:
@@ -61,11 +47,7 @@ def explain_full_disk(path: Path, safe: Callable[[], str] = str) -> Iterator[Non
 
 @contextmanager
 def explain_unwritable(path: Path) -> Iterator[None]:
-    """Turn the OSError of a folder that this user may not write to into a RunFolderError whose message says what to do.
-
-    Raises:
-        RunFolderError: the folder belongs to another user, or its disk is mounted read-only.
-    """
+    """Turn the OSError of a folder that this user may not write to into a RunFolderError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -85,12 +67,8 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
-    """Yield a temporary file beside `path` to write to. It becomes `path`, synced to disk, if the block succeeds, and
-    is deleted if the block fails.
-
-    Raises:
-        FileExistsError: `if_absent` is set, and `path` exists at the end of the block.
-    """
+    """Yield a temporary file that becomes `path`, synced to disk, if the block succeeds. FileExistsError: `if_absent`,
+    and `path` exists at the end of the block."""
     # Make the name unique, because two threads may replace the same file, and keep the suffix of `path`, from which
     # some writers choose a format.
     temporary = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}-{path.name[-100:]}")
@@ -110,7 +88,7 @@ def readable_as_its_folder(file: Path) -> None:
 
 
 def is_aside(name: str) -> bool:
-    """Return True if this is the name of a temporary file, which may be incomplete."""
+    """True for the name of a temporary file, which may be incomplete."""
     return name.startswith(_ASIDE)
 
 
@@ -125,9 +103,7 @@ def put_in_place(pending: Path, target: Path) -> None:
 
 def remove_pending(folder: Path) -> None:
     """Delete the temporary files that killed writers left in a folder. No other process may be writing there.
-
-    Incomplete checkpoints are named `.pending-*`. Older versions of rayapp also left `.metrics.jsonl.pending`.
-    """
+    Incomplete checkpoints are `.pending-*`; older versions also left `.metrics.jsonl.pending`."""
     for path in (*folder.glob(f"{_ASIDE}*"), *folder.glob(".pending-*"), *folder.glob(".*.pending*")):
         if path.is_dir():
             remove_tree(path)
@@ -136,14 +112,11 @@ def remove_pending(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder, even while other processes add files to it or delete it. Files that are added meanwhile may
-    remain.
-    """
+    """Delete a folder, even while other processes add files to it (which may remain) or delete it."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def fsync(path: Path) -> None:
-    """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,12 +126,7 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def stored(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
-    """Make the folders above `path`, then yield a temporary file that becomes `path`, as `aside` does.
-
-    Raises:
-        StorageExistsError: `if_absent` is set, and `path` exists at the end of the block.
-        StorageError: the operating system refused an operation.
-    """
+    """Make the folders above `path`, then yield a temporary file as `aside` does. Errors are StorageErrors."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside(path, if_absent=if_absent) as temporary:
@@ -167,7 +135,6 @@ def stored(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -189,11 +156,7 @@ def _translate(error: OSError, path: Path) -> StorageError:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file for the length of the block. The lock also ends when the process ends.
-
-    Raises:
-        RunFolderError: another process holds the lock.
-    """
+    """Hold a lock file for the length of the block, or of the process. RunFolderError: another process has it."""
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,12 +176,8 @@ def locked(path: Path) -> Iterator[None]:
 def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of each line; empty lines are skipped.
 
-    Args:
-        lines: a file, or `text.split("\\n")`; never
-            `splitlines`, which also breaks a line at U+2028 inside a JSON string.
-        file: name of the file, for messages.
-    Raises:
-        InputError: a line is not JSON.
+    `lines` is a file, or `text.split("\\n")`; never `splitlines`, which also breaks a line at U+2028 inside a JSON
+    string.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -240,12 +199,11 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 class Location:
     """Location of a folder or object on a disk or in object storage.
 
-    Example: `Location.parse("s3://models/run1")` is `Location(bucket="models", key="run1")`. On a disk, `bucket` is
+    Example: `Location.parse("s3://models/run1")` is `Location(bucket="models", key="run1")`; on a disk `bucket` is
     empty.
     """
 
-    key: str
-    """Key inside the bucket, without a slash at either end; without a bucket, a path on the disk."""
+    key: str  # inside the bucket, without a slash at either end; without a bucket, a path on the disk
     bucket: str = ""
 
     @property
@@ -254,11 +212,7 @@ class Location:
 
     @classmethod
     def parse(cls, uri: str) -> Location:
-        """Parse a URI or path.
-
-        Raises:
-            StorageConfigError: the scheme is unknown, the bucket is missing, or its name is invalid.
-        """
+        """Parse a URI or path."""
         scheme = _SCHEME.match(uri)
         if scheme is None or scheme.group(1).lower() == "file":
             path = uri[len("file://") :] if scheme else uri
@@ -279,7 +233,6 @@ class Location:
         return cls(bucket=bucket, key=key.strip("/"))
 
     def join(self, key: str) -> Location:
-        """Return the location of the object or file `key` inside this folder."""
         if self.is_remote:
             return Location(bucket=self.bucket, key=f"{self.key}/{key}".strip("/"))
         return Location(key=str(Path(self.key) / key))
@@ -289,11 +242,8 @@ class Location:
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it names an object inside a folder: relative, without `..` or an empty part.
-
-    Raises:
-        StorageConfigError: the key would leave the folder, or would name different objects on disk and on S3.
-    """
+    """Return `key` if it is relative, without `..` or an empty part: else it would leave the folder, or name different
+    objects on disk and on S3."""
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):
         raise StorageConfigError(

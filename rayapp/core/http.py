@@ -1,7 +1,5 @@
-"""Listening sockets of servers; keys, pauses between tries and rate limits for clients of services; and the client of
-judges and teachers.
-
-Keys are read from environment variables, never from config files.
+"""Listening sockets; keys, pauses between tries and rate limits for clients of services; the client of judges and
+teachers. Keys are read from environment variables, never from config files.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ from rayapp.core.errors import ConfigError, RewardFailedError, UserError, one_li
 if TYPE_CHECKING:
     import aiohttp
 
-MAX_WAIT_S = 600.0
-"""Longest pause that a service may request, so that a wrong header doesn't stop a run for days."""
+MAX_WAIT_S = 600.0  # a wrong header must not stop a run for days
 
 
 def listen(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Return a socket that listens on an address. Raises OSError.
+    """Return a socket that listens on an address.
 
-    Connections inherit TCP_NODELAY from it: asyncio sets the option only for sockets made with IPPROTO_TCP. Without the
-    option an answer on a kept connection takes 40 ms longer, because its body waits until the client has acknowledged
-    its headers.
+    Connections inherit TCP_NODELAY from it, which asyncio sets only for IPPROTO_TCP. Without it an answer on a kept
+    connection takes 40 ms longer.
     """
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
@@ -44,11 +40,7 @@ KEY_VARIABLE = "RAYAPP_MODEL_SERVER_KEY"
 
 
 def given_key(headers: Mapping[str, str]) -> bytes:
-    """Return the key in a request's headers: `x-api-key` or a bearer token; empty without one.
-
-    Args:
-        headers: names in lower case, or a mapping that ignores case; values as UTF-8 with surrogate escapes.
-    """
+    """Return the key in a request's headers (lower case): `x-api-key` or a bearer token; empty without one."""
     given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
     return given.encode("utf-8", "surrogateescape")
 
@@ -57,8 +49,8 @@ class KeyGuard:
     """ASGI middleware of the run's model servers: refuses every request without the key in `KEY_VARIABLE`, except GET
     /health.
 
-    vLLM's own check (VLLM_API_KEY) leaves the paths open that are not below /v1, such as /classify and /tokenize, and
-    doesn't know the header of Anthropic's clients.
+    vLLM's own check (VLLM_API_KEY) leaves paths not below /v1 open, such as /classify and /tokenize, and doesn't know
+    the header of Anthropic's clients.
     """
 
     def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
@@ -83,14 +75,8 @@ class KeyGuard:
 
 
 def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> str:
-    """Return the API key in an environment variable; empty if `variable` is empty.
-
-    Args:
-        who: name of the client for the message, e.g. `provider e2b`.
-        error: type of the error to raise.
-    Raises:
-        UserError: the variable is not set.
-    """
+    """Return the API key in an environment variable; empty if `variable` is empty. `who` names the client, e.g.
+    `provider e2b`, in the error for one that is not set."""
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not key:
         raise error(
@@ -101,10 +87,8 @@ def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> s
 
 
 def retry_after_s(text: str | None) -> float | None:
-    """Return the seconds in a Retry-After header, at most `MAX_WAIT_S`; None if the header is missing or not a number.
-
-    A date in the header gives None: this machine's clock may be wrong.
-    """
+    """Return the seconds in a Retry-After header, at most `MAX_WAIT_S`; None without a number, also for a date: this
+    machine's clock may be wrong."""
     try:
         seconds = float(text or "")
     except ValueError:
@@ -116,8 +100,7 @@ def retry_after_s(text: str | None) -> float | None:
 def pauses_s(first_s: float, longest_s: float) -> Iterator[float]:
     """Yield the seconds to wait before each further try, without end: `first_s`, doubled every time up to `longest_s`.
 
-    Each pause is shortened by up to half, at random, so that clients that failed at the same time don't all try again
-    at the same time.
+    Each is shortened by up to half, at random: clients that failed together must not all try again at the same time.
     """
     while True:
         yield first_s * random.uniform(0.5, 1.0)
@@ -125,11 +108,7 @@ def pauses_s(first_s: float, longest_s: float) -> Iterator[float]:
 
 
 class TokenBucket:
-    """Rate limit that issues `rate_per_s` tokens per second and saves up at most `burst`.
-
-    Args:
-        clock: returns monotonic seconds.
-    """
+    """Rate limit that issues `rate_per_s` tokens per second and saves up at most `burst`."""
 
     def __init__(self, *, rate_per_s: float, burst: int, clock: Callable[[], float]) -> None:
         self._rate_per_s = rate_per_s
@@ -144,7 +123,6 @@ class TokenBucket:
         self._blocked_until = max(self._blocked_until, self._clock() + seconds)
 
     def wait_s(self) -> float:
-        """Return the seconds until `take` succeeds; 0 if it would succeed now."""
         now = self._clock()
         # If the clock jumps back, the tokens are kept.
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._updated_at) * self._rate_per_s)
@@ -153,7 +131,6 @@ class TokenBucket:
         return max(0.0, missing_s, self._blocked_until - now)
 
     def take(self) -> bool:
-        """Take a token and return True; False if there is none."""
         # Tolerate rounding errors: otherwise `take` could fail forever, for want of a billionth of a token.
         if self.wait_s() > 1e-9:
             return False
@@ -161,8 +138,7 @@ class TokenBucket:
         return True
 
 
-SCHEME = "run://"
-"""Scheme of a base_url that names a model server of the run: run://NAME."""
+SCHEME = "run://"  # of a base_url that names a model server of the run: run://NAME
 
 
 def server_named(base_url: str) -> str:
@@ -174,36 +150,25 @@ def server_named(base_url: str) -> str:
 class Endpoint:
     """Address of a model behind HTTP, with the limits of its clients."""
 
-    who: str
-    """Name for messages, e.g. `judge quality`."""
+    who: str  # for messages, e.g. `judge quality`
     base_url: str
     api_key_env: str
-    key: str
-    """Key of a model server of the run; empty: api_key_env names the variable that holds the key."""
-    timeout_s: float
-    """Deadline of one request."""
+    key: str  # of a model server of the run; empty: api_key_env names the variable
+    timeout_s: float  # of one request
     max_retries: int
-    max_concurrent: int
-    """Maximum number of requests in flight at once, over the whole run."""
-    requests_per_minute: float = 0.0
-    """Rate limit of the whole run. 0: no limit, except that the server may answer with status 429."""
+    max_concurrent: int  # over the whole run
+    requests_per_minute: float = 0.0  # of the whole run; 0: no limit but status 429
 
 
 MAX_ANSWER_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_LATER = (408, 409, 425, 429)
-"""HTTP statuses after which a request is repeated, in addition to all statuses from 500 on."""
+_LATER = (408, 409, 425, 429)  # statuses to repeat a request after, besides all from 500 on
 
 
 class EndpointClient:
-    """Client of a judge or teacher behind HTTP, for one process, with rate limits, deadlines, retries and kinds of
-    failure. The key is sent in one header, and removed from any text that the server returns.
-
-    Args:
-        num_sharing: number of processes that use the model at the same time. The rate limits are divided by it.
-    Raises:
-        ConfigError: the environment variable of the key is not set, or the server belongs to another run.
-    """
+    """Client of a judge or teacher behind HTTP, for one of `num_sharing` processes, which divide the rate limits. The
+    key is removed from any text that the server returns. ConfigError: it is not set, or the server belongs to another
+    run."""
 
     def __init__(self, endpoint: Endpoint, *, num_sharing: int = 1) -> None:
         if server_named(endpoint.base_url):
@@ -222,9 +187,8 @@ class EndpointClient:
     async def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the JSON object that the server answers.
 
-        Raises:
-            RewardFailedError: of kind judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other
-                status that is not retried) or judge_answer (the answer is not a JSON object).
+        RewardFailedError of kind judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other status
+        that is not retried) or judge_answer (not a JSON object).
         """
         import aiohttp  # takes a quarter of a second, and most users of this module don't need it
 
@@ -257,7 +221,6 @@ class EndpointClient:
         raise AssertionError("max_retries is at least 0")
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -1,14 +1,7 @@
 """Set up log lines with the ids of run, step and group, as text or JSON, and make foreign text safe to print.
 
-    driver: start_logs -> ray.init(logging_config=…) -> hand_over      actors: label_logs in their constructors
-                                                                       all code: with about(step=3, group=12): …
-
-From `ray.init` on, Ray writes the lines, with the ids of job, node, actor and task; before it, this module does. Ids
-are in a context variable, so that lines logged by a library or by `rayapp.sandbox` carry them too.
-
-Foreign text comes from a model, a tool, a data row, a sandbox or a service. With control characters, such text could
-clear a terminal's screen, rewrite the lines above, retitle the window, or put a command on the clipboard. All code that
-prints foreign text prints `visible(text)`, except in JSON, as `json.dumps` escapes these characters.
+From `ray.init` on, Ray writes the lines; before it, this module does. Foreign text (of a model, tool, row, sandbox or
+service) could clear a terminal's screen or put a command on the clipboard: print `visible(text)`, except in JSON.
 """
 
 from __future__ import annotations
@@ -32,13 +25,8 @@ _COLOUR_OR_CONTROL = re.compile(f"{_COLOUR}|{_CONTROL.pattern}")
 
 
 def visible(text: str, *, keeps_colours: bool = False) -> str:
-    r"""Return `text` with control characters as Python's escapes; newlines and tabs stay. Idempotent.
-
-    Args:
-        keeps_colours: keep complete colour sequences; used for the log of a Ray job, which Ray colours.
-
-    Example: an escape character becomes `\x1b`, the mark U+202E becomes `\u202e`.
-    """
+    r"""Return `text` with control characters as Python's escapes; newlines and tabs stay. Idempotent. `keeps_colours`:
+    for the log of a Ray job, which Ray colours."""
     return (_COLOUR_OR_CONTROL if keeps_colours else _CONTROL).sub(_escaped, text)
 
 
@@ -78,16 +66,14 @@ def show_traceback(kind: type[BaseException], error: BaseException, trace: Trace
     sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
+# Ids in each JSON line, if known; for a group, `step` is the one for which it was started.
 FIELDS = ("run", "step", "group")
-"""Ids that each JSON line has, if they are known. For a group, `step` is the step for which the group was started."""
 _ids: ContextVar[Mapping[str, int]] = ContextVar("what log lines are about", default={})  # noqa: B039 - never written to
 
 
 @contextmanager
 def about(**ids: int) -> Iterator[None]:
-    """Add these ids (of `FIELDS`) to the lines that this thread or task, and tasks that it starts, log within the
-    block.
-    """
+    """Add these ids (of `FIELDS`) to the lines that this thread or task, and tasks that it starts, log in the block."""
     token = _ids.set({**_ids.get(), **ids})
     try:
         yield
@@ -96,11 +82,8 @@ def about(**ids: int) -> Iterator[None]:
 
 
 class Labels(logging.Filter):
-    """Handler filter that adds run, step and group to each record, except fields that the log call gave as `extra`.
-
-    It is a filter, not a record factory, because `logging` raises KeyError for an `extra` that a factory has already
-    set.
-    """
+    """Handler filter that adds run, step and group to each record, except fields that the log call gave as `extra`:
+    with a record factory `logging` would raise KeyError for these."""
 
     def __init__(self, run_name: str) -> None:
         super().__init__()
@@ -113,7 +96,7 @@ class Labels(logging.Filter):
 
 
 class _Faults(logging.FileHandler):
-    """Log handler that writes errors with their tracebacks to a file. The file is created with the first error."""
+    """Log handler that writes errors with their tracebacks to a file, made with the first error."""
 
     def __init__(self, file: Path, note: Callable[[str], None]) -> None:
         super().__init__(file, delay=True)
@@ -134,12 +117,8 @@ class _Faults(logging.FileHandler):
 
 @contextmanager
 def tracebacks_in(file: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Write errors of abandoned calls to a file during the block, because their tracebacks fill pages after a process
-    died.
-
-    Args:
-        note: called at the first error, with a message that names the file.
-    """
+    """Write errors of abandoned calls to a file during the block: after a process died, they fill pages. `note` gets a
+    message that names the file."""
     faults = _Faults(file, note)
     loggers = [logging.getLogger(name) for name in ("asyncio", "ray._private.worker")]
     for logger in loggers:
@@ -188,18 +167,14 @@ def start_logs(run_name: str, log_format: str) -> None:
 
 
 def hand_over() -> None:
-    """Remove the driver's own log handler when Ray begins to write the lines: otherwise each would appear twice.
-    Idempotent.
-    """
+    """Remove the driver's own log handler when Ray begins to write the lines. Idempotent."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h.formatter, JsonLines)]:
         root.removeHandler(handler)
 
 
 def label_logs(run_name: str) -> None:
-    """Add the ids to all lines of this process's root logger, and escape control characters. Called in every process.
-    Idempotent.
-    """
+    """Add the ids to all lines of this process's root logger, and escape control characters. Idempotent."""
     make_logs_visible()
     for handler in logging.getLogger().handlers:
         for old in [f for f in handler.filters if isinstance(f, Labels)]:

@@ -1,8 +1,4 @@
-"""Machine resources of a process: memory, cores, network interface.
-
-glibc can keep freed memory or return it to the system. A learner on CPU keeps freed memory for the next step; the
-driver returns it after each step. With other C libraries both functions do nothing.
-"""
+"""Machine resources of a process: memory, cores, network interface."""
 
 from __future__ import annotations
 
@@ -16,21 +12,18 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SIOCGIFADDR = 0x8915
-"""Request of ioctl (sockios.h) for an interface's IPv4 address."""
+SIOCGIFADDR = 0x8915  # ioctl (sockios.h) for an interface's IPv4 address
 CPUINFO = Path("/proc/cpuinfo")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _WEIGHTS_PER_THREAD, _FEW_THREADS = 32 << 20, 4
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-"""Options of glibc's mallopt, from malloc.h."""
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # options of glibc's mallopt, from malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory instead of returning it to the system.
+    """Make glibc reuse freed memory instead of returning it to the system: for learners on CPU.
 
-    A training step frees and allocates gigabytes of activations. A page that was returned must be zeroed and mapped
-    again, which took a tenth of a step's CPU time: 1.2 s of 11 s, with 783000 page faults; with this function 0.03 s,
-    with 7000. The cost is fragmented memory: the process may hold up to twice the memory in use.
+    A page that was returned must be zeroed and mapped again: 1.2 s of a step's 11 s, with 783000 page faults; with this
+    function 0.03 s. The process may hold up to twice the memory in use. Other C libraries: no effect.
     """
     set_option = _function("mallopt")
     if set_option is not None:
@@ -39,26 +32,19 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system.
-
-    glibc keeps freed memory in a pool per thread. Ray's threads allocate every reply. Without this call the driver
-    would therefore grow in every step by the bytes of the step's groups.
-    """
+    """Return freed memory to the system: glibc keeps it per thread, and the driver would grow in every step."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def _function(name: str) -> Callable[..., int] | None:
-    """Return the C library's function of this name; None if the library has no such function."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
 
 
 def available_memory() -> int:
-    """Return the bytes that a new process can allocate: the smaller of the machine's free memory and that of this
-    container's cgroup (v2 or v1).
-    """
+    """Return the bytes that a new process can allocate: the smaller of the machine's and this cgroup's (v2 or v1)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     root, old = Path("/sys/fs/cgroup"), "memory/memory"
@@ -69,17 +55,14 @@ def available_memory() -> int:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use: the smaller of its affinity and its container's CPU quota.
-
-    The quota (cgroup v2 or v1) is rounded down. If a process has more threads than its quota, the kernel pauses all of
-    its threads in each period, and threads that wait for each other lose time.
-    """
+    """Return the cores that this process may use: the smaller of its affinity and its container's CPU quota (cgroup v2
+    or v1), rounded down: with more threads than that the kernel pauses all of them in each period."""
     quotas = [_quota(folder) for folder in _own_cgroups()]
     return max(1, int(min(len(os.sched_getaffinity(0)), *quotas, math.inf)))
 
 
 def _own_cgroups() -> Iterator[Path]:
-    """Yield the folder of each cgroup that limits this process's CPU time. A folder may not exist in this container."""
+    """Yield the cgroups' folders, which may not exist in this container."""
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
@@ -89,7 +72,7 @@ def _own_cgroups() -> Iterator[Path]:
 
 
 def _quota(cgroup: Path) -> float:
-    """Return the number of cores that a cgroup may use; infinity if it has no quota."""
+    """Return the number of cores that a cgroup may use; infinity without a quota."""
     new, old = cgroup / "cpu.max", cgroup / "cpu.cfs_quota_us"
     if new.exists():
         quota, period = new.read_text().split()
@@ -100,31 +83,27 @@ def _quota(cgroup: Path) -> float:
     return int(quota) / int(period) if quota.strip() not in ("max", "-1") else math.inf
 
 
+# Instruction sets by our name, with Linux's flag (/proc/cpuinfo).
 WIDEST_FIRST = {
     "amx": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2", "sve_bf16": "svebf16",
     "neon_bf16": "bf16", "neon": "asimd",
 }  # fmt: skip
-"""Instruction sets by our name, with Linux's flag (/proc/cpuinfo) of each."""
 WITH_BFLOAT16 = ("amx", "avx512_bf16", "sve_bf16", "neon_bf16")
+# Slowdown of a learner's step over float32, on two threads of a Zen 3 (SmolLM2-135M: 117 and 6.1 s).
 EMULATED_BFLOAT16_SLOWDOWN = 20
-"""Seconds of a learner's step in bfloat16 over those in float32, on a processor without bfloat16 instructions (two
-threads of a Zen 3, SmolLM2-135M: 117 and 6.1 s).
-"""
+# Values of oneDNN's ONEDNN_MAX_CPU_ISA, with which one processor imitates a smaller one.
 ONEDNN_LIMITS = {
     "AVX2": "avx2",
     "AVX512_CORE": "avx512",
     "AVX512_CORE_VNNI": "avx512",
     "AVX512_CORE_BF16": "avx512_bf16",
 }
-"""Values of oneDNN's variable ONEDNN_MAX_CPU_ISA, with which one processor imitates a smaller one."""
 
 
 def instruction_set() -> str:
-    """Return the widest vector instructions that this process's matrix products use: a key of `WIDEST_FIRST`, or
-    `unknown`. ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY lower it.
-
-    Libraries choose by these instructions, not by a measurement, so every start on a machine gives the same bits.
-    """
+    """Return the widest vector instructions that matrix products use: a key of `WIDEST_FIRST`, or `unknown`.
+    ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY lower it. Libraries choose by these, so every start gives the same
+    bits."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
     ours = [name for name, flag in WIDEST_FIRST.items() if flag in flags]
@@ -137,10 +116,8 @@ def instruction_set() -> str:
 
 
 def has_bfloat16() -> bool:
-    """Return True if bfloat16 matrix products are faster than float32 ones on this processor. Without its own
-    instructions (AVX-512 BF16, AMX, Arm's BF16) bfloat16 is emulated: on two threads of a Zen 3, the gradient of a
-    linear layer's input ran at 1.6 GFLOP/s, and at 102 in float32.
-    """
+    """True if bfloat16 matrix products are faster than float32 ones. Without its own instructions (AVX-512 BF16, AMX,
+    Arm's BF16) bfloat16 is emulated: on two threads of a Zen 3, 1.6 GFLOP/s in place of 102."""
     return instruction_set() in WITH_BFLOAT16
 
 
@@ -152,17 +129,12 @@ def processor_name() -> str:
 
 
 def share_of_cores(num_processes: int, *, is_synchronous: bool, model: str = "") -> int:
-    """Return the number of threads for each process of a kind.
+    """Return the number of threads for each of `num_processes` of a kind.
 
-    In a synchronous run either servers or learners compute, so each kind gets all cores. Above staleness 0 both compute
-    at once and each kind gets half: with all cores for both, threads would wait for each other in every operator.
-
-    Args:
-        num_processes: number of processes of this kind.
-        model: folder of the model. The result is at most max(_FEW_THREADS, bytes of its weights / _WEIGHTS_PER_THREAD):
-            threads with less work would wait for each other longer than they compute. Both numbers are chosen, not
-            measured, because a measurement needs more than 2 cores. On 2 busy cores, with 0.7 MiB of weights, 2 threads
-            were 0.7 times as fast as 1 thread for 16 tokens, and 0.3 times for a training step of 512 tokens.
+    In a synchronous run each kind gets all cores; above staleness 0 both compute at once, and each gets half. With
+    weights in the folder `model`, at most max(_FEW_THREADS, bytes / _WEIGHTS_PER_THREAD), chosen numbers: threads with
+    less work wait for each other. On 2 busy cores, with 0.7 MiB of weights, 2 threads were 0.7 times as fast as 1 for
+    16 tokens, and 0.3 times for a training step of 512.
     """
     cores = num_cores()
     if not is_synchronous:
@@ -176,13 +148,8 @@ def _weights_bytes(model: Path) -> int:
 
 
 def use_interface_towards(address: str) -> None:
-    """Make gloo listen on the interface that other nodes can reach, unless GLOO_SOCKET_IFNAME is set.
-
-    By default gloo uses the address of the host's name, which is 127.0.1.1 on Debian.
-
-    Args:
-        address: address of the group's rendezvous process.
-    """
+    """Make gloo listen on the interface towards the group's rendezvous, unless GLOO_SOCKET_IFNAME is set. By default it
+    uses the address of the host's name, which is 127.0.1.1 on Debian."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -194,7 +161,6 @@ def use_interface_towards(address: str) -> None:
 
 
 def _address_of(interface: str, probe: socket.socket) -> str:
-    """Return the IPv4 address of an interface; empty if it has none."""
     try:
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
     except OSError:

@@ -1,27 +1,8 @@
-"""Find objects by the names that a configuration gives them: objects of the calling program, plug-ins, Python files.
+"""Find objects by the names that a configuration gives them, and suggest names for mistyped ones.
 
-Tasks and reward functions of a program that are not in files are kept in this module's registry, one for each process.
-cloudpickle sends them to rollout workers, even if their classes are defined in a notebook or in `__main__`.
-
-    rayapp.train(tasks=[task], reward=fn)     config.tasks = ("python:add",)   config.reward.custom = "python:fn"
-             |                                            | looked up here when a task or a reward is loaded
-             '-- with giving({...}) --> this registry ----'--> sent to each rollout worker, which adds them
-
-Plug-ins are entry points of other installed packages. All kinds of plug-ins are found and loaded in the same way.
-
-    pyproject.toml of a package:   [project.entry-points."rayapp.tasks"]
-                                   reverse = "my_package.tasks:REVERSE"
-    here:                          load_plugin("tasks", "reverse") -> the object
-
-Names are read from the packages' metadata; a package is imported only when its plug-in is loaded. A broken package is
-an error only for runs that use its plug-in. A name that rayapp ships is preferred to a plug-in's.
-
-Extras are features of rayapp that most runs don't use (`rayapp.extras`). The core reaches them only through tables of
-names, such as the table of sandbox providers, and imports one when a configuration names it:
-
-    load_extra("providers.e2b:E2BProvider") -> the class of rayapp/extras/providers/e2b.py
-
-This module also suggests names for mistyped ones.
+Objects of the calling program (`giving`) are in this process's registry, which cloudpickle sends to rollout workers.
+Plug-ins are entry points of other packages, imported only when used; a name that rayapp ships is preferred. Extras
+(`rayapp.extras`) are reached through tables of names: `load_extra("providers.e2b:E2BProvider")`.
 """
 
 from __future__ import annotations
@@ -46,16 +27,11 @@ _OBJECTS: dict[str, object] = {}
 
 
 def is_given(name: str) -> bool:
-    """Return True if the name is one of the registry's: `python:NAME`."""
     return name.startswith(PREFIX)
 
 
 def given(name: str) -> object:
-    """Return the registry's object of this name.
-
-    Raises:
-        InputError: this process has no object of this name.
-    """
+    """Return the registry's object of this name."""
     try:
         return _OBJECTS[name]
     except KeyError:
@@ -77,7 +53,6 @@ def add_given(objects: Mapping[str, object]) -> None:
 
 @contextmanager
 def giving(objects: Mapping[str, object]) -> Iterator[None]:
-    """Register a program's objects for the length of the block."""
     before = dict(_OBJECTS)
     _OBJECTS.update(objects)
     try:
@@ -94,9 +69,7 @@ def load_extra(place: str) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: `; did you mean x?`, or a full stop if no known name is
-    similar.
-    """
+    """Return the end of a sentence about an unknown name: `; did you mean x?`, or a full stop."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else "."
 
@@ -107,21 +80,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """One entry point of an installed package."""
-
     kind: Kind
     name: str
-    place: str
-    """Place of the plug-in's object, as `module:attribute`."""
-    package: str
-    """Name and version of the package."""
+    place: str  # of its object, `module:attribute`
+    package: str  # name and version
 
     def load(self) -> Any:
-        """Import and return the object.
-
-        Raises:
-            ConfigError: the module can't be imported, or does not have the attribute.
-        """
+        """Import and return the object. ConfigError: it can't be imported."""
         try:
             return importlib.metadata.EntryPoint(self.name, self.place, f"rayapp.{self.kind}").load()
         except (Exception, SystemExit) as error:  # boundary: a foreign module may raise anything
@@ -137,16 +102,11 @@ def plugins(kind: Kind | None = None) -> list[Plugin]:
 
 
 def is_plugin(kind: Kind, name: str) -> bool:
-    """Return True if an installed package offers a plug-in of this kind and name."""
     return any(found.name == name for found in plugins(kind))
 
 
 def load_plugin(kind: Kind, name: str) -> Any:
-    """Load the plug-in of this kind and name and return its object.
-
-    Raises:
-        ConfigError: no package or more than one package offers the plug-in, or the plug-in can't be loaded.
-    """
+    """Return a plug-in's object. ConfigError: none or several packages offer it, or it can't be loaded."""
     found = [each for each in plugins(kind) if each.name == name]
     if not found:
         raise ConfigError(
@@ -163,12 +123,11 @@ def load_plugin(kind: Kind, name: str) -> Any:
 
 
 def plugin_names(kind: Kind) -> tuple[str, ...]:
-    """Return the names of all plug-ins of a kind, each once."""
     return tuple(dict.fromkeys(found.name for found in plugins(kind)))
 
 
 def check_name(kind: Kind, name: str, shipped: Iterable[str]) -> None:
-    """Check a name of a configuration. Raises ValueError: neither rayapp nor a plug-in has this name."""
+    """Raise ValueError if neither rayapp nor a plug-in has this name."""
     known = (*shipped, *plugin_names(kind)) if name not in shipped else (name,)
     if name not in known:
         raise ValueError(
@@ -192,9 +151,8 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 
 
 def module_of(file: str | Path, name: str) -> ModuleType:
-    """Run a Python file as a module of this name and return it. The module is added to sys.modules, where pydantic and
-    dataclasses look up annotations that are texts.
-    """
+    """Run a Python file as a module of this name, added to sys.modules, where pydantic and dataclasses look up
+    annotations that are texts."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

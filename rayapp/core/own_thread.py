@@ -1,9 +1,6 @@
 """Run blocking work in its own thread, so that a notebook, where an event loop runs, can call it.
 
-    caller's thread: work_apart(work) ------ waits; Ctrl-C -> Stopper.stop() ------> result, or the work's error
-    own thread:      work() -> run_until_done(...) -> its own event loop <- cancelled by the Stopper
-
-The caller always waits until the work has ended, also if the work was stopped, so that no work is left running.
+The caller always waits until the work has ended, also if it was stopped, so that no work is left running.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ class Stopper:
         self._is_asked = False
 
     def stop(self) -> None:
-        """Stop the work now; if it can't be stopped yet, stop it as soon as `stopping` is entered."""
+        """Stop the work now, or as soon as `stopping` is entered."""
         with self._lock:
             self._is_asked = True
             if self._stop is not None:
@@ -37,9 +34,7 @@ class Stopper:
 
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Make `Stopper.stop` call the function `stop` during the block. Call `stop` at once if a stop was requested
-        before.
-        """
+        """Make `Stopper.stop` call `stop` during the block; at once if it was requested before."""
         with self._lock:
             self._stop = stop
             if self._is_asked:
@@ -55,7 +50,6 @@ _stopper: ContextVar[Stopper | None] = ContextVar("a function that stops the wor
 
 
 def stopper_of_this_work() -> Stopper | None:
-    """Return the stopper of the work that runs in this context; None if the work has no stopper."""
     return _stopper.get()
 
 
@@ -67,9 +61,8 @@ def in_thread(
 ) -> Future[T]:
     """Start work in a daemon thread. Work that never ends blocks neither other work there nor the process's exit.
 
-    Args:
-        told: maps an error of the work to the future's error. Map SystemExit, which would end an asyncio process, and
-            StopIteration, which asyncio's futures refuse.
+    `told` maps the work's error to the future's. Map SystemExit, which would end an asyncio process, and StopIteration,
+    which asyncio's futures refuse.
     """
     future = Future[T]()
 
@@ -88,13 +81,11 @@ def in_thread(
 
 
 class _WorkStoppedError(Exception):
-    """Error of stopped work, set in place of KeyboardInterrupt, which would stop the event loop that waits for the
-    work.
-    """
+    """Stopped work, in place of KeyboardInterrupt, which would stop the event loop that waits for it."""
 
 
 def works_in_loop() -> bool:
-    """Return True if an event loop runs in this thread, so that blocking work can't start a second loop here."""
+    """True if an event loop runs in this thread, so that blocking work can't start a second loop here."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -103,11 +94,8 @@ def works_in_loop() -> bool:
 
 
 def work_apart(work: Callable[[], T]) -> T:
-    """Run the work and return its result: in this thread, or in a thread of its own if an event loop runs in this one.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the work was stopped and has ended.
-    """
+    """Run the work and return its result: in this thread, or in its own if an event loop runs in this one.
+    KeyboardInterrupt comes after the work was stopped and has ended."""
     if not works_in_loop():
         return work()
     may_begin = threading.Event()
@@ -124,10 +112,7 @@ def work_apart(work: Callable[[], T]) -> T:
 
 
 def _awake_result(future: Future[T]) -> T:
-    """Wait for the future's result; Ctrl-C interrupts the wait.
-
-    The wait wakes up every second, because Python's locks miss a Ctrl-C that comes just before the thread sleeps.
-    """
+    """Wait, waking up every second: Python's locks miss a Ctrl-C that comes just before the thread sleeps."""
     while not future.done():
         wait([future], timeout=1.0)
     return future.result()
@@ -135,9 +120,7 @@ def _awake_result(future: Future[T]) -> T:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C during the block, unless the program has set a handler. Notebook servers end kernels
-    with SIGTERM.
-    """
+    """Handle SIGTERM, with which notebook servers end kernels, like Ctrl-C, unless the program has a handler."""
     is_main = threading.current_thread() is threading.main_thread()
     is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_ours:

@@ -15,17 +15,12 @@ from pathlib import Path
 
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
-AFTER_DEATH_S = 2.0
-"""Seconds that a program may take to end after its pipe closed. Its remaining output is read for as long."""
+AFTER_DEATH_S = 2.0  # that a program may take to end after its pipe closed; its output is read for as long
 
 
 def supervised(command: Sequence[str], *, listens: bool = False) -> list[str]:
-    """Return the arguments that run a command under the supervisor. The caller must give this command a pipe as
-    standard input: when the pipe closes, the program and all its processes are killed.
-
-    Args:
-        listens: the program reads the pipe; otherwise the program has no standard input.
-    """
+    """Return the arguments that run a command under the supervisor. Give it a pipe as standard input: when it closes,
+    the program and all its processes are killed. The program reads the pipe if it `listens`."""
     return [sys.executable, "-I", "-S", _SUPERVISOR, *(["--listens"] if listens else []), *command]
 
 

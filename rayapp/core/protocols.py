@@ -21,12 +21,9 @@ from rayapp.core.types import (
 class Sandbox(Protocol):
     """One isolated place where code runs. Every method has its own deadline, independent of the provider's SDK.
 
-    Any method raises:
-        SandboxGoneError: the sandbox is dead; never use it again.
-        SandboxDeadlineError: no answer in time; the sandbox's state is unknown, so kill it.
-        SandboxProtocolError: the provider's answer can't be understood.
-    Failures of the code that runs in the sandbox (an exception, an exit, an endless loop, too much output) are
-    returned, never raised.
+    Any method raises SandboxGoneError (dead; never use it again), SandboxDeadlineError (its state is unknown, so kill
+    it) or SandboxProtocolError. Failures of the code in it (an exception, an exit, an endless loop, too much output)
+    are returned, never raised.
     """
 
     @property
@@ -46,13 +43,8 @@ class Sandbox(Protocol):
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
-        """Run `code`, which defines `function`, then call the function with each tuple of arguments in `inputs`, all in
-        one fresh interpreter. Expected values stay outside the sandbox: the caller compares each `CallResult.value`.
-
-        Args:
-            inputs: plain data only (None, bool, int, float, str, list, tuple, dict, set, bytes).
-            timeout_s: time limit of running `code` and all calls together.
-        """
+        """Run `code`, then call its `function` with each tuple of `inputs` (plain data), in one fresh interpreter.
+        Expected values stay outside: the caller compares each `CallResult.value`. `timeout_s` is for all together."""
         ...
 
     async def run_command(
@@ -62,15 +54,11 @@ class Sandbox(Protocol):
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None: ...
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
-        """Return at most the first `max_bytes` bytes of a file; the rest never leaves the sandbox.
-
-        Raises:
-            FileNotFoundError: there is no such file in the sandbox.
-        """
+        """Return at most `max_bytes` bytes of a file; the rest stays inside. FileNotFoundError: it is missing."""
         ...
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
-        """Return True if the sandbox answers now. Callers use it to tell failed code from a sandbox that is gone."""
+        """True if the sandbox answers now. Callers use it to tell failed code from a sandbox that is gone."""
         ...
 
     async def extend(self, ttl_s: float, *, timeout_s: float = 5.0) -> None:
@@ -91,11 +79,8 @@ class SandboxProvider(Protocol):
     async def create(self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float) -> Sandbox:
         """Create a sandbox and return it when it is ready. The provider itself ends the sandbox after `ttl_s` seconds.
 
-        Raises:
-            SandboxUnavailableError or a subclass: retrying later may help.
-            SandboxConfigError: retrying can't help.
-            SandboxDeadlineError: the sandbox was not ready within `timeout_s`. If it becomes ready later, this object
-                kills it.
+        SandboxUnavailableError: retrying later may help. SandboxConfigError: it can't. SandboxDeadlineError: not ready
+        within `timeout_s`; if it becomes ready later, this object kills it.
         """
         ...
 
@@ -126,8 +111,7 @@ class SandboxSource(Protocol):
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease: ...
 
 
-OnTokens = Callable[[Sequence[int]], None]
-"""Callback that receives the token ids sampled since its last call."""
+OnTokens = Callable[[Sequence[int]], None]  # receives the token ids sampled since its last call
 
 
 class RolloutEngine(Protocol):
@@ -140,14 +124,8 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion.
-
-        Args:
-            on_tokens: called with new tokens while the completion is sampled. The last tokens may be missing from these
-                calls.
-        Raises:
-            EngineError: this request can't be served. EngineDeadError: no request can be served.
-        """
+        """Sample one completion. `on_tokens` gets new tokens meanwhile, perhaps not the last. EngineError: this request
+        can't be served. EngineDeadError: none can."""
         ...
 
 
@@ -161,11 +139,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: Literal[False], add_generation_prompt: bool
     ) -> str:
-        """Return the messages as text in the model's template.
-
-        Raises:
-            ValueError: the model has no chat template.
-        """
+        """Return the messages as text in the model's template. ValueError: the model has no chat template."""
         ...
 
 
@@ -181,8 +155,7 @@ class Task(Protocol):
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
         """Score a completion. `seed` chooses the hidden tests and is equal for all trajectories of a group. If this
-        method raises an error, the trajectory has no reward, as with `Reward.invalid`.
-        """
+        raises, the trajectory has no reward, as with `Reward.invalid`."""
         ...
 
 

@@ -1,14 +1,9 @@
-"""Run a program under a supervisor. When the program or the caller ends, the supervisor kills all processes that the
-program started.
+"""Run a program under a supervisor. When the program or the caller ends, it kills all processes of the program.
 
     our process --pipe to standard input--> supervisor -> program -> processes of any session and group
 
-The pipe closes when our process ends, even by SIGKILL. The supervisor is a script without imports of rayapp, so that it
-starts in milliseconds: `python -I -S supervisor.py [--listens] COMMAND…` (see `programs.supervised`). With --listens,
-the program reads the pipe.
-
-The text of this file is also sent to remote sandboxes, where `watcher.py` ends the candidate code with its functions.
-So this file must run on Python 3.9.
+The pipe closes when our process ends, even by SIGKILL. A script without imports of rayapp, for Python 3.9: `watcher.py`
+uses its functions in remote sandboxes.
 """
 
 # Don't import pathlib: its import would take longer than the rest of this script.
@@ -64,7 +59,6 @@ def _become(command: list[str], *, listens: bool) -> NoReturn:
 
 
 def _wait(pid: int) -> None:
-    """Wait until the program ends or the caller closes its end of the pipe."""
     poll = select.poll()
     poll.register(0, 0)  # poll for a hang-up alone, because the program may read the data
     poll.register(os.pidfd_open(pid), select.POLLIN)
@@ -72,14 +66,8 @@ def _wait(pid: int) -> None:
 
 
 def end_tree(program: int, *, most_rounds: int = sys.maxsize) -> int:
-    """Kill and reap this process's children until there are none. The children of a killed process become children of
-    this one.
-
-    Args:
-        most_rounds: maximum number of rounds. Processes that are still alive after the last round are left.
-    Returns:
-        The exit status of `program`, even if it ended before this call; -9 if it could not be reaped.
-    """
+    """Kill and reap this process's children, and theirs, until there are none (at most `most_rounds`). Return the exit
+    status of `program`, even if it ended before; -9 if it could not be reaped."""
     status = -int(signal.SIGKILL)
     for _ in range(most_rounds):
         for pid in _children():
@@ -98,7 +86,7 @@ def end_tree(program: int, *, most_rounds: int = sys.maxsize) -> int:
 
 
 def _children() -> list[int]:
-    """Return the pids of this process's children, including zombies, which a signal doesn't harm."""
+    """Return the children, including zombies, which a signal doesn't harm."""
     own = str(os.getpid())
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):

@@ -1,8 +1,7 @@
 """Find the answer in a completion, and parse Python source in a process that has other threads.
 
-Before Python 3.11.8 and 3.12.2 `ast.parse` fails with "SystemError: AST constructor recursion depth mismatch" if
-another thread parses at the same time, because all threads share one depth counter (CPython's issue 106905). Libraries
-parse too: `traceback` does, whenever a thread formats an error. So rayapp calls only the functions of this module.
+Before Python 3.11.8 and 3.12.2 `ast.parse` fails if another thread parses at the same time (CPython's issue 106905), as
+`traceback` does. So rayapp calls only the functions of this module.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from typing import TypeVar
 T = TypeVar("T")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
+# Tags of thoughts. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings. Both branches begin with `<`, as
+# `re` is faster then.
 _THOUGHT_TAG = re.compile(
-    r"""(?<!["'`])<think(?:ing)?>|(?!(?<=(["'`]))</\w+>\1|(?<=[)*?}\]])</\w+>["'])(</think(?:ing)?>)"""
+    r"""<(?<!["'`]<)think(?:ing)?>|<(?!(?<=(["'`])<)/\w+>\1|(?<=[)*?}\]]<)/\w+>["'])(/think(?:ing)?>)"""
 )
-"""Tags of thoughts. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings."""
 
 
 def answer_of(completion: str) -> str:
-    """Return the part of a completion that counts as the answer: the text after the thoughts.
+    """Return the answer of a completion, which rules, tests, tools and judges read: the text after the thoughts.
 
     Thoughts are the text up to the last `</think>`, and the text from a `<think>` that is never closed. Tags in quotes
-    are plain text. Rules, tests, tools and judges all read only the answer.
+    are plain text.
     """
     begin, end = 0, None
     for tag in _THOUGHT_TAG.finditer(completion):
@@ -40,22 +40,23 @@ def answer_of(completion: str) -> str:
 
 
 def spoken(completion: str, prompt: str) -> str:
-    """Return a completion with the `<think>` with which its prompt ends, unless a `</think>` in it shows the thought.
+    """Return a completion with the `<think>` with which its prompt (or its end) ends, unless it closes the thought."""
+    begins = ("<think>", "<thinking>")
+    is_open = prompt.rstrip().endswith(begins) and not thoughts_end(completion)
+    return f"<think>{completion}" if is_open and not completion.lstrip().startswith(begins) else completion
 
-    Args:
-        prompt: the prompt's text, or its end.
-    """
-    begins_thought = prompt.rstrip().endswith(("<think>", "<thinking>")) and "</think" not in completion
-    return f"<think>{completion}" if begins_thought else completion
+
+def thoughts_end(completion: str) -> int:
+    """Return the index after the last `</think>` that is not in quotes; 0 if there is none."""
+    return max((tag.end() for tag in _THOUGHT_TAG.finditer(completion) if tag[2]), default=0)
 
 
 def module(source: str) -> ast.Module:
-    """Return the syntax tree of a module. Raises what `ast.parse` raises."""
     return _undisturbed(lambda: ast.parse(source))
 
 
 def expression(source: str) -> ast.expr:
-    """Return the syntax tree of one expression; spaces around it don't matter. Raises what `ast.parse` raises."""
+    """Return the syntax tree of one expression; spaces around it don't matter."""
     return _undisturbed(lambda: ast.parse(source.strip(), mode="eval").body)
 
 
@@ -81,10 +82,7 @@ def syntax_problem(source: str) -> str:
 
 
 def _undisturbed(parse: Callable[[], T]) -> T:
-    """Call a function that parses, while no other thread can run. Python's warnings about the source are suppressed.
-
-    While the tree is made, other threads run only if a garbage collection runs Python code, so collections are paused.
-    """
+    # No other thread can run meanwhile; a garbage collection could run Python code, so collections are paused.
     with _ONE_PARSE, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         was_enabled = gc.isenabled()

@@ -1,7 +1,6 @@
 """Detect stalled work inside a process (`InHand`), and measure where wall time goes (`Stopwatch`, `Phases`).
 
-Each vLLM server and rollout worker has an `InHand`, which its `ping` checks; the driver's supervision replaces a
-stalled process like one that hangs. The driver's watchdog finds stalls that no single process can detect.
+The driver's supervision replaces a stalled process like one that hangs.
 """
 
 from __future__ import annotations
@@ -15,25 +14,17 @@ from rayapp.core.types import GroupSummary
 
 
 class InHand:
-    """Record of a process's work in progress. Its checks raise StalledError if the work stalls although the process
-    answers calls.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Work of a process in progress. Its checks raise StalledError if the work stalls although the process answers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._begun: dict[int, float] = {}
-        """Id of each piece of work in progress -> its start time, oldest first."""
+        self._begun: dict[int, float] = {}  # id of each piece of work -> its start time, oldest first
         self._num_begun = 0
         self._moved_at = clock()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count one piece of work as in progress during the block. A block that ends without an error counts as
-        progress.
-        """
+        """Count one piece of work as in progress during the block, and its success as progress."""
         self._num_begun = key = self._num_begun + 1
         self._begun[key] = self._clock()
         try:
@@ -47,11 +38,7 @@ class InHand:
         self._moved_at = self._clock()
 
     def check_moves(self, limit_s: float, *, who: str, work: str) -> None:
-        """Check that some work made progress within the last `limit_s` seconds.
-
-        Raises:
-            StalledError: there is work, and none of it made progress for `limit_s` seconds.
-        """
+        """Raise StalledError if there is work, and none of it made progress for `limit_s` seconds."""
         if not self._begun:
             return
         still_s = self._clock() - max(self._moved_at, self._oldest)
@@ -62,11 +49,7 @@ class InHand:
             )
 
     def check_ends(self, limit_s: float, *, who: str, work: str) -> None:
-        """Check that no piece of work started more than `limit_s` seconds ago.
-
-        Raises:
-            StalledError: a piece of work has not ended within `limit_s` seconds.
-        """
+        """Raise StalledError if a piece of work has not ended within `limit_s` seconds."""
         if self._begun and (age_s := self._clock() - self._oldest) >= limit_s:
             raise StalledError(
                 f"{who} answers, but one of the {len(self._begun)} {work} in progress has not ended after "
@@ -81,11 +64,8 @@ class InHand:
 class Stopwatch:
     """Stopwatch that adds up seconds by name, in intervals that don't overlap. It runs from its construction on.
 
-    Args:
-        on_change: called with the name of each interval when it starts.
-        synchronize: called before an interval ends. A GPU kernel continues after the call that launched it: without
-            synchronization its time would count for the next name.
-        region: returns a context manager around each interval, which names it in a profiler's trace.
+    `on_change` gets the name of each interval at its start. `synchronize` is called before its end: a GPU kernel
+    continues after the call that launched it. `region` names it in a profiler's trace.
     """
 
     def __init__(
@@ -114,9 +94,7 @@ class Stopwatch:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self, names: tuple[str, ...] = ()) -> tuple[dict[str, float], float]:
-        """Return seconds by name, and their total. Names in `names` without an interval have 0; `other` is the time in
-        no interval.
-        """
+        """Return seconds by name (0 for `names` without an interval; `other`: time in no interval), and their total."""
         total_s = time.perf_counter() - self._started
         seconds = dict.fromkeys(names, 0.0) | self._seconds
         return seconds | {"other": total_s - sum(seconds.values())}, total_s
@@ -128,8 +106,8 @@ class Phases(Stopwatch):
     def metrics(self, summaries: Sequence[GroupSummary]) -> dict[str, float]:
         """Return `timing_s/*` of the phases (`timing_s/other`: time in no phase), and tokens per second of the step.
 
-        The wait for rollouts is split at the moment when the last completion was sampled: the part before is
-        `timing_s/generate`, the part after is `timing_s/score`, because scoring overlaps generation until then.
+        The wait for rollouts is `timing_s/generate` until the last completion was sampled, then `timing_s/score`:
+        scoring overlaps generation until then.
         """
         seconds, step_s = self.seconds()
         num_response = sum(int(summary.num_response_tokens.sum()) for summary in summaries)

@@ -25,9 +25,7 @@ Int64Array = NDArray[np.int64]
 
 
 def path_to(index: int, forks: Sequence[Fork]) -> Int64Array:
-    """Return the indices of the tokens before the token at `index` in its branch, in order, followed by `index`; empty
-    for -1.
-    """
+    """Return the indices of the tokens before `index` in its branch, in order, followed by `index`; empty for -1."""
     starts = [0, *(fork.start for fork in forks)]
     parts = list[Int64Array]()
     while index >= 0:
@@ -50,17 +48,12 @@ def branches(num_tokens: int, forks: Sequence[Fork]) -> list[Int64Array]:
 
 
 def before(index: int, forks: Sequence[Fork]) -> Int64Array:
-    """Return the indices of the tokens before the token at `index` in its branch, in order."""
     return path_to(index, forks)[:-1]
 
 
 def join_allowed(parts: Sequence[tuple[AllowedTokens | None, int]]) -> AllowedTokens | None:
-    """Return the masks of consecutive runs of tokens as one `AllowedTokens`, each distinct mask once; None without any
-    mask.
-
-    Args:
-        parts: for each run, its masks (None: every token of the vocabulary was allowed) and its number of tokens.
-    """
+    """Return the masks of consecutive runs of tokens as one `AllowedTokens`, each distinct mask once; None without any.
+    `parts`: for each run its masks (None: every token was allowed) and its number of tokens."""
     known = [part.masks for part, _ in parts if part is not None]
     if not known:
         return None
@@ -85,19 +78,14 @@ _MAX_FLOAT32 = 3.4028234e38
 
 
 def storable(value: Any) -> float:
-    """Return a number as a float, after checking that it is finite as a 32-bit float, which summaries and learners use.
-
-    Raises:
-        ValueError: the value is NaN, infinite or too large.
-        TypeError, OverflowError: the value is not a number, or an int with hundreds of digits.
-    """
+    """Return a number as a float. ValueError, TypeError or OverflowError: it is not finite as a 32-bit float, which
+    summaries and learners use."""
     if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
         raise ValueError(f"{value!r:.80} must be finite as a 32-bit float")
     return float(value)
 
 
 def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
-    """Return the group's scalars that the driver needs."""
     trajectories = group.trajectories
     rewards = [t.reward for t in trajectories]
     begun = [t.num_prompt_tokens for t in trajectories if t.num_response_tokens]
@@ -133,18 +121,13 @@ def _tokens_by_version(trajectory: Trajectory) -> Mapping[int, int]:
 
 
 def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numeric terms of a reward. Terms that are NaN or strings are left out.
-
-    Raises:
-        ValueError: a term is infinite, or too large for a 32-bit float.
-    """
+    """Return the numeric terms of a reward. Terms that are NaN or strings are left out. ValueError: a term is infinite,
+    or too large for a 32-bit float."""
     return {str(name): number for name, value in raw.items() if (number := _number(str(name), value)) is not None}
 
 
 def _number(name: str, value: object) -> float | None:
-    """Return one term as a float; None for NaN and for values that are not numbers. verl's functions may add strings,
-    such as the parsed answer.
-    """
+    """Return a term; None for NaN and no numbers: verl's functions may add strings, such as the parsed answer."""
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
     try:

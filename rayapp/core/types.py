@@ -1,9 +1,7 @@
-"""Data types that the parts of a run exchange: frozen and slotted dataclasses of numpy arrays, with no methods except
-for derived values.
+"""Data types that the parts of a run exchange: frozen and slotted dataclasses of numpy arrays (zero-copy in Ray).
 
-Numpy arrays are zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group. A *trajectory* is one
-full sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the policy saw them. Token in,
-token out: `token_ids` are the tokens that the engine read and sampled, never re-tokenized text.
+Shapes: T tokens, G trajectories of a group. A *trajectory* is one full sequence: prompt, completions and tool results,
+in the order the policy saw them. Token in, token out: `token_ids` are never re-tokenized text.
 """
 
 from __future__ import annotations
@@ -19,29 +17,21 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+# Indices of experts (MoE), in the narrowest integer type that holds them.
 ExpertArray = NDArray[np.unsignedinteger[Any]]
-"""Indices of experts (MoE), in the narrowest integer type that holds them."""
+# Stop token or stop text, or the limit of tokens; an abort is an EngineError.
 FinishReason = Literal["stop", "length"]
-"""Reason why a completion ended: a stop token or stop text, or the limit of tokens. If the engine aborts a completion,
-an `EngineError` is raised."""
 
 
 class RequestId(NamedTuple):
-    """Id of one request to an engine. Ids sort by purpose, then the oldest group first.
+    """Id of one request to an engine. Ids sort by purpose, then the oldest group first. As text, for vLLM and logs:
+    `group=7/trajectory=2/turn=0`, which no module parses."""
 
-    `str()` gives the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
-    """
-
-    purpose: Literal["group", "eval"]
-    """Use of the completion; only `group` is trained on. Evaluation and training use separate queues and prefix caches
-    in each server."""
+    purpose: Literal["group", "eval"]  # only `group` is trained on; the two have separate queues and prefix caches
     group: int
-    trajectory: int = -1
-    """Index of the trajectory in its group; -1 if the request belongs to no trajectory, as for `serve`."""
-    side: int = -1
-    """Number of an external agent's call that is not recorded in its trajectory; -1 for recorded calls."""
-    turn: int = -1
-    """Turn of the trajectory; -1 if the trajectory has only one turn."""
+    trajectory: int = -1  # in its group; -1 without a trajectory
+    side: int = -1  # an external agent's call that is not recorded in its trajectory; -1 for recorded calls
+    turn: int = -1  # -1 if the trajectory has only one turn
 
     @property
     def is_first_turn(self) -> bool:
@@ -57,32 +47,34 @@ class RequestId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture in a sequence of tokens. The encoded bytes are kept apart, by hash (`Group.pictures`)."""
+
+    sha256: str  # of the encoded bytes (PNG, JPEG, …), in hexadecimal
+    start: int  # index of the first token that stands for the picture: the model's own processor makes these tokens
+    end: int  # index after the last
+
+
+Media = tuple[Picture, ...]
+"""Pictures of a sequence of tokens, in the order of their places; empty for text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling options of one completion: distribution, length, randomness, and what is recorded."""
 
     max_tokens: int
-    """Maximum number of tokens to sample."""
-    temperature: float = 1.0
-    """0 is greedy. Training computes log-probs at the same temperature."""
+    temperature: float = 1.0  # 0 is greedy; training computes log-probs at the same temperature
     top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps every token. top_p below 1 or top_k above 0 biases the importance ratio, so training refuses them."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the completion; the matched string is not part of `Completion.text`."""
-    seed: int | None = None
-    """Seed of the sampling. For requests that an engine admits as one cohort, the same seeds, weights and prompts give
-    the same tokens."""
-    num_routed: int = 0
-    """Number of leading prompt tokens whose experts are known already and not returned; only for
-    `learner.router_replay`."""
+    top_k: int = 0  # 0: all; with top_p below 1 it biases the importance ratio, so training refuses them
+    stop: tuple[str, ...] = ()  # end the completion; not part of `Completion.text`
+    seed: int | None = None  # in one cohort, the same seeds, weights and prompts give the same tokens
+    num_routed: int = 0  # leading prompt tokens whose experts are known already (`learner.router_replay`)
+    # Form of the completion, as a field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any.
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
-    """Form that the completion must have, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty:
-    any."""
+    # Return the tokens that `structured_outputs` allowed at each position, which training needs.
     wants_allowed: bool = False
-    """True to return which tokens of the vocabulary `structured_outputs` allowed at each position. Training needs
-    them."""
-    is_streamed: bool = False
-    """Report tokens while the completion is sampled."""
+    is_streamed: bool = False  # report tokens while the completion is sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +89,10 @@ class VersionSpan:
 class AllowedTokens:
     """Tokens of the vocabulary that the form of a structured output allowed at each of T positions."""
 
-    masks: Int32Array
-    """(K, W) distinct masks of the vocabulary: token id t is allowed if bit t % 32 of word t // 32 is set."""
-    mask_of: Int32Array
-    """(T,) index of each position's mask; -1: every token was allowed."""
+    masks: Int32Array  # (K, W) distinct masks: token id t is allowed if bit t % 32 of word t // 32 is set
+    mask_of: Int32Array  # (T,) index of each position's mask; -1: every token was allowed
 
     def of(self, tokens: Any) -> AllowedTokens:
-        """Return the masks of the positions that a numpy index selects."""
         return AllowedTokens(masks=self.masks, mask_of=self.mask_of[tokens])
 
 
@@ -111,43 +100,32 @@ class AllowedTokens:
 class Completion:
     """The tokens that the engine sampled for one prompt."""
 
-    token_ids: Int32Array
-    """(T,) sampled tokens, including the stop token or the tokens of the stop string. Training uses all of them."""
-    log_probs: FloatArray
-    """(T,) log-probability of each token under the distribution from which it was sampled."""
-    text: str
-    """Decoded text, without the stop string."""
+    token_ids: Int32Array  # (T,), with the stop token or the tokens of the stop string; training uses all
+    log_probs: FloatArray  # (T,), under the distribution from which each was sampled
+    text: str  # without the stop string
     finish_reason: FinishReason
-    policy_version: int
-    """Policy version that sampled the first token: the oldest one."""
+    policy_version: int  # that sampled the first token: the oldest
+    # Versions in order, if new weights arrived meanwhile; empty: only `policy_version`.
     version_spans: tuple[VersionSpan, ...] = ()
-    """Policy versions that sampled the completion, in order, if new weights arrived during it; empty: only
-    `policy_version`."""
+    # Experts (N, layers, k), with `learner.router_replay`, of the prompt's tokens after the first `num_routed`, and of
+    # all sampled tokens but the last, which no forward pass has read.
     routed_experts: ExpertArray | None = None
-    """(N, layers, k) with `learner.router_replay`: the experts of N tokens. These are the prompt's tokens after the
-    first `SamplingParams.num_routed`, and all sampled tokens but the last, which no forward pass has read."""
-    allowed: AllowedTokens | None = None
-    """Tokens of the vocabulary that the form allowed at each sampled position, if `SamplingParams.wants_allowed`."""
+    allowed: AllowedTokens | None = None  # at each sampled position, if `SamplingParams.wants_allowed`
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
 
 class RolloutStatus(StrEnum):
-    """End of a trajectory. ERROR_* means that a part of the run failed; trajectories with any other status may be
-    trained on.
-    """
+    """End of a trajectory. ERROR_* means that a part of the run failed; others may be trained on."""
 
     COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    """The trajectory reached the limit of sampled tokens."""
-    MAX_TURNS = "max_turns"
-    """The last turn that is allowed ended with tool calls, so there is no final answer."""
+    TRUNCATED = "truncated"  # reached the limit of sampled tokens
+    MAX_TURNS = "max_turns"  # the last allowed turn ended with tool calls, so there is no final answer
     ERROR_ENGINE = "error_engine"
     ERROR_SANDBOX = "error_sandbox"
     ERROR_TASK = "error_task"
     ERROR_TOOL = "error_tool"
-    ERROR_REWARD = "error_reward"
-    """The user's reward function or a judge failed."""
+    ERROR_REWARD = "error_reward"  # the user's reward function or a judge failed
 
     @property
     def is_error(self) -> bool:
@@ -162,20 +140,14 @@ class Reward:
     twice, `Reward.invalid("sandbox_gone", "…")`: the trajectory is then left out of the group's baseline and the loss.
     """
 
-    value: float
-    """The reward that training uses. If `valid` is False, the value is 0.0 and means nothing."""
+    value: float  # for training; if not `valid`, 0.0 without a meaning
+    # Recorded parts of the verdict; tasks that tests score have `pass_rate` and `solved` (0 or 1).
     terms: dict[str, float] = field(default_factory=dict)
-    """Named parts of the verdict, which are recorded. Every task that tests score has `pass_rate` and `solved` (0 or
-    1)."""
-    status: str = "scored"
-    """Short reason of the verdict, which metrics count: scored, banned, syntax_error, error, timeout, no_code, …."""
-    valid: bool = True
-    """False if infrastructure failed: the verdict then says nothing about the policy."""
-    failure_kind: str = ""
-    """Reason why the verdict is not valid, e.g. sandbox_gone; empty if it is valid."""
+    status: str = "scored"  # counted by metrics: scored, banned, syntax_error, error, timeout, no_code, …
+    valid: bool = True  # False if infrastructure failed: the verdict says nothing about the policy
+    failure_kind: str = ""  # why the verdict is not valid, e.g. sandbox_gone
+    # One line, never read by the policy: the code's exception, or the first failed test with its expected value.
     detail: str = ""
-    """Explanation in one line: the exception that the code raised, or the first failed test with its expected value. It
-    is recorded and shown in `rayapp view`, but the policy never reads it."""
     time_score_s: float = 0.0
 
     @classmethod
@@ -190,24 +162,17 @@ UNSCORED = Reward.invalid("unscored", "no verdict has been given")
 class Prompt:
     """One rendered prompt, ready for the engine."""
 
-    task: str
-    """Name of the task that scores the completion."""
-    text: str
-    """Text that the policy reads, including the chat template and the prefill."""
-    token_ids: Int32Array
-    """(T,) the tokens of `text`."""
-    prefill: str = ""
-    """Beginning of the answer, which ends `text`. The answer's code is read from prefill + completion."""
+    task: str  # that scores the completion
+    text: str  # that the policy reads, with chat template and prefill
+    token_ids: Int32Array  # (T,), of `text`
+    prefill: str = ""  # beginning of the answer, which ends `text`; its code is read from prefill + completion
     stop: tuple[str, ...] = ()
-    source: str = ""
-    """Name of the run's source that the prompt comes from; empty in a run without `sources`."""
-    messages: tuple[Mapping[str, Any], ...] = ()
-    """Messages before the chat template was applied; empty if unknown. Judges read them."""
-    ground_truth: Any = None
-    """Ground truth of a data row, for judges. None for tasks, and for a ground truth that is too long to
-    keep."""
+    source: str = ""  # of the run; empty without `sources`
+    messages: tuple[Mapping[str, Any], ...] = ()  # before the chat template; empty if unknown. Judges read them.
+    ground_truth: Any = None  # of a data row, for judges; None for tasks, and if too long to keep
+    # Data row's `extra_info`, for judges; empty for tasks, and if too long to keep.
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """`extra_info` of a data row, for judges. Empty for tasks, and for data that are too long to keep."""
+    media: Media = ()  # pictures among `token_ids`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,12 +180,9 @@ class ExecRecord:
     """One execution in a sandbox for a tool call. The tool measures the times, so they include the network's."""
 
     sandbox_id: str
-    provider: str
-    """Provider of the sandbox; `mcp` if the sandbox belongs to an MCP server."""
-    outcome: str
-    """ok, code_failed or code_stopped."""
-    started_at_s: float
-    """Unix time."""
+    provider: str  # `mcp` for a sandbox of an MCP server
+    outcome: str  # ok, code_failed or code_stopped
+    started_at_s: float  # Unix time
     duration_s: float
 
 
@@ -228,23 +190,16 @@ class ExecRecord:
 class CallRecord:
     """One tool call: its text, result and times."""
 
-    name: str
-    """Tool name as the policy wrote it; empty if the call could not be parsed."""
-    arguments: str
-    """JSON text as the policy wrote it."""
-    output: str
-    """Result that the policy read."""
+    name: str  # as the policy wrote it; empty if the call could not be parsed
+    arguments: str  # JSON text as the policy wrote it
+    output: str  # that the policy read
+    # Kind of failure: malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or a tool's own.
     failure: str = ""
-    """Kind of failure: malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or a kind of the tool's
-    own. Empty if the call succeeded."""
     reward: float | None = None
-    started_at_s: float = 0.0
-    """Unix time."""
+    started_at_s: float = 0.0  # Unix time
     duration_s: float = 0.0
-    waited_s: float = 0.0
-    """Part of `duration_s` for which the tool waited for its rate limit or a free sandbox."""
+    waited_s: float = 0.0  # part of `duration_s`, for the tool's rate limit or a free sandbox
     execs: tuple[ExecRecord, ...] = ()
-    """Sandbox executions of this call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,18 +207,15 @@ class TurnRecord:
     """One turn of the policy with its tool calls. Its tokens are `Trajectory.token_ids[start:end]`."""
 
     start: int
-    """Index of the first sampled token in `Trajectory.token_ids`."""
     end: int
     text: str
     finish_reason: FinishReason
     policy_version: int
-    started_at_s: float
-    """Unix time."""
+    started_at_s: float  # Unix time
     queued_s: float
     generate_s: float
     calls: tuple[CallRecord, ...] = ()
-    version_spans: tuple[VersionSpan, ...] = ()
-    """Policy versions that sampled the turn, in order, if new weights arrived during it; else empty."""
+    version_spans: tuple[VersionSpan, ...] = ()  # in order, if new weights arrived during the turn
 
     @classmethod
     def of(cls, completion: Completion, *, end: int, text: str, started_at_s: float) -> TurnRecord:
@@ -290,54 +242,44 @@ class TurnRecord:
 class Fork:
     """A place in a trajectory where a token doesn't continue from the token before it."""
 
-    start: int
-    """Index of the token in `Trajectory.token_ids`."""
-    after: int
-    """Index of the token from which the token at `start` continues; -1 if that token begins a new conversation."""
+    start: int  # index of the token in `Trajectory.token_ids`
+    after: int  # index of the token from which it continues; -1 for a new conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """All tokens that the policy read and sampled in one play of a prompt.
 
-    Example: prompt [5, 9], completion [7, 2] -> token_ids [5, 9, 7, 2], response_mask [F, F, T, T],
-    rollout_log_probs [0, 0, -0.1, -2.3].
+    Example: prompt [5, 9], completion [7, 2] -> token_ids [5, 9, 7, 2], response_mask [F, F, T, T], rollout_log_probs
+    [0, 0, -0.1, -2.3].
     """
 
-    token_ids: Int32Array
-    """(T,) all tokens that the policy read and sampled."""
-    response_mask: BoolArray
-    """(T,) True for each token that the policy sampled."""
-    rollout_log_probs: FloatArray
-    """(T,) the engine's log-probs where `response_mask` is True, 0 elsewhere."""
-    completion_text: str
-    """The answer that the agent submitted; without one, the text of the last turn."""
-    reward: Reward = UNSCORED
-    """The verdict; for a trajectory that failed, an invalid verdict with the reason."""
+    token_ids: Int32Array  # (T,) read and sampled
+    response_mask: BoolArray  # (T,) True for each sampled token
+    rollout_log_probs: FloatArray  # (T,) the engine's, where `response_mask` is True, else 0
+    completion_text: str  # submitted answer; without one, the text of the last turn
+    reward: Reward = UNSCORED  # invalid, with the reason, for a trajectory that failed
     status: RolloutStatus
     min_policy_version: int
     max_policy_version: int
     num_turns: int = 1
     time_generate_s: float = 0.0
-    turns: tuple[TurnRecord, ...] = ()
-    """Turns with their tool calls. Empty for a trajectory that failed before the policy's first turn."""
+    turns: tuple[TurnRecord, ...] = ()  # empty if it failed before the policy's first turn
+    # Sorted by `start`; empty for a single conversation. An agent that edits its history, retries or has sub-agents
+    # makes a tree of tokens, each once, in the order of the turns (`core.trajectories`).
     forks: tuple[Fork, ...] = ()
-    """Forks sorted by `start`; empty for a single conversation. An agent that edits its history, retries or has
-    sub-agents makes a tree of tokens. `token_ids` has each of them once, in the order of the turns, and
-    `core.trajectories` computes the context of each."""
-    agent_output: str = ""
-    """Output of an external agent's program, cut to a limit, and notes on its calls; empty for other agents."""
+    agent_output: str = ""  # of an external agent's program, cut to a limit, and notes on its calls
+    # Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}, as terms `agent/*`.
     agent_counts: Mapping[str, float] = field(default_factory=dict)
-    """Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}. Reported as terms `agent/*`."""
+    # Experts (T, layers, k), with `learner.router_replay`, as a token was first computed; 0 after the last sampled
+    # ones.
     routed_experts: ExpertArray | None = None
-    """(T, layers, k) with `learner.router_replay`: the experts that the engine chose when it first computed each token.
-    A token after which no token was sampled has 0, because no forward pass has read it."""
+    # Tokens that the policy could sample, if calls asked for a form (`agent.external.structured: guide`); log-probs are
+    # then of the distribution over these.
     allowed: AllowedTokens | None = None
-    """Tokens that the policy could sample at each position, if calls asked for a form (`agent.external.structured:
-    guide`). `rollout_log_probs` are then log-probs of the distribution over these tokens."""
+    media: Media = ()  # pictures among `token_ids`: those of the prompt, then those of tool results
+    # Rewards of each tool or environment for the whole trajectory, which are part of the verdict.
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Reward of each tool or environment for the whole trajectory. The verdict includes these rewards; only the verdict
-    is recorded."""
 
     @classmethod
     def of_tokens(
@@ -349,11 +291,7 @@ class Trajectory:
         log_probs: FloatArray | None = None,
         completion_text: str = "",
     ) -> Trajectory:
-        """Make a completed trajectory from tokens alone, e.g. of a demonstration, or for a measurement.
-
-        Args:
-            log_probs: (T,) the engine's log-probs; None if they are unknown: they are then stored as 0.
-        """
+        """Make a completed trajectory from tokens, e.g. a demonstration's. Unknown `log_probs` (T,) are stored as 0."""
         return cls(
             token_ids=token_ids,
             response_mask=response_mask,
@@ -384,7 +322,7 @@ class Trajectory:
 
     @property
     def is_trainable(self) -> bool:
-        """True if the trajectory may be trained on: its rollout did not fail, and its verdict is valid."""
+        """True if the rollout did not fail, and its verdict is valid."""
         return self.reward.valid and not self.status.is_error and self.num_response_tokens > 0
 
 
@@ -392,11 +330,11 @@ class Trajectory:
 class Group:
     """G trajectories of one prompt: the unit of admission, of advantage, and of staleness."""
 
-    group_id: int
-    """Number of the group in the run's order of prompts: 0, 1, 2, …. A resumed run gives each group the same number
-    again."""
+    group_id: int  # in the run's order of prompts; a resumed run gives the same again
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    # encoded bytes of each picture that the prompt or a trajectory reads, by SHA-256, once for the whole group
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,57 +343,38 @@ class GroupSummary:
 
     group_id: int
     task: str
-    rewards: FloatArray
-    """(G,) the reward of each trajectory; 0 where `valid` is False."""
-    valid: BoolArray
-    """(G,) True for each trajectory that may be trained on."""
-    num_tokens: Int32Array
-    """(G,) tokens of prompt and completion together."""
-    num_response_tokens: Int32Array
-    """(G,) sampled tokens."""
-    num_prompt_tokens: int
-    """Length of the prompt with which all trajectories begin; 0 if each trajectory has a prompt of its own."""
-    statuses: tuple[str, ...]
-    """(G,) RolloutStatus values."""
-    reward_statuses: tuple[str, ...]
-    """(G,) `Reward.status` values."""
-    failure_kinds: tuple[str, ...]
-    """(G,) `Reward.failure_kind` values; empty where valid."""
-    reward_terms: dict[str, FloatArray]
-    """Term -> (G,) values, NaN for trajectories without the term."""
+    rewards: FloatArray  # (G,); 0 where `valid` is False
+    valid: BoolArray  # (G,) may be trained on
+    num_tokens: Int32Array  # (G,) prompt and completion together
+    num_response_tokens: Int32Array  # (G,)
+    num_prompt_tokens: int  # of the prompt with which all begin; 0 if each has its own
+    statuses: tuple[str, ...]  # (G,) RolloutStatus
+    reward_statuses: tuple[str, ...]  # (G,) `Reward.status`
+    failure_kinds: tuple[str, ...]  # (G,) `Reward.failure_kind`; empty where valid
+    reward_terms: dict[str, FloatArray]  # (G,) by term; NaN for trajectories without it
     min_policy_version: int
-    time_generate_s: float
-    """Seconds from admission to the last completion."""
+    time_generate_s: float  # from admission to the last completion
     time_total_s: float
-    source: str = ""
-    """Name of the run's source that the prompt comes from; empty in a run without `sources`."""
-    mean_prompt_tokens: float = 0.0
-    """Mean prompt length of the trajectories with sampled tokens; without such a trajectory, the prompt's length."""
-    tokens_by_version: tuple[Mapping[int, int], ...] = ()
-    """(G,) for each trajectory: policy version -> number of tokens that the version sampled."""
+    source: str = ""  # of the run; empty without `sources`
+    mean_prompt_tokens: float = 0.0  # of the trajectories with sampled tokens; without one, the prompt's length
+    tokens_by_version: tuple[Mapping[int, int], ...] = ()  # (G,) policy version -> tokens that it sampled
 
 
 class ExecOutcome(StrEnum):
-    """The way in which code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
+    """How code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
 
     OK = "ok"
-    CODE_FAILED = "code_failed"
-    """The code raised, exited with a non-zero status, or crashed."""
-    CODE_STOPPED = "code_stopped"
-    """The sandbox stopped the code; `ExecResult.stopped_for` has the cause."""
+    CODE_FAILED = "code_failed"  # raised, exited with a non-zero status, or crashed
+    CODE_STOPPED = "code_stopped"  # `ExecResult.stopped_for` has the cause
 
 
 class StopCause(StrEnum):
-    """Cause for which the sandbox stopped running code."""
-
     TIMEOUT = "timeout"
-    OUTPUT = "output"
-    """The code wrote more than max_output_bytes."""
+    OUTPUT = "output"  # more than max_output_bytes
     MEMORY = "memory"
     CPU = "cpu"
     PROCESSES = "processes"
-    KILLED = "killed"
-    """The lease was released, or the sandbox was killed."""
+    KILLED = "killed"  # the lease was released, or the sandbox was killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,20 +382,14 @@ class ExecResult:
     """Result of running code or a command in a sandbox."""
 
     outcome: ExecOutcome
-    exit_code: int
-    """Exit status of the process; -N if signal N ended the process."""
-    stdout: str
-    """Standard output, at most max_output_bytes: longer output is cut at the end, and `truncated` is set. Undecodable
-    bytes are replaced."""
+    exit_code: int  # -N if signal N ended the process
+    stdout: str  # at most max_output_bytes, else `truncated` is set; undecodable bytes are replaced
     stderr: str
     duration_s: float
     truncated: bool = False
-    stopped_for: StopCause | None = None
-    """Set if and only if outcome is CODE_STOPPED."""
-    error: str = ""
-    """Last line of the traceback if Python code raised an exception, e.g. `ValueError: …`."""
-    isolation: str = ""
-    """Isolation level of the sandbox: ns+proc, ns, ll or unisolated; for a remote sandbox, the provider's name."""
+    stopped_for: StopCause | None = None  # only with CODE_STOPPED
+    error: str = ""  # last line of the traceback, e.g. `ValueError: …`
+    isolation: str = ""  # ns+proc, ns, ll or unisolated; for a remote sandbox, the provider's name
 
     @property
     def ok(self) -> bool:
@@ -485,25 +398,20 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """Result of one call of the candidate's function. `value` is plain data rebuilt from the result, never the
-    candidate's object.
-    """
+    """Result of one call of the candidate's function."""
 
     ok: bool
+    # Rebuilt plain data (None, bool, int, float, str, list, tuple, dict, set, bytes), never of a subclass.
     value: object = None
-    """Plain data: None, bool, int, float, str, list, tuple, dict, set or bytes, never of a subclass."""
-    error: str = ""
-    """Reason why there is no value: an exception, an unsupported return type, or a value that is too large."""
+    error: str = ""  # an exception, an unsupported return type, or a value that is too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
     """Result of defining code and calling one function of it on several inputs (`Sandbox.call_function`)."""
 
-    exec: ExecResult
-    """The execution as a whole. It is not `ok` if the code raised an exception outside the calls, or was stopped."""
-    calls: tuple[CallResult, ...]
-    """One result per input, in order; a call without a result has `ok=False`."""
+    exec: ExecResult  # not `ok` if the code raised outside the calls, or was stopped
+    calls: tuple[CallResult, ...]  # one per input, in order; without a result `ok=False`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,49 +419,36 @@ class PublicVerdict:
     """Result of the public tests, which an agent may run on its work at any time. It is not part of the reward."""
 
     pass_rate: float
-    text: str
-    """Report for the agent to read."""
+    text: str  # for the agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """Kind of sandbox that a task needs. Tasks with equal specs share sandboxes."""
 
-    template: str = ""
-    """Provider's template, snapshot or image; empty: the provider's default."""
-    packages: tuple[str, ...] = ()
-    """Extra packages preloaded by the local provider, e.g. ("numpy",)."""
-    env: tuple[tuple[str, str], ...] = ()
-    """The whole environment of the sandboxed code. Never put a secret here."""
+    template: str = ""  # the provider's template, snapshot or image; empty: its default
+    packages: tuple[str, ...] = ()  # preloaded by the local provider, e.g. ("numpy",)
+    env: tuple[tuple[str, str], ...] = ()  # the code's whole environment; never put a secret here
     memory_mib: int = 512
     disk_mib: int = 16
     max_processes: int = 16
-    loopback: bool = False
-    """True if programs in the sandbox may connect to one port of its loopback interface, on which rayapp listens."""
-    workdir: str = ""
-    """Working folder in an image; empty: the image's own."""
+    loopback: bool = False  # programs may connect to one port of the loopback interface, on which rayapp listens
+    workdir: str = ""  # in an image; empty: the image's own
+    # Code may write files and start programs, in a root folder in which /app and /tests can be made.
     own_files: bool = False
-    """True if code may write files and start programs, in a root folder of its own in which /app and /tests can be
-    made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStart:
-    """Everything that an agent sees at the start of a task. Hidden tests and expected values are not part of it."""
+    """Everything that an agent sees at the start of a task, without hidden tests and expected values."""
 
     messages: tuple[Mapping[str, str], ...]
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Files in the agent's workspace: relative path -> text."""
-    packages: tuple[str, ...] = ()
-    """Python packages preloaded in the workspace's sandbox."""
-    tools: tuple[str, ...] = ()
-    """Tools of the task, in addition to those of the run's tool file: names of shipped tools, or classes
-    (docs/tools.md)."""
+    files: Mapping[str, str] = field(default_factory=dict)  # in the agent's workspace: relative path -> text
+    packages: tuple[str, ...] = ()  # preloaded in the workspace's sandbox
+    tools: tuple[str, ...] = ()  # besides those of the tool file: shipped names, or classes (docs/tools.md)
+    # Tool -> `{"create_kwargs": {...}}`, as in a row's `extra_info.tools_kwargs`.
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Tool -> `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
-    spec: SandboxSpec | None = None
-    """Sandbox that the workspace needs; None for the default. `packages` and the needs of tools are added to it."""
+    spec: SandboxSpec | None = None  # of the workspace; `packages` and the needs of tools are added
+    # Image or template of workspace or verdict -> the reason, for users.
     images: Mapping[str, str] = field(default_factory=dict)
-    """Image or template that the workspace or the verdict needs -> the reason, as a text for users."""
-    setup: tuple[str, ...] = ()
-    """Command to run in the workspace after its files are written. The agent starts even if the command fails."""
+    setup: tuple[str, ...] = ()  # command in the workspace after its files are written; it may fail

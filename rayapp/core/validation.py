@@ -1,7 +1,4 @@
-"""Explain pydantic's errors about a user's file: which key, which value, and which values are allowed.
-
-Configs and tasks are loaded with it. The schema alone has the rules; this module reads the schema to explain them.
-"""
+"""Explain pydantic's errors about a user's file: which key, which value, and which values are allowed."""
 
 from __future__ import annotations
 
@@ -18,29 +15,20 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 _INDEX = re.compile(r"\[\d+\]")
-_SHOWN = 80
-"""Maximum number of characters of a wrong value that a message shows."""
+_SHOWN = 80  # of a wrong value in a message
 
 
 EMPTY: Mapping[str, str] = types.MappingProxyType({})
 
 
 def explain(error: ValidationError, schema: type[BaseModel], aliases: Mapping[str, str] = EMPTY) -> str:
-    """Return an explanation with one line for each mistake.
-
-    Args:
-        aliases: name of a key in other programs (verl, TRL) -> key in this schema.
-    """
+    """Return one line for each mistake. `aliases`: key of other programs (verl, TRL) -> key of this schema."""
     lines = (_explain_one(details, schema, aliases) for details in error.errors(include_url=False))
     return "\n".join(dict.fromkeys(lines))
 
 
 def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False) -> Iterator[str]:
-    """Yield every dotted key of a schema, including sections.
-
-    Args:
-        in_lists: also yield the keys of sections that are items of lists, without an index.
-    """
+    """Yield every dotted key of a schema, including sections; with `in_lists` also those of lists' items."""
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
         yield path
@@ -49,8 +37,8 @@ def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = Fa
 
 
 def nearest_key(path: str, schema: type[BaseModel], aliases: Mapping[str, str] = EMPTY) -> str | None:
-    """Return the valid key that a mistyped key most likely means; None if no key is likely. Candidates are similar
-    keys, and a key of the same name that only one or two other sections have.
+    """Return the valid key that a mistyped one most likely means; None if none is likely. Candidates are similar keys,
+    and a key of the same name that only one or two other sections have.
 
     Example: `sources[0].agent.max_turns` -> `sources.agent.max_assistant_turns`.
     """
@@ -93,9 +81,7 @@ def _explain_one(details: ErrorDetails, schema: type[BaseModel], aliases: Mappin
 
 
 def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
-    """Turn pydantic's location of an error into a key. Names of a union's members are left out: `("sandbox", "local",
-    "num")` -> `sandbox.num`.
-    """
+    """Return pydantic's location without names of a union's members: `("sandbox", "local", "num")` -> `sandbox.num`."""
     keys = set(valid_keys(schema, in_lists=True))
     parts: list[str] = []
     for number, part in enumerate(loc):
@@ -112,9 +98,7 @@ def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
 
 
 def _is_choice(path: str, schema: type[BaseModel]) -> bool:
-    """Return True if a key takes values of several types, e.g. an integer or `auto`. Pydantic adds the type to the
-    location of such a key's error.
-    """
+    # Pydantic adds the type to the location of such a key's error.
     field = _field(path, schema)
     return field is not None and typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
 
@@ -137,7 +121,7 @@ def _models_in(annotation: object, *, in_lists: bool = False) -> Iterator[type[B
 
 
 def _rule(field: FieldInfo | None) -> str:
-    """Return a rule such as `must be an integer, at least 2`; empty if no helpful rule follows from the annotation."""
+    """Return `must be an integer, at least 2`; empty if no helpful rule follows from the annotation."""
     if field is None:
         return ""
     sections = list(_models_in(field.annotation))
@@ -162,12 +146,12 @@ _KINDS: Mapping[object, str] = {
 
 
 _PLURALS: Mapping[str, str] = {"text": "texts", "a number": "numbers", "": "sections"}
+# Pattern of a key -> the same rule in words.
 _FORMS: Mapping[str, str] = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "1 to 63 letters, digits, '.', '_' and '-', the first a letter or digit",
     r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$": "1 to 63 letters, digits, '_' and '-', the first a letter or digit",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "a Python name",
 }
-"""Regular expression of a key -> the same rule in words."""
 
 
 def _values(annotation: object, rules: Sequence[object] = ()) -> str:

@@ -1,10 +1,6 @@
 """Counts the cost of a run (GPUs, nodes, sandboxes, judges), and stops the run at a cap.
 
-    tick (every 10 s): GPUs, nodes and sandboxes x seconds x price --.
-    step: the judges' dollars, the teacher's tokens x price ---------+--> Costs --> costs.json, metrics cost/*, the cap
-
-`costs.json` in the run folder keeps the sums over resumes and killed processes: if the driver is killed, at most the
-cost since the last tick is lost.
+`costs.json` in the run folder keeps the sums over resumes; a killed driver loses at most those since the last tick.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ from rayapp.runs.tracking.trackers import RunTracker
 log = logging.getLogger(__name__)
 FILE = "costs.json"
 TICK_S = 10.0
-WARNS_AT = 0.8
-"""Share of the cap at which the driver logs a warning, once per process."""
+WARNS_AT = 0.8  # of the cap, once per process
 _SECONDS_IN_HOUR = 3600.0
 _LIVED = "/lived_s"
 
@@ -41,12 +36,11 @@ class Costs:
     """Sums of a run's costs so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
 
     prices: BudgetSection
-    num_gpus: int
-    """Number of GPUs that the run holds now."""
+    num_gpus: int  # that the run holds now
     file: Path
     spent: dict[str, float] = field(default_factory=dict)
+    # Sandbox seconds by provider, as the pool counted them at the last tick.
     _lived_s: dict[str, float] = field(default_factory=dict)
-    """Sandbox seconds by provider, as the pool counted them at the last tick."""
     _saving: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -62,8 +56,7 @@ class Costs:
         return sum(self.spent.values())
 
     def tick(self, seconds: float, num_nodes: int, pool: Mapping[str, float]) -> None:
-        """Add the cost of the time since the last tick. `pool` are the sandbox pool's metrics
-        (`sandbox/<provider>/lived_s`)."""
+        """Add the cost of the time since the last tick. `pool` has the metrics `sandbox/<provider>/lived_s`."""
         self._add("gpu", self.num_gpus * seconds / _SECONDS_IN_HOUR * self.prices.gpu_hour)
         self._add("node", num_nodes * seconds / _SECONDS_IN_HOUR * self.prices.node_hour)
         for provider, price in self.prices.sandbox_second.items():
@@ -85,7 +78,6 @@ class Costs:
             self.spent[item] = self.spent.get(item, 0.0) + cost
 
     def save(self) -> None:
-        """Write the sums to costs.json, atomically. Any thread may call it."""
         with self._saving:
             write_text(self.file, json.dumps(self.spent))
 
@@ -104,7 +96,6 @@ class Costs:
 
 
 def read_costs(folder: Path) -> dict[str, float]:
-    """Return the costs of a run by item; empty if none were counted."""
     file = folder / FILE
     try:
         return {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
@@ -126,7 +117,7 @@ async def within_budget(
     warmup: float = 0.0,
 ) -> AsyncIterator[Callable[[PoolMetrics], None]]:
     """Count the run's costs from the lease of its GPUs to the end of the block, and add them to each step's metrics.
-    Yields a function for `open_cluster` to call at the lease. At the cap the block is cancelled as if by Ctrl-C, has
+    Yield a function for `open_cluster` to call at the lease. At the cap the block is cancelled as if by Ctrl-C, has
     saved its steps, and BudgetSpentError comes out."""
     if not config.budget.has_prices:
         yield lambda pool_metrics: None

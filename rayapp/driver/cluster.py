@@ -1,7 +1,6 @@
 """Starts all actors of a run together and ends them together. No other module imports `actors`.
 
-`open_cluster` is a context manager: however its block ends, no actor, engine process or sandbox is left. The driver
-uses a `Cluster` and never sees a Ray handle.
+However the block of `open_cluster` ends, no actor, engine process or sandbox is left.
 """
 
 from __future__ import annotations
@@ -83,9 +82,7 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Handles of a run's actors, which are all ready. When processes are replaced, only the handles of learners
-    change.
-    """
+    """Handles of a run's actors, which are all ready. Only those of learners change when replaced."""
 
     config: Config
     pool: SandboxPoolHandle
@@ -96,10 +93,9 @@ class Cluster:
     supervisor: Supervisor
     router: Router
     images: ImagePlacement
+    # Function that ends these learners and starts new ones with the start model's weights.
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
-    """Function that ends these learners and starts new ones with the start model's weights."""
-    num_gpus: int = 0
-    """GPUs of all processes that hold models; 0 on a CPU."""
+    num_gpus: int = 0  # of all processes that hold models; 0 on a CPU
     num_learner_restarts: int = 0
 
     @property
@@ -107,7 +103,6 @@ class Cluster:
         return self.config.train.max_staleness == 0
 
     def check_weights(self) -> None:
-        """Check that a server that restarts now can get weights."""
         if self.weights.are_lost:
             raise LearnersLostError("the weights of the last sync were on a node that is gone.")
 
@@ -122,9 +117,7 @@ class Cluster:
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
-        """Replace the failed servers, and wait until all servers are up. A server is replaced once, even if several
-        calls report its failure.
-        """
+        # A server is replaced once, even if several calls report its failure.
         # Condemn only servers that are alive but hold half-loaded weights: pings find dead servers. Replace all of them
         # at once, because a server takes minutes to start on a GPU. Pass the incarnation, so that a server that was
         # already replaced is not replaced again.
@@ -139,15 +132,14 @@ class Cluster:
 
     async def lend_gpus(self) -> None:
         """Put the servers to sleep before a training step, if they share the learners' GPUs or keep their requests. The
-        next sync wakes them.
-        """
+        next sync wakes them."""
         if self.config.cluster.placement == "split" and not self.config.train.partial_rollouts:
             return
         while failed := await self._put_to_sleep():
             await self._replace(failed)  # then put the new servers to sleep
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
-        """Put the servers to sleep. Returns those that stayed awake, by name, with their errors."""
+        """Put the servers to sleep. Return those that stayed awake, with their errors."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
         failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
@@ -194,7 +186,6 @@ class Cluster:
         return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
-        """Return the groups themselves, for the trajectory file."""
         timeout_s = self.config.server.sync_timeout_s
         try:
             return list(
@@ -215,8 +206,7 @@ def num_alive_nodes() -> int:
     return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
-PoolMetrics = Callable[[], Awaitable[dict[str, float]]]
-"""Function that returns the sandbox pool's metrics."""
+PoolMetrics = Callable[[], Awaitable[dict[str, float]]]  # the sandbox pool's
 
 
 @asynccontextmanager
@@ -229,17 +219,11 @@ async def open_cluster(
     stand_ins: StandIns = NO_STAND_INS,
     images: Sequence[PromptImages] = (),
 ) -> AsyncIterator[Cluster]:
-    """Start a run's actors.
+    """Start a run's actors; without `with_learners` it only generates and scores.
 
-    Args:
-        images: images of the training prompts, by source: a group goes to a worker that has its image. Without them,
-            groups go to the workers in turn.
-        on_lease: called when the run has its GPUs, before any process loads a model.
-        with_learners: False for evaluation, which only generates and scores.
-        report: gets a line each for Ray's dashboard, the start of actors, and each actor that is ready.
-        stand_ins: replacements of real actors, for tests and benchmarks of everything else.
-    Raises:
-        ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
+    With `images` (of the training prompts, by source) a group goes to a worker that has its image. `on_lease` is called
+    when the run has its GPUs, before any process loads a model. `report` gets a line for each event. `stand_ins` are
+    for tests and benchmarks. ConfigError: Ray can't be reached, or has too few GPUs.
     """
     async with _session(config, report, stand_ins) as (session, started):
         cluster = await _start(
@@ -253,7 +237,7 @@ async def open_cluster(
 async def _session(
     config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[tuple[RayConnection, Started]]:
-    """Yield a connection to Ray, and a `Started`, whose actors end with the block."""
+    """Yield a connection, and a `Started` whose actors end with the block."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
@@ -268,8 +252,7 @@ async def _session(
 async def _reserve(
     config: Config, started: Started, report: Report, *, with_servers: bool = True, with_learners: bool = True
 ) -> tuple[Config, Placement, bool]:
-    """Reserve resources for the processes that hold models. Return the config with the number formats of their device,
-    the placement, and True if it is on GPUs."""
+    """Return the config with the number formats of its device, the placement, and True if it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -360,7 +343,7 @@ async def _start_models(
     timeout_s: float,
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
-    """Start the model servers. Returns them, and the config with their addresses."""
+    """Return the started servers, and the config with their addresses."""
     key = secrets.token_urlsafe(24)
     handles = spawn_model_servers(config, started, placement, asked, key)
     members: dict[str, ModelServerMember] = {}
@@ -396,8 +379,7 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 async def open_learners(
     config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
 ) -> AsyncIterator[LearnerGroup]:
-    """Start only the learners of a run, for supervised steps; they end with the block. `on_lease` is called when they
-    have their GPUs, before they load a model."""
+    """Start only the learners of a run, for supervised steps. `on_lease` is called before they load a model."""
     timeout_s = config.cluster.start_timeout_s
     async with _session(config, report) as (_, started):
         config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)

@@ -1,7 +1,4 @@
-"""Evaluates a model alone (`rayapp eval`), or the weights of a run between two steps. Nothing is trained.
-
-The CLI and the driver's step call it.
-"""
+"""Evaluates a model alone (`rayapp eval`), or the weights of a run between two steps. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -36,13 +33,11 @@ from rayapp.runs.trajectories import writing_trajectories
 log = logging.getLogger(__name__)
 
 
-Record = Callable[[Sequence[Group]], None]
-"""Function that stores sampled groups. It is called several times, each time with other groups, and blocks."""
+Record = Callable[[Sequence[Group]], None]  # stores sampled groups, other ones at each call; blocks
 
 
 def run_evaluation(config: Config, out: Path | None = None) -> dict[str, float]:
-    """Run `rayapp eval`. Samples are stored in the folder `out`, for `rayapp view`. Returns metrics with the names that
-    a training step uses for its samples."""
+    """Run `rayapp eval`. Samples go to the folder `out`, for `rayapp view`. Return a training step's metrics."""
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=False)
     if out is None:
@@ -77,14 +72,14 @@ async def evaluate(
         summaries += [group.summary for group in made]
         if record is not None:
             await _record(cluster, made, record)
+    left_out = {"prompts/left_out": float(sum(num_prompts) - len(summaries))} if sum(num_prompts) else {}
     if not summaries:
-        return {}
-    return summarize_step(summaries, version=version) | summarize_passes(summaries)
+        return left_out
+    return summarize_step(summaries, version=version) | summarize_passes(summaries) | left_out
 
 
 def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of prompts that start together: of one source, because sources differ in their number of
-    samples."""
+    # Prompts that start together are of one source: sources differ in their number of samples.
     first = 0
     for source, number in zip(sources_of(config), num_prompts, strict=True):
         for wave in evaluation_waves(source.config, number):
@@ -104,7 +99,7 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
 ) -> StoredGroup[Any] | None:
-    """Return the samples of one prompt; None if it fails during a run, because the step must continue."""
+    """Return the samples; None if the prompt fails during a run: the step must continue."""
     try:
         summary, ref = await generate(
             cluster,
@@ -125,8 +120,8 @@ async def _evaluate_prompt(
 async def validate(run: Training, step: int, phases: Phases) -> dict[str, float]:
     """Evaluate on every `eval.every_steps`-th step and the last, and return `eval/*`; empty on other steps.
 
-    Called between the weight sync and the release of the step's slots: in a synchronous run the servers then have no
-    other requests, so training samples the same tokens with and without evaluation.
+    Called between the weight sync and the release of the step's slots: in a synchronous run the servers have no other
+    requests, so training samples the same tokens with and without evaluation.
     """
     config = run.cluster.config
     every_steps = config.eval.every_steps
@@ -144,8 +139,7 @@ async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
 
 @contextmanager
 def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Callable[[Mapping[str, float]], None]]]:
-    """Context manager for a folder with the layout of a run folder, which holds one evaluation as step 0. Yields a
-    function that stores completions, and one that stores metrics."""
+    """Hold one evaluation as step 0 in a folder like a run's. Yield functions that store completions, and metrics."""
     if (out / TRAJECTORIES).exists() or (out / CHECKPOINTS).exists():
         raise InputError(f"folder {out} holds a trained run: choose another folder for the evaluation")
     (out / EVALUATIONS).mkdir(parents=True, exist_ok=True)

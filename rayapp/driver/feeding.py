@@ -1,14 +1,7 @@
 """Keeps the store filled: starts groups as the store admits them, and again if they are lost with a process.
 
-    feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
-
-`feed` is a task of the driver that runs beside its steps. `generate` runs one group, of training or evaluation, from
-start to end, and issues it again when its process is lost. A group that fails although every process works (its prompt
-can't be rendered, a plug-in raised an error) is dropped; a configuration error that affects every group ends the run.
-
-feeding, evaluation --> generate --> Router.placed --> rollout-worker-i --> summary
-                           ^                                  | lost with a process
-                           '--- again, alone <-- Supervisor.settled
+A group that fails although every process works (its prompt can't be rendered, a plug-in raised) is dropped; a
+configuration error that affects every group ends the run.
 """
 
 from __future__ import annotations
@@ -43,10 +36,8 @@ from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_ISSUES = 10
-"""Maximum number of times that a group is issued. If processes are lost with the same group again and again, the group
-may be the cause.
-"""
+MAX_ISSUES = 10  # of one group: if processes are lost with it again and again, it may be the cause
+# Errors of a group whose worker, server, sandbox pool or node is gone, hangs, or is not ready after a restart.
 LOST_GROUP = (
     ProcessDiedError,
     EngineDeadError,
@@ -55,7 +46,6 @@ LOST_GROUP = (
     DeadlineError,
     ObjectsLostError,
 )
-"""Errors of a group whose worker, server, sandbox pool or node is gone, hangs, or is not ready after a restart."""
 
 
 async def generate(
@@ -69,15 +59,9 @@ async def generate(
 ) -> T:
     """Return the rollout worker's result for a group; issue it again when a lost process has been replaced.
 
-    Args:
-        call: calls the worker with the request, which names the server to use.
-        what: name of the group, for messages.
-        watchdog: records the wait and, at its end, progress; None outside of a run.
-        reissue: gets the reason of a loss, and returns the policy version that must sample the group now.
-    Raises:
-        RestartsUsedUpError: the group was lost `MAX_ISSUES` times.
-        GroupFailedError: the group fails although its processes work.
-        ConfigError, SandboxConfigError: every group would fail.
+    `reissue` gets the reason of a loss, and returns the policy version that must sample the group now.
+    RestartsUsedUpError: lost `MAX_ISSUES` times. GroupFailedError: it fails although its processes work. ConfigError,
+    SandboxConfigError: every group would fail.
     """
     for _ in range(MAX_ISSUES):
         try:
@@ -102,11 +86,7 @@ async def generate(
 
 @asynccontextmanager
 async def feeding(run: Training) -> AsyncIterator[None]:
-    """Context manager that keeps the store filled; a failure in the block or in feeding ends both.
-
-    Raises:
-        RayappError: the first failure, not an exception group.
-    """
+    """Keep the store filled; a failure in the block or in feeding ends both."""
     with one_error():
         async with asyncio.TaskGroup() as tasks:
             feeder = tasks.create_task(feed(run), name="feed")
@@ -115,7 +95,7 @@ async def feeding(run: Training) -> AsyncIterator[None]:
 
 
 async def feed(run: Training) -> None:
-    """Start groups as the store admits them. Each group runs in a task of its own, which puts it into the store."""
+    """Start groups as the store admits them. Each runs in a task of its own, which puts it into the store."""
     at_once = max_groups_at_once(run.cluster.config)
     # Only this task acquires slots. So it can hold some slots and wait for the rest, until all groups that start
     # together have one.
@@ -135,9 +115,7 @@ async def feed(run: Training) -> None:
 
 
 async def _prefetch(run: Training, ids: Sequence[int]) -> None:
-    """Let the rollout workers pull the images of these groups, and of as many groups as a step has after them."""
-    if run.curriculum is not None:
-        return  # the curriculum chooses a prompt only when its group starts
+    """Let the rollout workers pull the images of these groups, and of as many as a step has after them."""
     last = run.cluster.config.train.num_steps * run.cluster.config.train.groups_per_step
     coming = range(ids[0], min(ids[-1] + 1 + run.cluster.config.train.groups_per_step, last))
     for index, images in run.cluster.images.ahead(coming).items():
@@ -158,12 +136,10 @@ def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.
 def _requests(run: Training, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
     for place, group_id in enumerate(together):
         cohort = Cohort(place=place, size=len(together)) if len(together) > 1 else None
-        request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
-        yield request if run.curriculum is None else run.curriculum.drawn(request)
+        yield GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
 
 
 async def _generate(run: Training, request: GroupRequest) -> None:
-    """Generate one group and put it into the store."""
     group_id = request.group_id
 
     def reissue(error: RayappError) -> int:
@@ -185,7 +161,5 @@ async def _generate(run: Training, request: GroupRequest) -> None:
         run.failures.lost_group(run.cluster.config, str(error))
         await run.store.drop(group_id, GROUP_FAILED)
         return
-    if run.curriculum is not None:
-        run.curriculum.record(request.place if request.source is None else request.source, summary)
     await run.store.finish(summary, ref)
     run.tracker.progress(run.store.progress)

@@ -1,11 +1,7 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476, §3.2): groups whose rewards are all equal teach nothing and are replaced.
 
-The store checks every finished group with `DynamicSampling.refuses`; a refused group is dropped in its ledger, and its
-slot goes to the next prompt. Only the first `algorithm.dynamic_sampling.max_dropped_per_step` groups of a step can be
-refused: later ones are trained on, with zero advantages. The rule uses the group's place in the order of prompts, not
-the time when it finished, so that synchronous runs repeat.
-
-`FailureBudget` limits how many rollouts may fail before the run stops. Neither class does I/O.
+Only the first `max_dropped_per_step` groups of a step can be refused, by their place in the order of prompts, not the
+time when they finished, so that synchronous runs repeat. `FailureBudget` limits how many rollouts may fail.
 """
 
 from __future__ import annotations
@@ -63,8 +59,7 @@ class DynamicSampling:
 def has_signal(summary: GroupSummary, metric: str = "") -> bool:
     """Return False if the group's valid rewards, or their terms `metric`, are all equal.
 
-    A group with fewer than two valid trajectories counts as having a signal: its failures are limited separately
-    (rollout.max_failed_ratio), and replacing the group would hide them.
+    A group with fewer than two valid trajectories has a signal: replacing it would hide failures, which are limited.
     """
     valid = summary.valid.astype(bool)
     values = (_term(summary, metric) if metric else summary.rewards)[valid]
@@ -72,7 +67,7 @@ def has_signal(summary: GroupSummary, metric: str = "") -> bool:
 
 
 def _term(summary: GroupSummary, metric: str) -> FloatArray:
-    """Return the values of a term, (G,): 0 for answers that could not be scored and so have no terms."""
+    """Return values (G,): 0 for answers that could not be scored and so have no terms."""
     terms = summary.reward_terms
     values = terms.get("score" if metric == "acc" and "acc" not in terms else metric)
     scored = summary.valid.astype(bool) & np.array([status == "scored" for status in summary.reward_statuses], bool)
@@ -89,18 +84,15 @@ def _term(summary: GroupSummary, metric: str) -> FloatArray:
 
 
 WINDOW_STEPS = 10
-MOST_LOST_GROUPS = 10
-"""Number of groups that may fail as a whole between two steps; the limit is max(this number, train.groups_per_step)."""
+MOST_LOST_GROUPS = 10  # that may fail as a whole between two steps; at least train.groups_per_step
 GROUP_FAILED = "group_failed"
 
 
 class _StepCounts(NamedTuple):
     num_groups: int
-    num_failing: int
-    """Number of groups with a failed trajectory."""
+    num_failing: int  # with a failed trajectory
     num_trajectories: int
-    kinds: Counter[str]
-    """Failed trajectories by kind."""
+    kinds: Counter[str]  # of failed trajectories
 
 
 class FailureBudget:
@@ -109,8 +101,7 @@ class FailureBudget:
     def __init__(self, max_ratio: float) -> None:
         self._max_ratio = max_ratio
         self._window: deque[_StepCounts] = deque(maxlen=WINDOW_STEPS)
-        self._lost: list[int] = []
-        """Number of trajectories of each group that failed as a whole since the last step."""
+        self._lost: list[int] = []  # trajectories of each group that failed as a whole since the last step
 
     def record(self, summaries: Iterable[GroupSummary]) -> None:
         """Count one step. If the last ten steps have several groups, failures of a single group never end the run."""
@@ -136,7 +127,6 @@ class FailureBudget:
             )
 
     def lost_group(self, config: Config, reason: str) -> None:
-        """Count a group of training that failed as a whole."""
         self._lost.append(config.rollout.group_size)
         if len(self._lost) > max(MOST_LOST_GROUPS, config.train.groups_per_step):
             raise TrainingAbortedError(

@@ -58,7 +58,7 @@ def _enter_phase(run: Training, name: str) -> None:
 async def train_step(
     run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases
 ) -> dict[str, float]:
-    """Train on the groups, send the servers the new weights, and record the step. Returns all metrics of the step."""
+    """Train on the groups, send the servers the new weights, and record the step. Return all metrics of the step."""
     async with unstalled(run.watchdog, f"the end of step {step}"):
         return await _train_step(run, step, groups, phases)
 
@@ -78,8 +78,6 @@ async def _train_step(
     learned = await _learn(run, step, groups, phases)
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
-    if run.curriculum is not None:
-        run.curriculum.end_step()  # before slots are freed: a curriculum draws the next groups by these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -117,15 +115,13 @@ def _state_metrics(run: Training) -> dict[str, float]:
         run.cluster.recovery_metrics()
         | ledger_metrics(run.store)
         | run.cluster.router.metrics()
-        | (run.curriculum.metrics() if run.curriculum is not None else {})
         | run.failures.metrics()
         | run.folder.storage_metrics()
     )
 
 
 async def save_if_due(run: Training, step: int, score: float | None) -> dict[str, float]:
-    """Check the save in progress, and begin to save this step if a checkpoint is due. Returns metrics of a save that
-    ended."""
+    """Check the save in progress, and begin one if a checkpoint is due. Return metrics of a save that ended."""
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
@@ -136,17 +132,12 @@ async def save_if_due(run: Training, step: int, score: float | None) -> dict[str
 async def begin_checkpoint(run: Training, version: int, *, score: float | None = None) -> None:
     """Begin to save a policy version, with the store's finished groups, which a resumed run need not generate again.
 
-    A synchronous run keeps no groups, because it generates them again. The state is read at one moment, before the
-    first await; groups that finish later are generated again after a resume.
+    A synchronous run keeps none. The state is read at one moment, before the first await.
     """
     store, next_group_id = run.store, run.store.next_untrained_id
     waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
-    kept_ids = {*done_ahead, *(group.summary.group_id for group in waiting)}
-    files: dict[str, str] = {}
-    if run.curriculum is not None:
-        files = run.curriculum.state(lambda group_id: group_id < next_group_id or group_id in kept_ids)
     kept = KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
-    await run.saver.begin(version, next_group_id=next_group_id, score=score, kept=kept, files=files)
+    await run.saver.begin(version, next_group_id=next_group_id, score=score, kept=kept)
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:
@@ -159,10 +150,8 @@ def ledger_metrics(store: Store) -> dict[str, float]:
 
 
 log = logging.getLogger(__name__)
+# Function of each step and its metrics, which ends the run by StopTraining; after any error the step is saved.
 OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
-"""Callback that gets each step and its metrics. It ends the run by raising `StopTraining`. If it raises any error, the
-step is saved first.
-"""
 
 
 def run_training(config: Config, on_step: OnStep | None = None) -> None:
@@ -230,7 +219,7 @@ async def train_through_losses(
 async def train(
     config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker, on_step: OnStep | None = None
 ) -> int:
-    """Train from the last complete checkpoint, or from the start model. Returns the last step: `num_steps`, or that at
+    """Train from the last complete checkpoint, or from the start model. Return the last step: `num_steps`, or that at
     which `on_step` raised StopTraining."""
     run = await open_run(cluster, folder, tracker)
     version = run.store.version
@@ -257,7 +246,7 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. After any error, also StopTraining, the step is saved."""
+    """Call `on_step`; after any error, also StopTraining, the step is saved."""
     try:
         told = on_step(step, metrics)
         if told is not None:

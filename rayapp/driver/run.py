@@ -1,10 +1,4 @@
-"""Opens a run: makes the objects that every step uses, and restores the last checkpoint.
-
-The driver calls `open_run` once; `rayapp.driver.feeding` and `rayapp.driver.loop` use the result.
-
-`BestMetric` reads `checkpoint.best_metric` from each step's metrics, as the score of the checkpoint saved after it. If
-no step can have a metric of that name, the first trained step raises an error with similar names.
-"""
+"""Opens a run: makes the objects that every step uses, and restores the last checkpoint."""
 
 from __future__ import annotations
 
@@ -24,13 +18,11 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
-from rayapp.core.names import load_extra
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
-from rayapp.rollout.order import Curriculum
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.layout import PROFILES
@@ -41,14 +33,14 @@ TASK, EVAL = "task/", "eval/"
 
 
 class BestMetric:
-    """Reads the score of a checkpoint from a step's metrics, and checks its name."""
+    """Reads `checkpoint.best_metric` from a step's metrics, and checks that steps have it."""
 
     def __init__(self, config: Config) -> None:
         self._name = config.checkpoint.best_metric
         self._is_checked = config.checkpoint.keep_best == 0
 
     def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the best_metric of the step with these metrics; None if it is missing or not finite."""
+        """Return the step's best_metric; None if it is missing or not finite."""
         value = metrics.get(self._name)
         if not self._is_checked and _tells(self._name, metrics):
             self._is_checked = True
@@ -57,9 +49,7 @@ class BestMetric:
         return value if value is not None and math.isfinite(value) else None
 
     def _check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError if no step can have the metric. A metric of a task without groups in this step may exist in
-        other steps.
-        """
+        # A metric of a task without groups in this step may exist in other steps.
         per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
         if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
             return
@@ -72,16 +62,15 @@ class BestMetric:
 
 
 def _tells(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return True if a step with these metrics would also have the metric `name`, if it existed at all. A step without
-    an evaluation lacks metrics of evaluations, and a step that computed nothing lacks many metrics of the learner.
-    """
+    # True if a step with these metrics would also have `name`: one without an evaluation lacks metrics of evaluations,
+    # and one that computed nothing many of the learner
     if name.startswith(EVAL):
         return any(other.startswith(EVAL) for other in metrics)
     return metrics.get("learner/share_computed", 0.0) > 0
 
 
 def _in_any_task(name: str) -> str:
-    """Shorten `task/NAME/reward/mean` to `reward/mean`. A task's name may be a path with slashes."""
+    """Shorten `task/NAME/reward/mean` to `reward/mean`; a task's name may be a path with slashes."""
     return name[name.rfind("/reward/") + 1 :] if "/reward/" in name else name
 
 
@@ -99,20 +88,15 @@ class Training:
     failures: FailureBudget
     watchdog: Watchdog
     best: BestMetric
-    curriculum: Curriculum | None
-    """Chooses the prompts of groups; None if prompts come in order."""
-    profiles: list[Profile] = field(default_factory=list)
-    """Profiles of the present step; empty if it is not in `train.profile_steps`."""
+    profiles: list[Profile] = field(default_factory=list)  # of the present step, if it is in `train.profile_steps`
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
-    """Open a run at its last complete checkpoint. The learners then hold the checkpoint's weights; the servers don't
-    yet."""
+    """Open a run at its last complete checkpoint. The learners then hold its weights; the servers don't yet."""
     config, learners = cluster.config, cluster.learners
     note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
-    curriculum = await open_curriculum(cluster, folder)
     return Training(
         cluster=cluster,
         folder=folder,
@@ -123,7 +107,6 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
         best=BestMetric(config),
-        curriculum=curriculum,
     )
 
 
@@ -151,28 +134,11 @@ def straggler_window(config: Config) -> int:
     return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
 
 
-async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """Return the curriculum, restored from the last checkpoint if there is one; None if prompts come in order."""
-    if not cluster.config.algorithm.curriculum.enabled:
-        return None
-    checkpoint = folder.checkpoints.latest()
-    num_prompts = await cluster.rollout_workers[0].num_train_prompts()
-    kept = checkpoint.path if checkpoint is not None else None
-    curriculum: Curriculum = load_extra("curriculum.curriculum:Curriculum").open(cluster.config, num_prompts, kept)
-    return curriculum
-
-
 async def restore(
     learners: LearnerGroup, folder: RunFolder, *, note: Callable[[str], None]
 ) -> tuple[int, int, KeptGroups]:
-    """Load the last complete checkpoint into the learners, or an earlier checkpoint if the weights are not finite.
-
-    Returns:
-        The checkpoint's version, next group id and kept groups; (0, 0, no groups) without a checkpoint.
-    Raises:
-        CheckpointError: the checkpoint is of another model, or its step is not the step in its name.
-        RunFolderError: there are checkpoints, but none of them can be used.
-    """
+    """Load the last complete checkpoint, or an earlier one if the weights are not finite. Return its version, next
+    group id and kept groups; (0, 0, no groups) without one. RunFolderError: none can be used."""
     while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:
         try:
             version = await learners.load_checkpoint(checkpoint.path / "learner")
@@ -193,8 +159,7 @@ async def restore(
     return 0, 0, KeptGroups()
 
 
-STALL_REPORT_S = 600.0
-"""Time without progress after which the log names what each process waits for."""
+STALL_REPORT_S = 600.0  # without progress; the log then names what each process waits for
 
 
 def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
@@ -215,7 +180,7 @@ def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watch
 
 @asynccontextmanager
 async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
-    """Profile server 0 during the block if the step is in `train.profile_steps`. A profile that fails is only noted."""
+    # A profile that fails is only noted.
     run.profiles.clear()
     if step not in run.cluster.config.train.profile_steps:
         yield
@@ -229,7 +194,6 @@ async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
 
 
 async def write_profiles(run: Training, step: int) -> None:
-    """Write the traces of a step that is in `train.profile_steps`."""
     if step not in run.cluster.config.train.profile_steps:
         return
     with _noting_failure(run, step):

@@ -1,7 +1,6 @@
 """Begins checkpoints after a step, and commits them while later steps are trained. This is the driver's part of saving.
 
-The learners copy their state to host memory and write it in threads; a task of the driver polls them until they are
-done and then commits the folder. At most one checkpoint is written at a time.
+The learners write in threads; a task of the driver polls them and then commits the folder, one at a time.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from rayapp.core.aio import end_process_after, finish_then_cancel, let_process_live, when_stopped
@@ -25,19 +23,15 @@ from rayapp.core.errors import (
     StalledError,
     TrainingAbortedError,
 )
-from rayapp.core.files import write_text
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 
 Begin = Callable[[int], Awaitable[None]]
 log = logging.getLogger(__name__)
 POLL_S = 0.2
-SAVE_S = 900.0
-"""Deadline in seconds for saving when a run stops, in case the disk hangs."""
-CLOSE_S = 300.0
-"""Deadline in seconds, after the save of a stopping run, for the actors to end and release their resources."""
+SAVE_S = 900.0  # for saving when a run stops, in case the disk hangs
+CLOSE_S = 300.0  # after that, for the actors to end and release their resources
 NOTHING_KEPT = KeptGroups()
-NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 class SavingLearners(Protocol):
@@ -46,13 +40,11 @@ class SavingLearners(Protocol):
     async def begin_checkpoint(self, folder: Path, version: int) -> None: ...
 
     async def checkpoint_done(self) -> bool:
-        """Return whether the checkpoint is written. Raises CheckpointError if it can't be."""
+        """Return whether the checkpoint is written. CheckpointError: it can't be."""
         ...
 
 
 class Versioned(Protocol):
-    """Object with the number of finished steps, such as a run's store."""
-
     @property
     def version(self) -> int: ...
 
@@ -72,17 +64,12 @@ class CheckpointSaver:
         next_group_id: int,
         score: float | None = None,
         kept: KeptGroups = NOTHING_KEPT,
-        files: Mapping[str, str] = NO_FILES,
     ) -> None:
-        """Begin a checkpoint; returns when training may go on. A resumed run need not generate the groups `kept` again;
-        `files` are other state of the driver, as text by file name."""
+        """Begin a checkpoint. A resumed run need not generate the groups `kept` again."""
         await self.finish()
         pending = self._folder.checkpoints.begin(version)
         started = time.monotonic()
         async with self._explained():
-            with self._folder.explain_full_disk(pending):
-                for name, text in files.items():
-                    write_text(pending / name, text)
             await self._learners.begin_checkpoint(pending / "learner", version)
         self._writing = asyncio.create_task(
             self._write(version, next_group_id, score, started, kept, pending), name=f"checkpoint={version}"
@@ -120,7 +107,6 @@ class CheckpointSaver:
             raise
 
     async def finish(self) -> None:
-        """Wait until no checkpoint is being written."""
         if self._writing is None:
             return
         # If the caller is cancelled, the save continues: `finish` is called again, or `close` abandons it.
@@ -129,7 +115,7 @@ class CheckpointSaver:
         await writing
 
     async def check(self) -> dict[str, float]:
-        """Raise the error of a save that failed; return the metrics of a save that ended. Called after each step."""
+        """Raise the error of a save that failed; return the metrics of one that ended. Called after each step."""
         if self._writing is None or not self._writing.done():
             return {}
         await self.finish()
@@ -161,9 +147,7 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """Context manager for a run. If a user stops the run in the block, print a note at once; at the end, print the
-    saved steps and how to continue.
-    """
+    """Print a note if a user stops the run in the block; at its end, print the saved steps and how to continue."""
     when_stopped(
         lambda: note("stopping: a step that has begun is finished and saved first; press Ctrl-C again to stop at once")
     )
@@ -181,16 +165,11 @@ def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iter
 async def saving_when_stopped(
     saver: CheckpointSaver, folder: RunFolder, store: Versioned, begin: Begin
 ) -> AsyncIterator[None]:
-    """Save the steps since the last checkpoint when the run is stopped in the block.
+    """Save the steps since the last checkpoint when the run is stopped in the block (by a user, a spent budget, a
+    stall, or a process that was lost too often); not in mid-step. After a TrainingAbortedError only the save in
+    progress is finished.
 
-    A user (Ctrl-C, SIGTERM, `ray job stop`), a spent budget, a stall, or a process that was lost too often can stop it.
-    In the middle of a step nothing can be saved, and the run resumes from its last checkpoint. After a
-    TrainingAbortedError only the save in progress is finished.
-
-    Args:
-        begin: begins to save the current policy version.
-    Raises:
-        CheckpointError: a user stopped the run, and it can't be saved. In other cases this is only logged.
+    CheckpointError: a user stopped the run, and it can't be saved; in other cases this is only logged.
     """
     save = partial(_save_at_the_end, saver, folder, store, begin)
     try:

@@ -40,7 +40,7 @@ def _template_file(name: str) -> str:
 
 
 def _parser(config: Config) -> str:
-    """Return vLLM's name of the tool parser; empty if the chat template has no tools, or vLLM is not installed here."""
+    """Return the parser's name; empty if the chat template has no tools, or vLLM is not installed here."""
     agent = config.agent
     try:
         return check_parser(

@@ -1,10 +1,7 @@
 """Supervised fine-tuning on demonstrations: `rayapp sft CONFIG`, and the warm-up before a training's first step.
 
-    demonstrations --rows of step n--> learners.supervised_step --> metrics, a checkpoint when one is due --> final/
-
-The supervised steps are a run of their own, `<output_dir>/<run.name>-sft`, with metrics, checkpoints and plots, which
-is resumed like any other run. The training then starts from its `final/` as from any model: reference model, adapters
-and servers load it, and the optimizer is new.
+The supervised steps are a run of their own, `<output_dir>/<run.name>-sft`. The training then starts from its `final/`
+as from any model: reference model, adapters and servers load it, and the optimizer is new.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ from rayapp.storage.models.fetch import with_local_model
 
 
 def run_sft(config: Config) -> None:
-    """Run `rayapp sft`: only the warm-up of this config."""
     if not config.warmup.num_steps:
         raise ConfigError(
             "warmup.num_steps is 0, so there is nothing to do: set warmup.num_steps and warmup.files (docs/sft.md)"
@@ -52,7 +48,7 @@ def run_sft(config: Config) -> None:
 
 
 def warm_up(config: Config) -> tuple[Config, float]:
-    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already. Returns the
+    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already. Return the
     config of the training that follows, with the trained model; and the cost of the supervised steps."""
     section = sft_config(config)
     if not section.run_folder.exists():
@@ -67,9 +63,7 @@ def warm_up(config: Config) -> tuple[Config, float]:
 
 
 def sft_config(config: Config) -> Config:
-    """Return the config of the supervised run. Keys that only GRPO reads get their defaults, so that changing them does
-    not affect the supervised run.
-    """
+    """Return the config of the supervised run. Keys that only GRPO reads have their defaults there."""
     limits = {key: getattr(config.rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
     learner = config.learner.model_copy(update={"optimizer": OptimizerSection(lr=config.warmup.lr)})
     return Config(
@@ -185,7 +179,6 @@ def _what_is_learned(config: Config, found: Demonstrations) -> str:
 
 
 async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunTracker, rows: _Rows) -> None:
-    """Call `_learn`; when learners are lost, start new learners and continue from the last checkpoint."""
     for restart in range(config.recovery.max_restarts + 1):
         try:
             async with (

@@ -32,10 +32,8 @@ class StoredGroup(Generic[RefT]):
     """A finished group: its summary, and a reference to it."""
 
     summary: GroupSummary
-    ref: RefT
-    """Reference to the `Group` in the object store; the driver never resolves it."""
-    ready_at_s: float = field(default_factory=time.monotonic)
-    """Time when the group finished, on the monotonic clock."""
+    ref: RefT  # in the object store; the driver never resolves it
+    ready_at_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +45,7 @@ class GroupCounts:
     training: int
     trained: int
     dropped: int
-    issued: int
-    """Number of ids handed out so far: the sum of the five other counts."""
+    issued: int  # ids handed out so far: the sum of the five other counts
 
     def balances(self) -> bool:
         return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
@@ -57,21 +54,11 @@ class GroupCounts:
 class TrajectoryStore(Generic[RefT]):
     """Store of groups between rollouts and training.
 
-    Args:
-        groups_per_step: groups that one step trains on.
-        max_staleness: maximum staleness of a group: policy version that is trained minus the version that sampled the
-            group.
-        max_in_flight: largest number of untrained groups at once; None: `(max_staleness + 1) * groups_per_step`, which
-            is also the upper limit.
-        version: policy version that the servers hold now.
-        num_groups: groups that this run still trains on; no more are admitted, except in place of dropped ones.
-        next_group_id: first id to hand out; on resume, the checkpoint's `next_untrained_id`.
-        straggler_window: number of groups that may be trained before a group that was admitted earlier and is still
-            being generated. 0 keeps the order of ids. A step always waits for a group that would otherwise become too
-            stale.
-        waiting: finished groups that a checkpoint kept.
-        done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
-        refuses: returns whether to drop a finished group, given its summary and its place in the step.
+    At most `max_in_flight` groups are untrained (None: `(max_staleness + 1) * groups_per_step`, which is also the upper
+    limit), and `num_groups` more are trained on, from policy `version` and `next_group_id` on. `straggler_window`
+    groups may overtake one that is still generated, unless it would grow too stale; 0 keeps the order of ids. `waiting`
+    and `done_ahead` come from a checkpoint. `refuses` says whether to drop a finished group, by summary and place in
+    the step.
     """
 
     def __init__(
@@ -99,16 +86,14 @@ class TrajectoryStore(Generic[RefT]):
         self._straggler_window = straggler_window
         self._num_issued = len(waiting)
         self._admitted: set[int] = set()
+        # Version for which each group in generation or ready was admitted, the oldest that can have sampled it.
         self._admitted_for: dict[int, int] = _oldest_versions(waiting)
-        """For each group that is in generation or ready: the version for which it was admitted, the oldest that can
-        have sampled it.
-        """
         self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
         self._done_ahead = set(done_ahead)
+        # Groups that a checkpoint kept, or counted as done; they are not issued again.
         self._never_again = frozenset((*self._ready, *done_ahead))
-        """Ids of groups that a checkpoint kept, or counted as done; they are not issued again."""
+        # Number of groups with higher ids that were taken since a group in generation was admitted.
         self._overtaken: Counter[int] = Counter()
-        """For each group in generation: the number of groups with higher ids that were taken since it was admitted."""
         self._training: set[int] = set()
         self._num_trained = 0
         self._dropped_since_release: set[int] = set()
@@ -122,11 +107,8 @@ class TrajectoryStore(Generic[RefT]):
         return self._version
 
     async def reserve(self) -> tuple[list[int], int]:
-        """Wait for a free slot, then take all free slots, for groups that start together on the same weights.
-
-        Returns:
-            Ids of the groups, and the policy version that must generate them.
-        """
+        """Wait for a free slot, then take all, for groups that start together on the same weights. Return their ids,
+        and the policy version that must generate them."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free() > 0)
             ids = [self._hand_out() for _ in range(self._num_free())]
@@ -175,11 +157,8 @@ class TrajectoryStore(Generic[RefT]):
             self._changed.notify_all()
 
     def reissue(self, group_id: int, reason: str) -> int:
-        """Mark an admitted group as lost with its process: it must be generated again from the start.
-
-        Returns:
-            The policy version that generates it now, which may be newer than the version for which it was admitted.
-        """
+        """Mark an admitted group as lost with its process. Return the policy version that generates it now, which may
+        be newer than the one for which it was admitted."""
         if group_id not in self._admitted:
             raise AssertionError(f"group {group_id} can't be issued again after {reason}: it is not in flight")
         self.reissued_for[reason] += 1
@@ -190,7 +169,7 @@ class TrajectoryStore(Generic[RefT]):
         self._overtaken.pop(group_id, None)
 
     def _place(self, group_id: int) -> int:
-        """Return the group's index among those admitted for the next step; below 0 for groups of earlier steps."""
+        """Return the group's place among those admitted for the next step; below 0 for earlier steps."""
         return group_id - self._step_first_id - (self._capacity - self._groups_per_step)
 
     def _count_dropped(self, group_id: int, reason: str) -> None:
@@ -202,12 +181,10 @@ class TrajectoryStore(Generic[RefT]):
             self._done_ahead.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-        """Return the next `num_groups` groups, oldest first. Wait until enough are ready, and for earlier groups that
-        must not be overtaken.
+        """Return the next `num_groups` groups, oldest first, when enough are ready.
 
-        Groups are taken in the order of ids, not of arrival: a step's groups must not depend on which server was
-        faster. Up to `straggler_window` groups may be taken before a group that is still being generated, unless that
-        group could grow too stale.
+        In the order of ids, not of arrival: a step's groups must not depend on which server was faster. Up to
+        `straggler_window` groups may be taken before one that is still generated, unless that could grow too stale.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next_in_order(num_groups) is not None)
@@ -224,7 +201,7 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Return the ids of the next step's groups; None while the step must wait."""
+        """Return the next step's groups; None while the step must wait."""
         if len(self._ready) < num_groups:
             return None
         ids = sorted(self._ready)[:num_groups]
@@ -240,7 +217,7 @@ class TrajectoryStore(Generic[RefT]):
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
-        """Return True if all groups but `ids` can still be trained before they are too stale."""
+        # True if all groups but `ids` can still be trained before they are too stale
         taken = set(ids)
         rest = sorted(
             self._admitted_for[group_id] + self._max_staleness
@@ -274,8 +251,7 @@ class TrajectoryStore(Generic[RefT]):
     @property
     def next_untrained_id(self) -> int:
         """First id that a resumed run hands out: groups in flight now are generated again. In a synchronous run this
-        includes groups dropped since the last release: their replacements must start together with the same groups as
-        before."""
+        includes groups dropped since the last release: their replacements must start with the same groups as before."""
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
         # The ids of kept groups may be above ids that have not been handed out again yet.
         return min((*in_flight, self._upcoming_id()))
@@ -318,11 +294,8 @@ def _num_above(group_id: int, ids: Sequence[int]) -> int:
 
 
 def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
-    """Return, by group id, the oldest version for which each kept group can have been admitted.
-
-    Groups are admitted in the order of their ids, so the version for which a group was admitted is at most the version
-    that sampled any later group. The version that sampled the group itself may be newer, if it was issued again.
-    """
+    # Groups are admitted in the order of ids, so the version for which a group was admitted is at most the version that
+    # sampled any later one; its own may be newer, if it was issued again.
     versions: dict[int, int] = {}
     for group in sorted(waiting, key=lambda stored: stored.summary.group_id, reverse=True):
         oldest = min([group.summary.min_policy_version, *list(versions.values())[-1:]])

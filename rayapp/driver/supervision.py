@@ -1,15 +1,9 @@
-"""Supervises the processes of a run: restarts processes that are gone or hang, and restores their state before they are
-used.
-
-One `Supervisor` per run, in the driver. Its members are processes behind the protocol `Watched`, which is independent
-of Ray: `actors.starting` has the real members, tests have scripted ones. Learners are not members: when a learner dies,
-the step of all learners is lost, and the driver starts all of them again from the last checkpoint.
+"""Supervises the processes of a run: restarts those that are gone or hang, and restores their state before use.
 
     up --ping fails--> down --kill, revive (process, engine, current weights)--> up
-                         '--restarts used up--> RestartsUsedUpError ends the run
 
-Pings check processes that are up. A process that is being started has a longer deadline, `revive_timeout_s`, because on
-a busy machine a new process answers late, and with the ping's deadline it would be killed again and again.
+Learners are not members: when one dies, all are started again from the last checkpoint. A process that is being started
+has the longer deadline `revive_timeout_s`: on a busy machine it would be killed again and again.
 """
 
 from __future__ import annotations
@@ -63,14 +57,8 @@ async def _at_once(name: str) -> None:
 
 
 class Supervisor:
-    """Watches and restarts the members.
-
-    Args:
-        members: processes to watch, all of them up.
-        revive_timeout_s: deadline of a process that is being started.
-        report: gets a line for each process that is lost or restarted.
-        may_start: returns when the GPU has room for the member of this name; the deadline does not include this wait.
-    """
+    """Watches and restarts the members, all of them up. `may_start` returns when the GPU has room for one; the deadline
+    does not include this wait."""
 
     def __init__(
         self,
@@ -90,13 +78,12 @@ class Supervisor:
         self._locks = {name: asyncio.Lock() for name in self._members}
         self._replacing: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
-        self.restarts: Counter[str] = Counter()
-        """Number of restarts in the run, by the member's name."""
+        self.restarts: Counter[str] = Counter()  # in the run, by the member's name
         self.seconds_down = 0.0
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch the members during a block. Raises RestartsUsedUpError from the block: a member died too often."""
+        """Watch the members during a block. RestartsUsedUpError from the block: a member died too often."""
         for name, member in self._members.items():
             self._incarnations[name] = await member.ping(self._revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
@@ -124,12 +111,7 @@ class Supervisor:
         return self._incarnations[name] if self.is_up(name) else ""
 
     async def condemn(self, name: str, incarnation: str, reason: str) -> None:
-        """Replace a member that answers but can't be used, unless this incarnation is gone already.
-
-        Args:
-            incarnation: value of `incarnation(name)` when the failure occurred. If empty, the member is already being
-                replaced.
-        """
+        """Replace a member that answers but can't be used, unless the failed `incarnation` is gone (or empty)."""
         await self._owned(self._condemn(name, incarnation, reason), name)
 
     async def _condemn(self, name: str, incarnation: str, reason: str) -> None:
@@ -138,8 +120,8 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Await work on a member. It continues if the caller is cancelled: otherwise a half-replaced member would be
-        lost a second time, or count as up."""
+        """Await work that continues if the caller is cancelled: a half-replaced member would be lost, or count as
+        up."""
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -153,7 +135,7 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=must_kill)
 
     async def _why_down(self, member: Watched) -> tuple[str, bool]:
-        """Return why the member must be replaced (empty: it is up), and whether its old process must be killed."""
+        """Return why the member is down (empty: it is up), and whether its old process must be killed."""
         known = self._incarnations[member.name]
         try:
             if await member.ping(self._recovery.ping_timeout_s) == known:

@@ -1,8 +1,7 @@
 """Detects that a run makes no progress although every process answers; reports all waits, then stops the run.
 
-One `Watchdog` in the driver. `supervision` handles processes that are gone or hang; the watchdog is for stalls that no
-deadline of a single call catches, such as two parts that wait for each other, or a disk that never answers. Every wait
-of the driver is recorded by the task that waits, so that stopping the run cancels the hanging wait.
+It is for stalls that no deadline of a single call catches, such as two parts that wait for each other. Every wait of
+the driver is recorded by the task that waits, so that stopping the run cancels the hanging wait.
 """
 
 from __future__ import annotations
@@ -18,14 +17,9 @@ from dataclasses import dataclass
 from rayapp.core.aio import end_process_after, let_process_live
 from rayapp.core.errors import StalledError, one_error
 
-MAX_SHOWN = 20
-"""Maximum number of waits that a report lists, longest first."""
-DUMP_S = 120.0
-"""Deadline in seconds for writing the stacks, in case the disk hangs."""
-LEAVE_S = 1200.0
-"""Deadline in seconds from the stop to the end of the process, for saving (`rayapp.driver.saving.SAVE_S`) and ending
-actors.
-"""
+MAX_SHOWN = 20  # waits in a report, longest first
+DUMP_S = 120.0  # for writing the stacks, in case the disk hangs
+LEAVE_S = 1200.0  # from the stop to the end of the process, for saving (`saving.SAVE_S`) and ending actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +30,10 @@ class _Wait:
 
 
 class Watchdog:
-    """Reports and ends stalls.
+    """Reports and ends stalls, after seconds without progress.
 
-    Args:
-        report_after_s: seconds without progress until the waits are reported; the report is repeated at this interval.
-        stop_after_s: seconds without progress until the run is stopped.
-        report: gets a line for each report.
-        dump_stacks: writes the stacks of every process, and returns the name of the file.
-        clock: function that returns the time in seconds.
-        leave_s: seconds until the process is ended by force, after a stop or while the event loop does not run.
+    `dump_stacks` writes the stacks of every process, and returns the name of the file. After `leave_s` the process is
+    ended by force, after a stop or while the event loop does not run.
     """
 
     def __init__(
@@ -75,8 +64,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, role: str, what: str) -> Iterator[None]:
-        """Context manager in which `role` waits for `what`; if the block ends without an error, this is recorded as
-        progress."""
+        """Record in the block that `role` waits for `what`; its success is progress."""
         wait = _Wait(role, what, self._clock())
         self._waits[id(wait)] = wait
         try:
@@ -87,11 +75,7 @@ class Watchdog:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Context manager that watches its block.
-
-        Raises:
-            StalledError: nothing was finished for stop_after_s. Raised from the block, in an exception group.
-        """
+        """Watch the block. StalledError, in a group: nothing was finished for stop_after_s."""
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch(), name="stall watchdog")
             try:
@@ -142,18 +126,13 @@ class Watchdog:
 
 
 def stacks_of_this_process() -> str:
-    """Return the stack of each thread of this process."""
     frames = sys._current_frames().items()  # noqa: SLF001 - documented for this, whatever its name says
     return "\n".join(f"=== driver, thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
 
 
 @asynccontextmanager
 async def unstalled(watchdog: Watchdog, what: str) -> AsyncIterator[None]:
-    """Context manager for a wait of the driver for `what`; stops the block if the run makes no progress.
-
-    Raises:
-        StalledError: nothing was finished for too long; the message lists the waits.
-    """
+    """Wait for `what` in the block, which StalledError stops if the run makes no progress."""
     with one_error(), watchdog.waiting("driver", what):
         async with watchdog.watching():
             yield

@@ -1,10 +1,8 @@
 """Admits requests to an engine: in cohorts that start together, and within a limit of concurrent requests.
 
-`ConcurrencyLimit` finds the number of concurrent requests at run time. Too few leave the device idle; too many overfill
-the KV cache, and vLLM preempts sequences, which it computes again. The limit doubles until the first preemption, then
-grows slowly, and is lowered at preemptions. On GPUs finding it would take minutes, so there it is
-`server.max_num_seqs`, and vLLM handles preemption alone. `Gate` admits the oldest group first, because a step waits for
-it. Pure asyncio, without Ray or vLLM.
+`ConcurrencyLimit` finds the limit on CPUs: it doubles until vLLM first preempts, then grows slowly, and is lowered at
+preemptions. On GPUs that would take minutes: there it is `server.max_num_seqs`. `Gate` admits the oldest group first,
+because a step waits for it.
 """
 
 from __future__ import annotations
@@ -31,19 +29,13 @@ class Request:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.created_s = time.monotonic()
+        # Output queue of the engine: set when the request starts, cancelled when the caller is gone.
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """The engine's output queue: set when the request starts, cancelled when the caller is gone."""
 
 
 class Cohorts:
-    """Collects requests until their cohort is complete, then starts it.
-
-    Args:
-        start: starts requests, and sets the `queue` of each.
-        patience_s: longest wait, after which a cohort starts incomplete. When a worker dies, its groups are issued
-            again
-            without their cohort, which must not wait for them.
-    """
+    """Collects requests until their cohort is complete, then starts it, after `patience_s` also incomplete: when a
+    worker dies, its groups are issued again without their cohort."""
 
     def __init__(self, start: Callable[[list[Request]], Awaitable[None]], *, patience_s: float) -> None:
         self._start = start
@@ -51,7 +43,7 @@ class Cohorts:
         self._waiting: list[Request] = []
 
     async def admit(self, request: Request, size: int) -> Any:
-        """Start a request with its cohort of `size`, in the order of ids. Returns the engine's output queue for it."""
+        """Start a request with its cohort of `size`, in the order of ids. Return the engine's output queue for it."""
         self._waiting.append(request)
         try:
             if len(self._waiting) < size:
@@ -84,21 +76,15 @@ class Cohorts:
                     request.queue.set_exception(error)
 
 
-HOLD_ABOVE = 0.95
-"""Share of the KV cache above which no request starts: running sequences still grow."""
+HOLD_ABOVE = 0.95  # of the KV cache; above it no request starts, as running sequences still grow
 GROW_BELOW = 0.85
 BACK_OFF = 0.7
-GROWTH_PER_ROUND = 4.0
-"""Growth of the limit, after the first preemption, for each limit's number of ended requests."""
+GROWTH_PER_ROUND = 4.0  # of the limit, after the first preemption, for each limit's number of ended requests
 
 
 class ConcurrencyLimit:
-    """Limit of concurrent requests, adapted by additive increase and multiplicative decrease.
-
-    Args:
-        ceiling: largest limit.
-        backs_off: False leaves preemption to the engine, and keeps the limit.
-    """
+    """Limit of concurrent requests, adapted by additive increase and multiplicative decrease. Without `backs_off` it
+    stays, and preemption is left to the engine."""
 
     def __init__(self, *, ceiling: int, start: int = 16, backs_off: bool = True) -> None:
         self._backs_off = backs_off
@@ -114,7 +100,7 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def admits(self, in_flight: int) -> bool:
-        """Return True if one more request may start; always without one in flight."""
+        """True if one more request may start; always without one in flight."""
         return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
 
     def was_given(self, in_flight: int) -> None:
@@ -147,8 +133,6 @@ def limit_of(max_num_seqs: int, *, on_gpu: bool) -> ConcurrencyLimit:
 
 
 class Gate:
-    """Admits requests up to the limit; others wait."""
-
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit
         self._in_flight = 0

@@ -1,13 +1,12 @@
 """vLLM's async engine as a `RolloutEngine`: token ids in, token ids and log-probs out, weights replaced in place.
 
-Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. On CPU, and
-wherever kernels choose their blocking by batch size, the last bits of a log-prob depend on which requests share a
-batch, and can flip a token. So the requests of a step start as one cohort: the scheduler stays paused from one weight
-update until the whole cohort is queued, in the order of request ids.
+Equal weights and seeds give equal completions. On CPU the last bits of a log-prob depend on which requests share a
+batch, and can flip a token. So the requests of a step start as one cohort: the scheduler stays paused until all are
+queued, in the order of ids.
 
 vLLM's second model runner, on GPUs, draws each request's noise from its own seed. The first, on CPUs, would make a
-torch generator per seed, which costs as much as the model's forward, and crashes vLLM 0.30 when a prompt is prefilled
-in parts. So there all requests share one generator, seeded with the first seed of the cohort.
+generator per seed, as costly as the model's forward, and crashes vLLM 0.30 when a prompt is prefilled in parts. So
+there all requests share one generator, seeded with the first seed of the cohort.
 """
 
 from __future__ import annotations
@@ -60,15 +59,8 @@ Carried = Literal["group", "memory"]
 
 
 class VllmEngine:
-    """One vLLM engine; build it with `start`.
-
-    Args:
-        load: stat logger, which vLLM calls after each step, and which updates the gate.
-        gate: admits requests without a cohort.
-        in_hand: requests being served, and the time of the last progress, to detect a stalled server.
-        output: output of the engine's processes, in which an error's cause is searched.
-        patience_s: longest wait of a request for its cohort.
-    """
+    """One vLLM engine; build it with `start`. `load` is a stat logger that updates the `gate`; `in_hand` are requests
+    being served, to detect a stall; an error's cause is searched in `output`."""
 
     def __init__(
         self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand, output: EngineOutput, patience_s: float
@@ -81,33 +73,24 @@ class VllmEngine:
         self.policy_version = 0
         self._is_paused = False
         self._is_asleep = False
-        self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
-        """True for the second model runner."""
+        self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner  # the second model runner
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
-        self._adapter: Any = None
-        """The policy's LoRARequest, once an adapter is loaded."""
+        self._adapter: Any = None  # the policy's LoRARequest, once an adapter is loaded
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._forms = FormReader(engine)
+        # Transport of the update in progress, until `go_on`; it stays set if the update fails midway.
         self._updating: Carried | None = None
-        """Transport of the update in progress, until `go_on`; it stays set if the update fails midway."""
-        self._num_loaded = 0
-        """Tensors of the last update."""
+        self._num_loaded = 0  # tensors of the last update
+        # True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time.
         self._is_holding = False
-        """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
+        # Lock held while requests start or weights are replaced: starting a request would wake a frozen engine.
         self._changing = asyncio.Lock()
-        """Held while requests start or weights are replaced: starting a request would wake a frozen engine."""
 
     @classmethod
     async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
-        """Load the model and be ready to generate.
-
-        Args:
-            engine_args: override those from the configuration.
-        Raises:
-            EngineError: vLLM could not start; the message has the reason.
-            ConfigError: this machine lacks what the configuration asks for.
-        """
+        """Load the model and be ready to generate. `engine_args` override the configuration's. EngineError: vLLM could
+        not start. ConfigError: this machine lacks what the configuration asks for."""
         check_gpu(config)
         config = await asyncio.to_thread(
             with_local_model, with_number_formats(config, on_gpu=is_on_gpu(config.cluster))
@@ -142,15 +125,9 @@ class VllmEngine:
         *,
         cohort_size: int = 1,
     ) -> Completion:
-        """Sample one completion.
+        """Sample one completion. `cohort_size` requests, this one included, start together.
 
-        Args:
-            request_id: unique among the requests in flight.
-            on_tokens: called with new tokens while the completion is sampled.
-            cohort_size: number of requests that start together, this one included.
-        Raises:
-            EngineDeadError: the engine's process is gone.
-            EngineError: the engine refuses this request, or ended it early.
+        EngineDeadError: the process is gone. EngineError: the engine refuses this request, or ended it early.
         """
         request = Request(request_id, prompt_ids, replace(sampling, is_streamed=on_tokens is not None))
         with self.in_hand.one():
@@ -184,13 +161,13 @@ class VllmEngine:
         return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
-        """Return the number of tokens whose experts vLLM must return, if the completion is trained on."""
+        """Return the tokens whose experts vLLM must return, if the completion is trained on."""
         if not self._returns_experts or request.request_id.purpose != "group":
             return None
         return len(request.prompt_ids) - request.sampling.num_routed + num_sampled - 1
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
-        """Queue requests in the order of their ids while the scheduler is paused, so that it sees them all at once."""
+        """Queue requests while the scheduler is paused, so that it sees them all at once."""
         async with self._changing:
             try:
                 if len(cohort) > 1:
@@ -204,7 +181,7 @@ class VllmEngine:
                 raise self._engine_error(error, cohort[0].request_id) from error
 
     async def _begin(self, request: Request) -> None:
-        """Queue one request, unless its caller is gone; abort it if the caller goes away meanwhile."""
+        """Queue a request unless its caller is gone; abort it if the caller goes away meanwhile."""
         if request.queue.done():
             return
         try:
@@ -249,11 +226,8 @@ class VllmEngine:
         await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin_update(self, carried: Carried = "group") -> None:
-        """Freeze the requests in flight and prepare the workers for weights, which `carried` brings, until `go_on`.
-
-        Raises:
-            WeightSyncError: a worker is not ready, or an earlier update never ended; the engine must be replaced.
-        """
+        """Freeze the requests in flight and prepare the workers for weights, until `go_on`. WeightSyncError: a worker
+        is not ready, or an earlier update never ended; the engine must be replaced."""
         if self._updating is not None:
             raise WeightSyncError(
                 "no weight update can begin: an earlier weight update never ended, and the engine may hold a mixture "
@@ -267,13 +241,8 @@ class VllmEngine:
             await self._transfer("begin", self._engine.start_weight_update())
 
     async def receive_weights(self, update: Any) -> None:
-        """Load weights on all workers.
-
-        Args:
-            update: `SharedWeights`, or vLLM's description of tensors that the group sends.
-        Raises:
-            WeightSyncError: the workers may hold mixed weights; the engine must not generate.
-        """
+        """Load `SharedWeights`, or tensors that the group sends (by vLLM's description), on all workers.
+        WeightSyncError: they may hold mixed weights; the engine must not generate."""
         if isinstance(update, SharedWeights):
             args = (update.path, list(update.entries), dict(update.checksums))
             loaded = await self._transfer("receive", self._engine.collective_rpc("load_shared_weights", args=args))
@@ -285,15 +254,9 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that arrived, and set the policy version. Requests use them only after `go_on`.
-
-        Args:
-            checksums: of some tensors that the group sent; weights in shared memory bring their own.
-        Returns:
-            Number of loaded tensors.
-        Raises:
-            WeightSyncError: other weights arrived than were sent; the engine must not generate.
-        """
+        """Check the weights that arrived, and set the policy version; requests use them only after `go_on`. Return the
+        number of tensors. WeightSyncError: other weights arrived than were sent (by `checksums` of some that the group
+        sent)."""
         if self._updating == "group":
             await self._transfer("finish", self._engine.finish_weight_update())
             loaded = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
@@ -316,16 +279,11 @@ class VllmEngine:
             ) from error
 
     async def sleep(self, *, keeps_requests: bool = False) -> bool:
-        """Free the GPU's memory for the learners until the next weights. Returns False on CPU. Idempotent. Not run on a
-        GPU yet.
+        """Free the GPU's memory for the learners until the next weights. Return False on CPU. Idempotent.
 
-        Args:
-            keeps_requests: stop requests between two tokens, also on a CPU, and continue them after the next weights,
-                which on
-                a GPU compute their keys and values again. If False, wait until the requests end.
-        Raises:
-            EngineDeadError: the engine does not answer.
-            WeightSyncError: an earlier update never ended; the engine must be replaced.
+        With `keeps_requests` requests stop between two tokens, also on a CPU, and continue after the next weights, on a
+        GPU with new keys and values; else wait for their end. Not run on a GPU yet. WeightSyncError: an earlier update
+        never ended.
         """
         sleeps = self._engine.model_config.enable_sleep_mode
         if not sleeps and not keeps_requests:
@@ -372,7 +330,6 @@ class VllmEngine:
             self._is_paused = True
 
     async def _hold(self) -> None:
-        """Freeze the requests in flight, and start none until `_let_go`. Idempotent."""
         if not self._is_holding:
             await self._changing.acquire()
             self._is_holding = True
@@ -393,7 +350,7 @@ class VllmEngine:
         self._versions.close_version(self.policy_version, self._num_sampled)
 
     def _num_sampled(self, request_id: str) -> int | None:
-        """Return the tokens sampled for a request so far; None if vLLM has ended it."""
+        """Return the tokens sampled so far; None if vLLM has ended the request."""
         state = self._engine.output_processor.request_states.get(request_id)
         return None if state is None else int(state.detokenizer.num_output_tokens())
 
@@ -453,7 +410,6 @@ class VllmEngine:
         }
 
     def close(self) -> None:
-        """End the engine's processes. Idempotent."""
         if folder := self._engine.vllm_config.profiler_config.torch_profiler_dir:
             shutil.rmtree(folder, ignore_errors=True)
         try:

@@ -1,7 +1,6 @@
 """Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters.
 
-With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` takes tensors from shared
-memory, because vLLM's own loader reads adapters only from folders.
+`load_adapter` takes tensors from shared memory: vLLM's own loader reads adapters only from folders.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from rayapp.engine.weights.sync import choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM has buffers; another rank uses part of the next larger one."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has buffers; another rank uses part of the next larger one
 
 
 def adapter_args(lora: LoraSection) -> dict[str, Any]:
-    """Return the arguments for LoRA."""
     if not lora.sends_adapter:
         return {}
     rank = next(size for size in RANKS if size >= lora.rank)
@@ -48,11 +45,8 @@ def adapter_request() -> Any:
 
 
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
-    """Replace the adapter by copies of these tensors (peft's names, scaled). Returns their number.
-
-    Raises:
-        ValueError: the engine has no modules for some of them, and would silently ignore them.
-    """
+    """Replace the adapter by copies of these tensors (peft's names, scaled). Return their number. ValueError: the
+    engine has no modules for some of them, and would silently ignore them."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -93,8 +87,7 @@ def check_places(
         )
 
 
-WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""Variable for the size of vLLM's KV cache on a CPU."""
+WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # size of vLLM's KV cache on a CPU
 
 
 def set_process_environment(config: Config) -> None:
@@ -126,7 +119,6 @@ def gpu_bytes() -> int:
 
 
 def vllm_args(config: Config) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs`."""
     server, on_gpu = config.server, is_on_gpu(config.cluster)
     return {
         "model": config.model.path,
@@ -164,8 +156,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
 
 def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:
     """Adapt the model's config for vLLM. In Command R7B (cohere2) vLLM 0.30 attends to one token more than
-    `sliding_window`, which changes log-probs by 0.1 if the window is short.
-    """
+    `sliding_window`, which changes log-probs by 0.1 if the window is short."""
     if max_position_embeddings is not None:
         architecture.get_text_config().max_position_embeddings = max_position_embeddings
     if architecture.model_type == "cohere2" and architecture.sliding_window:
@@ -202,7 +193,6 @@ def _transfer_args(config: Config) -> dict[str, Any]:
 
 
 def is_on_gpu(cluster: ClusterSection) -> bool:
-    """Return whether an engine of this process computes on a GPU."""
     return cluster.device != "cpu" and _has_gpu()
 
 
@@ -213,7 +203,6 @@ def _has_gpu() -> bool:
 
 
 def check_gpu(config: Config) -> None:
-    """Raise ConfigError if this process's GPU can't compute the configuration."""
     import torch
 
     problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config.cluster) else ()

@@ -1,9 +1,7 @@
-"""Reads, for each sampled token, the tokens that a structured output's form (a JSON schema, a regex, ...) allowed
-there.
+"""Reads, for each sampled token, the tokens that a structured output's form (a JSON schema, a regex, ...) allowed.
 
-vLLM sets the logits of other tokens to -inf before it samples, so its log-probs are those of the distribution over the
-allowed tokens, which it does not return. `FormReader` replays the sampled tokens through the same grammar, with vLLM's
-own code, and keeps each distinct mask once.
+vLLM's log-probs are of the distribution over the allowed tokens, which it does not return. `FormReader` replays the
+sampled tokens through the same grammar, with vLLM's own code, and keeps each distinct mask once.
 """
 
 from __future__ import annotations
@@ -18,13 +16,10 @@ from rayapp.core.errors import EngineError
 from rayapp.core.types import AllowedTokens, Int32Array, RequestId, SamplingParams
 from rayapp.engine.vllm_output import vllm_sampling_params
 
-BACKEND = "xgrammar"
-"""Library for forms. It is fixed: an engine keeps the library of its first form."""
+BACKEND = "xgrammar"  # fixed: an engine keeps the library of its first form
 
 
 class FormReader:
-    """Reads the masks of an engine's completions."""
-
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._backend: Any = None

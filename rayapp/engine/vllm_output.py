@@ -1,9 +1,7 @@
 """Reads what vLLM puts out: completions, the cause of a failure in the log, and the load in the statistics.
 
-At a weight sync requests continue from the tokens sampled so far: `TokenVersions` counts the tokens that each version
-sampled. vLLM's exceptions say "see root cause above": another process logs the cause to the standard output that it
-shares with the server, which Ray redirects to a file. vLLM calls `EngineLoad` by names of methods, so this module does
-not import vLLM.
+vLLM's exceptions say "see root cause above": another process logs the cause to the standard output that it shares with
+the server. vLLM calls `EngineLoad` by names of methods, so vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, FloatArray, RequestId, SamplingParams, VersionSpan
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
+# Last line of a traceback, the only one that is not indented.
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
-"""A traceback's last line, the only one that is not indented."""
 _CACHE = re.compile(r"\bkv\b|\bcache\b", re.IGNORECASE)
 _MOST_READ = 1 << 20
 _MOST_CHARS = 500
@@ -76,12 +74,8 @@ def _size(path: Path) -> int | None:
 
 
 class EngineLoad:
-    """Stat logger of an engine, which keeps the last numbers.
-
-    Args:
-        on_step: called after each step with the share of the KV cache in use, and the preempted sequences.
-        on_tokens: called after each step that sampled tokens.
-    """
+    """Stat logger of an engine, which keeps the last numbers. `on_step` gets the share of the KV cache in use and the
+    preempted sequences of each step; `on_tokens` is called after steps that sampled tokens."""
 
     def __init__(
         self,
@@ -101,7 +95,6 @@ class EngineLoad:
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Record a step's statistics; None for missing ones."""
         num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         forgiven = min(self._forgiven, num_preempted)
         self._forgiven -= forgiven
@@ -133,8 +126,7 @@ class EngineLoad:
 
     def scalars(self) -> dict[str, float]:
         """Return running and waiting requests, the share of the KV cache in use, and counts since the start: tokens
-        looked up and found in the prefix cache, and preempted sequences.
-        """
+        looked up and found in the prefix cache, and preempted sequences."""
         return {
             "running": float(self._running),
             "waiting": float(self._waiting),
@@ -150,8 +142,8 @@ class TokenVersions:
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
+        # Version of the last token of ended requests whose output is not fetched yet.
         self._ended_by: dict[str, int] = {}
-        """Version of the last token of ended requests whose output is not fetched yet."""
 
     def begin(self, request_id: str) -> None:
         self._spans[request_id] = []
@@ -162,8 +154,7 @@ class TokenVersions:
 
     def close_version(self, version: int, num_tokens: Callable[[str], int | None]) -> None:
         """Count tokens since the last call as sampled by `version`, while the engine is frozen. `num_tokens` is None
-        for a request that has ended.
-        """
+        for a request that has ended."""
         for request_id, spans in self._spans.items():
             count = num_tokens(request_id)
             if count is None:
@@ -220,13 +211,9 @@ def whole_completion(
     generate_s: float,
     num_routed: int | None = None,
 ) -> Completion:
-    """Return the `Completion` of an output that ended by the policy's stop token or by the limit of tokens.
-
-    Args:
-        num_routed: tokens for which it must have the chosen experts.
-    Raises:
-        EngineError: the engine ended it early, so it must not be scored or trained on.
-    """
+    """Return the `Completion` of an output that ended by the policy's stop token or by the limit of tokens;
+    `num_routed` tokens must have their experts. EngineError: the engine ended it early, so it must not be scored or
+    trained on."""
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(
             f"{request_id}: vLLM ended the request early, after {len(output.token_ids)} tokens (finish reason "
@@ -254,7 +241,6 @@ def whole_completion(
 
 
 def _log_probs(flat: Any, num_tokens: int) -> FloatArray:
-    """Return the log-prob of each sampled token from vLLM's FlatLogprobs."""
     values = np.array(flat.logprobs, np.float32)
     if num_tokens == 0 or values.size != num_tokens:
         raise EngineError(f"vLLM returned {values.size} log-probs for {num_tokens} sampled tokens: each needs one")

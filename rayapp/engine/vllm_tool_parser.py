@@ -1,15 +1,8 @@
-"""vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3), or
-automatically as the one that reads the calls of the model's template.
+"""vLLM's tool-call parsers as a `ToolCallParser`: one per model family, by name, or automatically for the template.
 
-Importing vLLM takes seconds and half a gigabyte, so others import this module only where they use it. If a format marks
-the ends of calls, each call is parsed by itself: vLLM's parsers reject a whole turn for one malformed call.
-
-`HarmonyParser` reads the calls of gpt-oss, because vLLM's parser `openai` is a stub:
-
-    <|channel|>analysis<|message|>I'll look.<|end|><|start|>assistant<|channel|>commentary to=functions.look
-    <|constrain|>json<|message|>{"word": "a"}<|call|>
-
-A message is a call if its head names a recipient. Calls quoted in a message of thoughts don't count.
+Importing vLLM takes seconds, so import this module only where it is used. If a format marks the ends of calls, each
+call is parsed by itself: vLLM's parsers reject a whole turn for one malformed call. `HarmonyParser` reads the calls of
+gpt-oss (vLLM's `openai` is a stub): messages whose head names a recipient, without thoughts.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from typing import Any
 import regex
 
 from rayapp.core.errors import ConfigError
-from rayapp.storage.models.families import FAMILIES, text_type
+from rayapp.storage.models.families import family_of
 from rayapp.tools.base import MAX_CALLS, RawCall, SampleCall, ToolCallParser, ToolSchema, with_whole_strings
 
 _MESSAGE = re.compile(
@@ -37,13 +30,11 @@ _MESSAGE = re.compile(
     re.DOTALL,
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
+# Head of a message that is not for the user: a call, or thoughts.
 _BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
-"""Head of a message that is not for the user: a call, or thoughts."""
 
 
 class HarmonyParser:
-    """Parser of the tool calls of gpt-oss."""
-
     name = "openai"
     start = ""
 
@@ -62,10 +53,8 @@ AUTO, DEFAULT = "auto", "hermes"
 _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start_token")
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
-_PARSE_TIMEOUT_S = 1.0
-"""Processor time for parsing the calls of one turn; wall-clock time would depend on the load."""
-_EVENTS_PER_LOOK = 16
-"""Function calls and returns between two readings of the clock, which are system calls."""
+_PARSE_TIMEOUT_S = 1.0  # processor time for the calls of one turn; wall-clock time would depend on the load
+_EVENTS_PER_LOOK = 16  # function calls and returns between two readings of the clock, which are system calls
 _OTHER_TEMPLATE = "Set agent.chat_template to a template whose calls can be parsed, such as the shipped chatml_hermes."
 _MALFORMED = (
     "the parser {name} can't read it: a call must be complete, valid JSON in the form that the system prompt shows"
@@ -73,14 +62,8 @@ _MALFORMED = (
 
 
 class VllmToolParser:
-    """Parser of tool calls that uses a parser of vLLM.
-
-    Args:
-        tools: some formats take the arguments' types from their schemas.
-        by_call: parse one call at a time if the format marks calls.
-    Raises:
-        ConfigError: vLLM has no such parser, or it doesn't fit the tokenizer.
-    """
+    """Parser of tool calls that uses a parser of vLLM; `by_call` parses one call at a time if the format marks calls.
+    ConfigError: vLLM has no such parser, or it doesn't fit the tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bool = True) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -137,14 +120,8 @@ class VllmToolParser:
 def load_parser(
     name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None = None
 ) -> ToolCallParser:
-    """Return the parser of that name, if it finds the sample call.
-
-    Args:
-        name: vLLM's name, or auto for the first parser that finds the sample, starting with the model's family.
-        sample: a call as the model's template writes it; None skips the check.
-    Raises:
-        ConfigError: no parser, or it doesn't find the sample; the message names parsers that do.
-    """
+    """Return the parser of that name (auto: the first, from the model's family on), if it finds the sample call. A
+    ConfigError names parsers that do."""
     if name == AUTO:
         return _chosen(tokenizer, tools, sample)
     parser = _open(name, tokenizer, tools)
@@ -182,7 +159,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
 def _of_family(tokenizer: Any) -> tuple[str, ...]:
     try:
         architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
-        family = FAMILIES.get(text_type(architecture))
+        family = family_of(architecture)
     except (OSError, ValueError, AttributeError):
         return ()
     return family.parsers if family is not None else ()
@@ -193,7 +170,7 @@ def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bo
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
-    """Return a parser that finds the sample; call by call first, where a malformed call does not affect others."""
+    """Return a parser that finds the sample, call by call first, where a malformed call does not affect others."""
     for by_call in (True, False):
         try:
             parser = _open(name, tokenizer, tools, by_call=by_call)
@@ -230,8 +207,7 @@ class _Deadline:
     """Time limit of the current parse, one for the process: the agent loop runs parsers in one thread.
 
     Parsers take quadratic or cubic time for some texts (GLM's 14 s for 6 kB), and hold the GIL in regular expressions.
-    So each search gets a timeout, and a profile function checks the limit at every few function calls: at each call,
-    reading the clock took four times as long as the parser.
+    So each search gets a timeout, and a profile function checks the limit at every few function calls.
     """
 
     def __init__(self) -> None:

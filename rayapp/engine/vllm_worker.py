@@ -1,7 +1,6 @@
 """Extension of vLLM's workers: loads new weights from shared memory, and ends the engine when the server ends.
 
-vLLM mixes `WeightUpdateExtension` into its own worker by import path. The engine's processes refuse pickled calls, so a
-call has only a file's name and plain data as arguments.
+The engine's processes refuse pickled calls, so a call has only a file's name and plain data as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
-from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
+from rayapp.engine.weights.reload_workarounds import is_tied, mend_after_reload, mend_reload
 
 
 class WeightUpdateExtension:
@@ -29,16 +28,9 @@ class WeightUpdateExtension:
     weight_transfer_engine: Any
 
     def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
-        """Load a whole model, or an adapter, from a file in shared memory such as /proc/<server>/fd/<memfd>.
-
-        Args:
-            entries: places of the tensors in the file.
-            checksums: the learner's, of a sample of the tensors.
-        Returns:
-            Number of loaded tensors.
-        Raises:
-            ValueError: other tensors arrived than were sent.
-        """
+        """Load a whole model, or an adapter, from a file in shared memory such as /proc/<server>/fd/<memfd>. Return the
+        number of tensors. ValueError: other tensors arrived than were sent, by the learner's `checksums` of a
+        sample."""
         import torch
 
         size = Path(path).stat().st_size
@@ -55,10 +47,9 @@ class WeightUpdateExtension:
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
         """Pack and tie the weights that vLLM's reload skips, and compare what arrived with the learner's checksums.
-        Returns the number of loaded tensors. ValueError: a tensor differs, or did not arrive.
-        """
+        Return the number of loaded tensors. ValueError: a tensor differs, or did not arrive."""
         model = self.model_runner.get_model()
-        mend_after_reload(model, self.model_runner.model_config.hf_text_config)
+        mend_after_reload(model, is_tied=is_tied(self.model_runner.model_config))
         arrivals: Arrivals = model.arrivals
         model.arrivals = Arrivals()
         return arrivals.check(checksums)
@@ -72,7 +63,7 @@ class WeightUpdateExtension:
             self.weight_transfer_engine.model_update_group = None
 
     def _prepare(self) -> None:
-        """Make `load_weights` fit for reloads, and record what it is given. Idempotent."""
+        """Make `load_weights` fit for reloads, and record what it is given."""
         model = self.model_runner.get_model()
         if hasattr(model, "arrivals"):
             return
@@ -81,7 +72,6 @@ class WeightUpdateExtension:
         model.load_weights = lambda weights: load_weights(model.arrivals.counted(weights))
 
     def seed_sampling(self, seed: int) -> None:
-        """Seed the generator that all requests share."""
         import torch
 
         torch.manual_seed(seed)

@@ -32,7 +32,7 @@ from rayapp.learner.families.flex import (
 from rayapp.learner.packing import Packing, Segment, segment_paths
 
 ATTENTION_NAME = "rayapp_packed"
-# arguments that don't affect the result of packed attention
+# Arguments that don't affect the result of packed attention.
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
 )
@@ -46,7 +46,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class VarlenLayout:
     """Arguments of varlen attention on GPU, for S segments whose paths have K keys in total."""
 
-    # packed positions of all segments' keys, (K,): each one's whole path, which ends with the segment
+    # Packed positions of all segments' keys, (K,): each one's whole path, which ends with the segment.
     key_index: Tensor
     cu_queries: Tensor  # first query of each segment, then their number, (S + 1,) int32
     cu_keys: Tensor  # first key of each segment, then their number, (S + 1,) int32
@@ -62,7 +62,7 @@ class AttentionLayout:
     max_length: int  # of a path, in tokens
     positions: Tensor  # within each token's own sequence, (N,), on the host
     varlen: VarlenLayout | None  # on GPU
-    # makes and caches the mask for layers that the varlen kernel can't compute; None on CPU
+    # Function that makes and caches the mask for layers that the varlen kernel can't compute; None on CPU.
     tree: Callable[[], TreeMask] | None
 
 
@@ -222,7 +222,7 @@ def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # (Hkv, G, N, D) float32; keys and values have stride 0 in G
+    """Return (Hkv, G, N, D) float32; keys and values have stride 0 in G."""
     heads = key.shape[1]
     wide_query: Tensor = query[0].unflatten(0, (heads, -1)).float()  # type: ignore[no-untyped-call]
     shape = wide_query.shape
@@ -232,7 +232,7 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _forward_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], positions: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor]:
-    # output (Hkv, G, N, D), laid out by token, and log-sum-exp (Hkv, G, N)
+    """Return the output (Hkv, G, N, D), laid out by token, and the log-sum-exp (Hkv, G, N)."""
     heads, groups, num_tokens, width = query.shape
     out = query.new_empty(num_tokens, heads, groups, width).permute(1, 2, 0, 3)
     lse = query.new_empty(heads, groups, num_tokens)
@@ -270,7 +270,8 @@ def _backward_blocks(
     *,
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # (Hkv, G, N, D) each; `narrow`: products of blocks between two segments in bfloat16, as the model does
+    """Return gradients (Hkv, G, N, D); `narrow`: products of blocks between two segments in bfloat16, as the model
+    does."""
     heads, groups, num_tokens, width = query.shape
     zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
     for block in blocks:
@@ -310,7 +311,7 @@ def _narrow_gradient(
 
 
 def _first_head(summed: Tensor, groups: int) -> Tensor:
-    # (Hkv, K, D) -> (Hkv, G, K, D) float32, with zeros but in the first of G heads
+    """Expand (Hkv, K, D) to (Hkv, G, K, D) float32, with zeros but in the first of G heads."""
     spread = summed.new_zeros(summed.shape[0], groups, *summed.shape[1:], dtype=torch.float32)
     spread[:, 0] = summed
     return spread

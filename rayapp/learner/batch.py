@@ -6,7 +6,7 @@ trajectory with forks is one row of the loss, whose branches share prefixes as a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,23 +48,47 @@ class TrainItem:
         return sum(branch.size * (branch.size + 1) // 2 for branch in inputs_of(self))
 
 
+Inputs = Mapping[str, "Tensor"]
+"""The processor's tensors for one picture, by the names of `get_image_features`: pixel_values, image_grid_thw, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPictures:
+    """Pictures of a micro-batch with N packed tokens."""
+
+    inputs: Mapping[str, Inputs]
+    """Inputs of each picture by its SHA-256, in the order of their features."""
+    rows: Int64Array
+    """(N,) row of each token among the features of all pictures, one after another; -1 for text."""
+    positions: Int64Array | None
+    """(3, N) rotary positions in time, height and width; None if the model counts a picture's tokens as text."""
+
+    def part(self, tokens: slice, num_tokens: int) -> PackedPictures:
+        """Return the tokens of one rank, after padding with text to `num_tokens`."""
+        missing = (0, num_tokens - self.rows.size)
+        positions = None if self.positions is None else np.pad(self.positions, ((0, 0), missing))[:, tokens]
+        rows = np.pad(self.rows, missing, constant_values=-1)[tokens]
+        return replace(self, rows=rows, positions=positions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Packed tokens of one forward over B trajectories, and the positions of their log-probs in the pack."""
 
     items: tuple[TrainItem, ...]
     packing: Packing
-    # (M,) ascending, each predicts a response token: one for each set of tokens that a form allowed there
+    # Positions (M,), ascending, that predict a response token: one for each set of tokens that a form allowed there.
     head_positions: Int64Array
-    # index in head_positions of each unique pair of a position and its next token, ascending, (P,)
+    # Index in head_positions of each unique pair of a position and its next token, ascending, (P,).
     pair_rows: Int64Array
     pair_targets: Int64Array  # next token of each pair, (P,)
     row_pairs: Int64Array  # pair of each response token, (B, T); 0 past a row's own
     row_heads: Int64Array  # index in head_positions of each response token, (B, T); 0 past a row's own
     mask: FloatArray  # 1 on a row's own response tokens, (B, T)
     allowed: AllowedTokens | None = None  # by forms, at each of the M positions; None: all
-    # the engine's, of each packed token, (N, layers, k); -1 without a record
+    # Experts that the engine chose for each packed token, (N, layers, k); -1 without a record.
     routed_experts: NDArray[np.int16] | None = None
+    pictures: PackedPictures | None = None
 
     @property
     def num_trained_tokens(self) -> int:
@@ -108,7 +132,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    # (number of inputs, layers, k)
+    """Return recorded experts (number of inputs, layers, k)."""
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -177,7 +201,7 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    # for each item: the tokens that it adds to its predecessor's micro-batch, and those it needs alone
+    """Return, for each item, the tokens that it adds to its predecessor's micro-batch, and those it needs alone."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -194,7 +218,7 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    # leading tokens, with equal experts
+    """Return the number of leading tokens that both rows share, with equal experts."""
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0

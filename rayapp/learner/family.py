@@ -24,11 +24,12 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
 from rayapp.learner.families.mixers import give_borders
+from rayapp.learner.families.pictures import attention_of, build_model, small_tower
 from rayapp.learner.families.router_replay import check_replay
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.packing import pack
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
-from rayapp.storage.models.families import FAMILIES
+from rayapp.storage.models.families import FAMILIES, PICTURE_FAMILIES
 
 # Granite divides; Cohere and Falcon-H1 multiply
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
@@ -106,11 +107,13 @@ def read_architecture(model: ModelSection) -> Any:
 
 def check_family(architecture: Any, config: Config) -> None:
     """Check that the learner computes this model as transformers does; else InputError."""
-    text = architecture.get_text_config()
+    reads_pictures = architecture.model_type in PICTURE_FAMILIES
+    text = architecture if reads_pictures else architecture.get_text_config()
     known = FAMILIES.get(text.model_type)
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
-    _check_class(architecture, config.model)
+    if not reads_pictures:
+        _check_class(architecture, config.model)
     subject, trusted = f"model_type {text.model_type!r}", config.model.trust_remote_code
     packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
     _check_difference(packed, subject, "packed sequences")
@@ -156,7 +159,7 @@ def _check_class(architecture: Any, model: ModelSection) -> None:
 def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = False) -> float:
     """Return the largest difference of log-probs between packed and plain computation of a small model. Some models'
     positions depend on `num_tokens`, the longest possible sequence."""
-    if not getattr(text, "num_attention_heads", None):
+    if not getattr(text.get_text_config(), "num_attention_heads", None):
         raise InputError("its config has no num_attention_heads, and the learner supports only models with attention")
     with _one_thread(), torch.random.fork_rng(devices=[]):
         causal_lm = _small_model(text, trust_remote_code=trust_remote_code)
@@ -208,8 +211,7 @@ def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 
 def _packed(causal_lm: Any) -> list[Tensor]:
-    # (T, V) each, as in the learner
-    causal_lm.set_attn_implementation(ATTENTION_NAME)
+    causal_lm.set_attn_implementation(attention_of(causal_lm.config, ATTENTION_NAME))
     packing = pack([list(_sequences())], share_prefixes=True)
     with torch.no_grad():
         hidden = training_mode(causal_lm).get_decoder()(
@@ -269,12 +271,8 @@ def _sequences() -> tuple[Any, Any]:
 
 def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
     # The random weights are so large that each part affects the scores.
-    from transformers import AutoModelForCausalLM
-
     register_attention()
-    causal_lm: nn.Module = AutoModelForCausalLM.from_config(
-        small_config(text), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
-    ).to(torch.float32)
+    causal_lm: nn.Module = build_model(small_config(text), "eager", trust_remote_code=trust_remote_code)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*causal_lm.parameters(), *persistent_buffers(causal_lm).values()):
@@ -292,6 +290,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def small_config(text: Any) -> Any:
     """Return the config with few layers, heads and tokens. Heads keep their width: position scales depend on it."""
     small = copy.deepcopy(text)
+    if text.model_type in PICTURE_FAMILIES:
+        small.text_config = small_config(text.text_config)
+        for name, value in small_tower(text.vision_config, small.text_config.hidden_size).items():
+            setattr(small.vision_config, name, value)
+        return small
     num_layers, heads = _num_layers(text), text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     changed: dict[str, Any] = {
@@ -320,7 +323,7 @@ def small_config(text: Any) -> Any:
 
 
 def _num_layers(text: Any) -> int:
-    # the fewest that include each type
+    """Return the fewest layers that include each type."""
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
     kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
     firsts = [layers.index(kind) for layers in kinds for kind in layers]
@@ -328,7 +331,6 @@ def _num_layers(text: Any) -> int:
 
 
 def _plain(causal_lm: Any) -> list[Tensor]:
-    # (T, V) each, one at a time by plain transformers
     with torch.no_grad():
         return [
             _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])

@@ -233,7 +233,7 @@ def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _row_dots(first: Tensor, second: Tensor) -> Tensor:
-    # (C, V) -> (C,), without a temporary tensor
+    """Return the rows' dot products, (C, V) -> (C,), without a temporary tensor."""
     return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
 
 
@@ -246,7 +246,7 @@ class _Slopes:
     first_pairs: Int64Array  # first pair of each position, then P, (C + 1,)
     log_probs: Tensor  # (P,)
     entropy: Tensor | None  # (C,)
-    # teacher, the chunk's first position, and gradients for each KL (C,)
+    # Teacher, the chunk's first position, and gradients for each KL (C,).
     teacher: tuple[TeacherHead, int, Tensor] | None
 
 
@@ -276,7 +276,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
 
 
 def _distribution_gradient(log_p: Tensor, per_row: Tensor, own: slice, slopes: _Slopes) -> Tensor:
-    # (rows, V), without the targets' one-hot terms
+    """Return the gradient (rows, V) without the targets' one-hot terms."""
     towards: Tensor | None = None
     if slopes.teacher is not None:
         teacher, first, grad_kl = slopes.teacher

@@ -65,7 +65,7 @@ def _correlation(first: Tensor, second: Tensor) -> float:
     return float(first @ second) / scale if scale > 0 else 1.0
 
 
-# of a step on a rank
+# Parts of a step on a rank.
 STRETCHES = ("prepare", "old_log_probs", "ref", "teacher", "forward_backward", "optimizer", "metrics")
 
 
@@ -179,7 +179,7 @@ def _row_metrics(rows: Mapping[int, RowFacts], teaching: DistillationSection) ->
 
 
 def _reference_kl(rows: Sequence[RowFacts]) -> float:
-    # the k3 estimate of KL(policy || reference), whatever the loss uses
+    """Return the k3 estimate of KL(policy || reference), whatever the loss uses."""
     log_ratio = np.concatenate([row.ref_log_probs - row.log_probs for row in rows if row.ref_log_probs is not None])
     return float((np.exp(np.clip(log_ratio, -20.0, 20.0)) - log_ratio - 1.0).mean())
 

@@ -126,7 +126,6 @@ class _PackingBuilder:
         return [*self._continued(replace(branch, depth=common, path=path, parent=index)), index]
 
     def _continued(self, branch: _Branch) -> Iterator[_Branch]:
-        # the branches after the first `depth` tokens
         order, shared = branch.order, branch.shared
         smallest, first = min(shared, default=0), 0
         for i in range(len(order)):

@@ -33,13 +33,22 @@ from torch.distributed.fsdp import (
 )
 
 from rayapp.config.config import Config
-from rayapp.config.learner import LearnerSection, OptimizerSection
+from rayapp.config.learner import OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import EXPERT_RANKS, whole
 from rayapp.learner.families.experts import check_expert_parallel, is_split, split_experts
+from rayapp.learner.families.pictures import (
+    DevicePictures,
+    Tower,
+    build_model,
+    freeze_tower,
+    on_device,
+    replicated,
+    tower_parameters,
+)
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
 from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
@@ -63,7 +72,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
     token_ids: Tensor  # (1, N)
-    position_ids: Tensor  # (1, N)
+    position_ids: Tensor  # (1, N), or (3, 1, N) with pictures whose rotary positions have three dimensions
     attention: AttentionLayout | SequenceLayout
     head_positions: Tensor  # (M,)
     targets: Targets
@@ -71,8 +80,9 @@ class DeviceBatch:
     row_heads: Tensor  # (B, T)
     mask: Tensor  # (B, T) float32
     routed_experts: Tensor | None = None  # (N, layers, k)
-    # of this rank with sequence parallelism; N, M and the targets then cover only this part
+    # Part of this rank with sequence parallelism, which N, M and the targets then cover.
     part: OwnTokens | None = None
+    pictures: DevicePictures | None = None
 
 
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
@@ -89,9 +99,13 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
     rows, experts = batch.pair_rows[pairs] - (heads.start or 0), batch.routed_experts
     if experts is not None:
         experts = np.pad(experts, ((0, packing.num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+    pictures = None if batch.pictures is None else batch.pictures.part(tokens, packing.num_tokens)
+    position_ids = packing.position_ids[None, tokens]
+    if pictures is not None and pictures.positions is not None:
+        position_ids = pictures.positions[:, None]
     return DeviceBatch(
         token_ids=moved(packing.token_ids[tokens])[None],
-        position_ids=moved(packing.position_ids[tokens])[None],
+        position_ids=moved(position_ids),
         attention=plan if group is None else SequenceLayout(whole=plan, group=group),
         head_positions=moved(head_positions),
         targets=Targets(
@@ -105,6 +119,7 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
         mask=moved(batch.mask),
         routed_experts=None if experts is None else moved(experts[tokens]),
         part=part,
+        pictures=None if pictures is None else on_device(pictures, device),
     )
 
 
@@ -126,6 +141,7 @@ class PolicyModel(nn.Module):
         self._head = head_rule(causal_lm)
         self.num_tokens: int | None = None  # of the head, if another model has a smaller vocabulary
         self.replay: RouterReplay | None = None  # makes the routers choose the experts that the engine chose
+        self.tower = Tower(causal_lm) if tower_parameters(causal_lm) else None  # reads pictures
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token, with the KL to the teacher if one is given."""
@@ -151,17 +167,18 @@ class PolicyModel(nn.Module):
         )
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        # (M, H), of the positions that predict a response token
+        """Return hidden states (M, H) of the positions that predict a response token."""
         model: Any = self.causal_lm
-        experts = {} if self.replay is None else {EXPERTS: batch.routed_experts}
-        outputs = model.get_decoder()(
-            input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.attention, **experts
-        )
+        inputs: dict[str, Any] = {} if self.replay is None else {EXPERTS: batch.routed_experts}
+        if self.tower is None:
+            inputs["input_ids"] = batch.token_ids
+        else:
+            inputs |= self.tower.decoder_inputs(batch.token_ids, batch.pictures)
+        outputs = model.get_decoder()(position_ids=batch.position_ids, use_cache=False, plan=batch.attention, **inputs)
         hidden: Tensor = outputs.last_hidden_state[0].index_select(0, batch.head_positions)
         return hidden
 
     def _output_weight(self) -> Tensor:
-        # (V, H)
         weight: Tensor = self.causal_lm.get_output_embeddings().weight  # type: ignore[operator]
         return weight if self.num_tokens is None else weight[: self.num_tokens]
 
@@ -171,7 +188,7 @@ class PolicyModel(nn.Module):
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    # (B, T); the gradient of a token that rows share is the sum over them
+    """Gather values into rows (B, T). The gradient of a token that rows share is the sum over them."""
     if index.shape[0] == 0:
         # An empty micro-batch has no row, but a zero gradient must reach every parameter: otherwise FSDP waits forever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
@@ -188,7 +205,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     section = config.learner
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
-    model = policy_of(causal_lm, config.learner, trainable=trainable)
+    model = policy_of(causal_lm, config, trainable=trainable)
     if section.expert_parallel_size > 1:
         split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
@@ -198,13 +215,16 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     return model
 
 
-def policy_of(causal_lm: Any, learner: LearnerSection, *, trainable: bool) -> PolicyModel:
+def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
     """Add adapters and freeze other parameters, before sharding. Frozen ones get the compute dtype; trained ones stay
     float32."""
+    learner = config.learner
     if trainable:
         recompute(causal_lm, learner.num_recomputed(len(causal_lm.get_decoder().layers)))
     model = PolicyModel(causal_lm)
     model.eval().requires_grad_(trainable)
+    if config.model.freeze_vision:
+        freeze_tower(causal_lm)
     if trainable:
         training_mode(causal_lm)
     if trainable and learner.router_replay:
@@ -236,21 +256,15 @@ def recompute(causal_lm: Any, num_layers: int) -> None:
 
 def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     """Build the transformers model in float32 with packed attention, on torch's meta device."""
-    from transformers import AutoModelForCausalLM
-
     register_attention()
     register_sequence_attention()
     architecture = read_architecture(config.model)
     if is_checked:
         check_family(architecture, config)
+    attention = ATTENTION_NAME if config.learner.sequence_parallel == 1 else SEQUENCE_ATTENTION
     try:
         with torch.device("meta"):
-            causal_lm = AutoModelForCausalLM.from_config(
-                architecture,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME if config.learner.sequence_parallel == 1 else SEQUENCE_ATTENTION,
-                trust_remote_code=config.model.trust_remote_code,
-            ).to(torch.float32)  # Apertus creates its activation's parameters in bfloat16 whatever dtype is given
+            causal_lm = build_model(architecture, attention, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     fit_to_packing(causal_lm, config.max_model_tokens)
@@ -267,6 +281,8 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
     # The model is on the meta device. Buffers are computed, parameters stay unset.
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
+    for parameter in replicated(causal_lm):
+        parameter.data = torch.empty_like(parameter, device=device)
     causal_lm.tie_weights()  # tie weights again, because each name got its own memory
     for parameter in causal_lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - tells transformers not to initialize it
@@ -295,7 +311,8 @@ def shard(
             # Leave the experts' weights in the router's dtype, as if they were arguments inside of the layer.
             sharded(experts, mesh=mesh["shard"], mp_policy=replace(precision, cast_forward_inputs=False))
         sharded(layer, mesh=everyone, mp_policy=precision)
-    sharded(model, mesh=everyone, mp_policy=precision, reshard_after_forward=False)
+    ignored = replicated(model.causal_lm)
+    sharded(model, mesh=everyone, mp_policy=precision, reshard_after_forward=False, ignored_params=ignored)
     register_fsdp_forward_method(model, "read")
     return model
 
@@ -401,7 +418,7 @@ def _compile(function: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # torch's own norms are single kernels already
+    """Return whether to compile a module; torch's own norms are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 

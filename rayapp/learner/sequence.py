@@ -150,7 +150,7 @@ def _to_heads(tensors: tuple[Tensor, ...], group: SequenceGroup) -> list[Tensor]
 
 
 def _to_tokens(tensors: tuple[Tensor, ...], group: SequenceGroup, *, heads_first: bool = False) -> list[Tensor]:
-    # (1, N, H / size, D) each -> (1, n, H, D), or (1, H, n, D) with `heads_first`
+    """Exchange each (1, N, H / size, D) for (1, n, H, D), or (1, H, n, D) with `heads_first`."""
     parts = [tensor[0].unflatten(0, (group.size, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
     received = _exchange(parts, group)  # by source rank: its heads, own tokens (size, n, H / size, D)
     order = (0, 2, 1, 3) if heads_first else (1, 0, 2, 3)

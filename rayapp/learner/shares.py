@@ -84,7 +84,7 @@ def _teaches(summary: GroupSummary, config: Config) -> bool:
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
-    # consecutive rows, and as few tokens as possible on the busiest rank
+    """Return each row's rank: consecutive rows, and as few tokens as possible on the busiest rank."""
     low, high = 0, sum(row.num_tokens + row.num_shared for row in rows)
     while low < high:
         middle = (low + high) // 2

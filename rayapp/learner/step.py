@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,10 +41,10 @@ from rayapp.learner.batch import (
     empty_micro_batch,
     rollout_log_probs_of,
     scores_by_row,
-    split,
     stack_rows,
 )
 from rayapp.learner.distributed import Ranks
+from rayapp.learner.families.pictures import PictureReader, reading, split_items
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import (
     MfuMeter,
@@ -93,9 +93,10 @@ class PolicyLearner:
     ranks: Ranks
     model: PolicyModel
     optimizer: torch.optim.AdamW
-    # models that don't learn, by their names in `frozen_models`
+    # Models that don't learn, by their names in `frozen_models`.
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
     verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
+    pictures: PictureReader | None = None  # None if the policy is a model for text
     mfu: MfuMeter | None = None  # computes `perf/mfu`; None on a CPU and on an unknown GPU
     kl_coef: float = 0.0  # of the KL in the reward at the next step
     optimizer_steps: int = 0
@@ -113,7 +114,7 @@ class PolicyLearner:
         groups: Sequence[Group],
     ) -> dict[str, float]:
         """Train one step. `summaries` are of all groups; `groups` are those of this rank's `shares`, in order."""
-        with self._profiled(step):
+        with self._profiled(step), self.reading(*(group.pictures for group in groups)):
             return _Step(self, step, summaries, shares, groups).run()
 
     @contextmanager
@@ -129,6 +130,11 @@ class PolicyLearner:
         finally:
             self._profiler = None
         self.profile = profiler.profile("learner-0")
+
+    def reading(self, *encoded: Mapping[str, bytes]) -> AbstractContextManager[None]:
+        """Provide pictures, by their SHA-256, in the block."""
+        models = (self.model, *self.frozen.values())
+        return reading(self.pictures, [model.tower for model in models], *encoded)
 
     def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
         """Return the micro-batches of one pass; a profiled step records only the first."""
@@ -149,7 +155,7 @@ class PolicyLearner:
         max_tokens = learner.token_budget * learner.sequence_parallel
         if not learner.router_replay:
             items = [replace(item, trajectory=replace(item.trajectory, routed_experts=None)) for item in items]
-        batches = split(items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
+        batches = split_items(self.pictures, items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
         if self.model.replay is not None:
             self.model.replay.check([batch.routed_experts for batch in batches])
         missing = max(self.ranks.gather(len(batches))) - len(batches)
@@ -210,7 +216,7 @@ class _Step:
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
-        # log-probs (R,) of the sampled tokens, by model (or teacher) and row
+        # Log-probs (R,) of the sampled tokens, by model (or teacher) and row.
         self.frozen: dict[str, dict[int, FloatArray]] = {}
         self.kl_metrics: dict[str, float] = {}
         self.mean_weight = 1.0  # divisor of importance weights (see `LossScale`)
@@ -232,7 +238,7 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        # without those whose gradient is known to be zero
+        """Return the items without those whose gradient is known to be zero."""
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
             log.warning("step %d leaves out groups %s, because their rewards are not finite", self.number, bad)
         scored: list[TrainItem] = []
@@ -250,7 +256,8 @@ class _Step:
         return items
 
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
-        # `scored` are this rank's trained rows with `scores_before_advantages`. Collective.
+        """Return the estimator's inputs; `scored` has this rank's trained rows (`scores_before_advantages`).
+        Collective."""
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
@@ -269,7 +276,7 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        # (B, T), lost by trained tokens; updates the coefficient. Collective.
+        """Return the reward (B, T) that trained tokens lose, and update the coefficient. Collective."""
         learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
         old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
@@ -283,7 +290,7 @@ class _Step:
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
-        # (B, T) of all trained rows, given this rank's. Collective.
+        """Gather values (B, T) of all trained rows, given this rank's. Collective."""
         rows = {row: values for part in self.learner.ranks.gather_data(own) for row, values in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         return stack_rows([rows[int(row)] for row in table.trained_rows], width)
@@ -307,7 +314,7 @@ class _Step:
                 self.frozen["teacher"] = self._taught(items)
 
     def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
-        # the teacher's log-probs (R,) of the sampled tokens, by row
+        """Return the teacher's log-probs (R,) of the sampled tokens, by row."""
         learner, section = self.learner, self.config.distillation
         if learner.verdicts is not None:
             items = [learner.verdicts.beside(item) for item in items]
@@ -369,7 +376,7 @@ class _Step:
         return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
-        # if the loss needs its whole distribution. Collective.
+        """Return the teacher's head, if the loss needs its whole distribution. Collective."""
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None

@@ -152,7 +152,7 @@ def needs_computing(item: TrainItem, config: Config) -> bool:
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
-    # of the trained rows, for terms that all their groups have; failed groups have none
+    """Return the trained rows' values of terms that all their groups have; failed groups have none."""
     in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
     names = sorted(set.intersection(*in_play)) if in_play else []
     return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}

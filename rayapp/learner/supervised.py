@@ -7,7 +7,8 @@ Transformers' models return the same loss for the same `labels` (tested).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,9 +19,19 @@ from rayapp.learner.metrics import stopwatch, timing_metrics
 from rayapp.learner.policy import reduce_gradients, to_device
 from rayapp.learner.step import PolicyLearner
 
+NO_PICTURES: Mapping[str, bytes] = MappingProxyType({})
 
-def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Take one optimizer step on this rank's rows. Return metrics over all ranks. Collective."""
+
+def supervised_step(
+    learner: PolicyLearner, step: int, rows: Sequence[Trajectory], pictures: Mapping[str, bytes] = NO_PICTURES
+) -> dict[str, float]:
+    """Take one optimizer step on this rank's rows, with `pictures` by SHA-256. Return metrics over all ranks.
+    Collective."""
+    with learner.reading(pictures):
+        return _step(learner, step, rows)
+
+
+def _step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
     watch = stopwatch(learner.ranks.device)
     with watch("prepare"):
         batches = learner.micro_batches(_items(rows))
@@ -46,9 +57,12 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
     }
 
 
-def supervised_loss(learner: PolicyLearner, rows: Sequence[Trajectory]) -> float:
+def supervised_loss(
+    learner: PolicyLearner, rows: Sequence[Trajectory], pictures: Mapping[str, bytes] = NO_PICTURES
+) -> float:
     """Return the loss of the rows of all ranks, without a gradient. Collective."""
-    scores = learner.score(_items(rows), learner.model, learner.head_options())
+    with learner.reading(pictures):
+        scores = learner.score(_items(rows), learner.model, learner.head_options())
     sums = learner.ranks.gather_data((-sum(float(row.log_probs.sum()) for row in scores.values()),
                                  sum(row.log_probs.size for row in scores.values())))  # fmt: skip
     return float(sum(nll for nll, _ in sums) / max(1, sum(number for _, number in sums)))
@@ -62,7 +76,7 @@ def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
 
 
 def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
-    # this micro-batch's share of the loss, and the sum of its entropies
+    """Return this micro-batch's share of the loss, and the sum of its entropies."""
     scores = learner.model(to_device(batch, learner.ranks.device, learner.ranks.sequence), learner.head_options())
     if not batch.items:
         scores.log_probs.sum().backward()
@@ -81,6 +95,7 @@ def log_probs_of(learner: PolicyLearner, group: Group) -> list[FloatArray]:
         for i, t in enumerate(group.trajectories)
         if t.num_response_tokens > 0
     ]
-    scores = learner.score(items, learner.model, learner.head_options())
+    with learner.reading(group.pictures):
+        scores = learner.score(items, learner.model, learner.head_options())
     empty = np.zeros(0, np.float32)
     return [scores[i].log_probs if i in scores else empty for i in range(len(group.trajectories))]

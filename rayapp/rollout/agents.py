@@ -3,12 +3,8 @@
     tool_agent           the prompt lists the tools; the policy calls them over several turns
     single_turn_agent    the prompt lists no tools; one turn is sampled, and tool calls in it are plain text
 
-`LoopAgent` plays both agents with a chat template. A row of data chooses one of them by its `agent_name`, as in verl.
-`OneTurn` plays tasks whose agent is single_turn_agent: the task renders its own prompt, because base models have no
-chat template.
-
-Any other name belongs to a plug-in (entry point `rayapp.agents`). The plug-in is called with the process's tool agent,
-whose chat format, tools, parser and limits it may use. It returns an object with the method `run` of `Player`.
+`LoopAgent` plays both with a chat template; `OneTurn` plays tasks that render their own prompt. A plug-in (entry point
+`rayapp.agents`) is called with the process's tool agent and returns a `Player`.
 """
 
 from __future__ import annotations
@@ -48,11 +44,7 @@ class Player(Protocol):
 
 
 def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
-    """Return the player with this name: `tool_agent` itself, a loop for a single turn, or the object of a plug-in.
-
-    Raises:
-        ConfigError: the plug-in can't be made.
-    """
+    """Return `tool_agent` itself, a loop for a single turn, or the object of a plug-in."""
     if agent_name == TOOL_AGENT:
         return tool_agent
     if agent_name == SINGLE_TURN_AGENT:
@@ -84,7 +76,7 @@ class NoCalls:
 
 
 def without_tools(tool_agent: AgentLoop) -> AgentLoop:
-    """Return a loop for a single turn without tools. It has the model and limits of `tool_agent`."""
+    """Return a loop for a single turn with the model and limits of `tool_agent`."""
     return AgentLoop(
         chat=tool_agent.chat.without_tools(),
         parser=NoCalls(),
@@ -94,7 +86,7 @@ def without_tools(tool_agent: AgentLoop) -> AgentLoop:
 
 
 def check_agent_name(agent_name: str, where: str = "") -> None:
-    """Check the name of an agent. Raises InputError: there is no agent of this name."""
+    """Raise InputError if there is no agent of this name."""
     if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
         at = f"{where}: " if where else ""
         raise InputError(
@@ -104,11 +96,7 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
 
 
 def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
-    """Render the prompt of each task. Return the prompts in the order of `tasks`.
-
-    Raises:
-        InputError: a prompt is longer than rollout.max_prompt_tokens.
-    """
+    """Return the prompts of the tasks, in their order. InputError: one is longer than rollout.max_prompt_tokens."""
     tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     prompts = [task.render(tokenizer) for task in tasks]
     check_length(prompts, config.rollout.max_prompt_tokens)
@@ -116,7 +104,6 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
 
 
 def check_length(prompts: Sequence[Prompt], limit: int) -> None:
-    """Check the prompts' lengths. Raises InputError: a prompt is longer than rollout.max_prompt_tokens."""
     for prompt in prompts:
         if prompt.token_ids.size > limit:
             raise InputError(
@@ -125,21 +112,18 @@ def check_length(prompts: Sequence[Prompt], limit: int) -> None:
             )
 
 
-OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
-"""Function that makes a loop with the tools that a problem brings."""
+OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]  # makes a loop with the tools that a problem brings
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoopAgent:
     """Agent that plays problems with agent loops. Problems that bring the same tools share a loop."""
 
-    make_loop: OpenLoop
-    """Function that makes a loop. It is called once for each set of tools."""
-    default: str = TOOL_AGENT
-    """Name of the agent for problems that don't name one."""
+    make_loop: OpenLoop  # called once for each set of tools
+    default: str = TOOL_AGENT  # for problems that don't name an agent
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
+    # Agent name and tools -> single-turn player or plug-in's object, made at the first use.
     _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
-    """(agent name, tools) -> single-turn player or plug-in's object, made at the first use."""
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
@@ -151,17 +135,13 @@ class LoopAgent:
         return cls(make_loop, default=config.agent_name)
 
     async def open(self, tools: tuple[str, ...] = ()) -> LoopAgent:
-        """Make the loop with these tools, unless it exists already. Return this agent.
-
-        Raises:
-            UserError: a tool, the chat template or the parser can't be used.
-        """
+        """Make the loop with these tools, unless it exists. UserError: a part can't be used."""
         if tools not in self._loops:
             self._loops[tools] = await self.make_loop(tools)
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the token ids of a data row's prompt. The prompt lists tools only for the tool agent."""
+        """Return the ids of a data row's prompt, which lists tools only for the tool agent."""
         return self._loop(agent_name).chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
@@ -191,12 +171,7 @@ class LoopAgent:
         return await player.run(begin, engine=engine, sampling=sampling, request_id=request_id)
 
     def _loop(self, agent_name: str, tools: tuple[str, ...] = ()) -> AgentLoop:
-        """Return the loop whose chat format and tools the agent of this name uses. A plug-in uses the loop of the tool
-        agent.
-
-        Raises:
-            InputError: there is no agent of this name.
-        """
+        # A plug-in uses the chat format and tools of the tool agent's loop.
         check_agent_name(agent_name)
         if (agent_name or self.default) != SINGLE_TURN_AGENT:
             return self._loops[tools]
@@ -205,12 +180,6 @@ class LoopAgent:
         return single
 
     def _player(self, agent_name: str, tools: tuple[str, ...]) -> Player:
-        """Return the loop or plug-in of this name.
-
-        Raises:
-            InputError: no agent has this name.
-            ConfigError: the plug-in can't be made.
-        """
         check_agent_name(agent_name)
         key = agent_name or self.default, tools
         if key not in self._players:
@@ -218,7 +187,6 @@ class LoopAgent:
         return self._players[key]
 
     async def close(self) -> None:
-        """Close the resources of all loops' tools."""
         for loop in self._loops.values():
             await loop.tools.close()
 
@@ -246,5 +214,4 @@ class OneTurn:
         is_cut = completion.finish_reason == "length"
         return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 
-    async def close(self) -> None:
-        """Do nothing: this agent has no resources to close."""
+    async def close(self) -> None: ...

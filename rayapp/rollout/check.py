@@ -1,6 +1,6 @@
-"""Checks of a run's inputs, made before any actor starts. The driver and `rayapp doctor` call them.
+"""Checks of a run's inputs, before any actor starts, for the driver and `rayapp doctor`.
 
-Tools behind a service are not checked: the rollout workers check these tools at their start, from their own machines.
+Tools behind a service are checked by the rollout workers, from their own machines.
 """
 
 from __future__ import annotations
@@ -45,20 +45,12 @@ from rayapp.tools.workspace import WorkspaceTool
 class InputCheck:
     """One check before a run. Checks don't depend on each other."""
 
-    what: str
-    """Name of the checked part in messages, e.g. evaluation, tasks, data or tools."""
-    run: Callable[[], None]
-    """Function that makes the check. It raises UserError or StorageError if the part can't be used."""
+    what: str  # part in messages, e.g. evaluation, tasks, data or tools
+    run: Callable[[], None]  # raises UserError or StorageError if the part can't be used
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
-    """Check the model, the teacher, and the tasks or data with their tools and rewards.
-
-    Args:
-        training: True for a training, False for an evaluation.
-    Raises:
-        UserError: one of these parts can't be used.
-    """
+    """Check the model, the teacher, and the tasks or data with their tools and rewards."""
     config = with_local_model(config)
     check_model(config)
     if training:
@@ -70,14 +62,11 @@ def check_inputs(config: Config, *, training: bool) -> None:
 def input_checks(
     config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True, asks_judges: bool = False
 ) -> Iterator[InputCheck]:
-    """Yield the checks of a run's inputs, without the checks of the model. `rayapp train` and `rayapp eval` stop at the
-    first check that fails; `rayapp doctor` runs all checks.
+    """Yield the checks of a run's inputs, without those of the model. `rayapp doctor` runs all, others stop at the
+    first.
 
-    Args:
-        has_tokenizer: False if the model is not on this machine. Prompts are not rendered then.
-        may_fetch: False leaves out data files that would have to be fetched.
-        asks_judges: True adds a check that asks each judge a question from this machine. In a run the rollout workers
-            ask their judges at the start.
+    Without `has_tokenizer` no prompts are rendered; without `may_fetch` remote data files are left out; `asks_judges`
+    asks each judge from this machine (in a run the rollout workers do).
     """
     yield InputCheck(what="evaluation", run=partial(_check_something_to_evaluate, config, training=training))
     if asks_judges:
@@ -127,11 +116,7 @@ def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None
 
 
 def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -> None:
-    """Check every task, and what its agent requires.
-
-    Raises:
-        UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
-    """
+    """Check every task, and what its agent requires. UserError: one can't be used, or there are too few sandboxes."""
     brought: dict[str, str] = {}
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
@@ -162,9 +147,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
-    """Raise InputError if no source has anything to evaluate. If only some sources with data files lack eval.tasks,
-    these sources are not evaluated.
-    """
+    # If only some sources with data files lack eval.tasks, these sources are not evaluated.
     own = [source.config for source in sources_of(config)]
     if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
@@ -176,15 +159,8 @@ def _evaluates(config: Config, *, training: bool) -> bool:
 
 
 def check_data(config: Config, files: Sequence[str]) -> None:
-    """Check every file's schema, each row's agent and rule, one complete row per file, and the compilers that rows
-    need.
-
-    The rollout workers check the lengths of prompts later, because only they have the schemas of all tools.
-
-    Raises:
-        UserError: the custom function, a file or a row can't be used.
-        StorageError: a remote file can't be fetched.
-    """
+    """Check every file's schema, each row's agent and rule, one complete row per file, and compilers. The rollout
+    workers check lengths later: only they have the schemas of all tools."""
     rewards = answer_rewards(config)
     if rewards.custom is not None:
         rewards.custom.load()
@@ -209,7 +185,6 @@ def check_data(config: Config, files: Sequence[str]) -> None:
 
 
 async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
-    """Compile an empty program of each language in a sandbox of the run."""
     if not languages:
         return
     try:
@@ -221,7 +196,7 @@ async def _check_compilers(config: Config, languages: Collection[Language]) -> N
 
 
 def _check_references(file: str, data: TrainingData) -> None:
-    """Raise InputError if a row's ground truth is too long for a judge to read."""
+    """Refuse rows whose ground truth is too long for a judge to read."""
     for number in range(len(data)):
         if not is_kept(data.row(number).ground_truth):
             raise InputError(
@@ -231,7 +206,6 @@ def _check_references(file: str, data: TrainingData) -> None:
 
 
 def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None:
-    """Check the tools of the run's tool file."""
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
     file = config.agent.tool_file
@@ -242,7 +216,7 @@ def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None
 
 
 def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bool, asks_template: bool) -> None:
-    """Check that there are enough sandboxes for the tools of these entries, and that the chat template lists tools."""
+    """Check that there are enough sandboxes, and that the chat template lists tools."""
     file = config.agent.tool_file
     holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
     if (first := next(holding, None)) is not None:
@@ -253,18 +227,14 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
-    """Check that the file of a user's class exists, without loading the file. Raises ConfigError: there is no such
-    file.
-    """
     file, colon, _ = entry.class_name.rpartition(":")
     if colon and not (folder / file).is_file() and not Path(file).is_file():
         raise ConfigError(f"{where}: there is no file {folder / file}")
 
 
 def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
-    """Return True if the tool keeps a sandbox for each trajectory, its workspace. Return False for a user's class,
-    because only the rollout workers load it.
-    """
+    # Tools that keep a sandbox for each trajectory; of users' classes, which only the rollout workers load, it is not
+    # known.
     if not KNOWN.get(entry.class_name, entry.class_name).startswith("rayapp.tools."):
         return False
     kind = load_class(entry.class_name, Path(), where)
@@ -272,9 +242,7 @@ def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
 
 
 def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool) -> None:
-    """Check that there is a sandbox for each trajectory: a tool with a workspace keeps one per trajectory, from its
-    first call on.
-    """
+    # A tool with a workspace keeps a sandbox per trajectory, from its first call on.
     need, arithmetic = trajectories_at_once(config, training=training)
     have = num_sandboxes(config.sandbox)
     if have < need:
@@ -287,7 +255,7 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
 
 
 def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
-    """Return the maximum number of trajectories that run at once, and the calculation of this number as text."""
+    """Return the maximum number of trajectories at once, and its calculation as text."""
     train, rollout = config.train, config.rollout
     in_training = train.max_groups_in_flight * rollout.group_size
     text = f"train.groups_per_step {train.groups_per_step} x rollout.group_size {rollout.group_size}"

@@ -1,11 +1,7 @@
 """Reads demonstrations for supervised steps, as token ids with a mask of the tokens to learn.
 
-    JSONL, parquet: conversation | prompt + completion | token_ids + response_mask --'
-    tasks with `demonstrations` ----------------------------------------------------+--> Trajectory, one or more a row
-
-A demonstration is a `Trajectory` that was not sampled. Its token ids are built as in a rollout: first the prompt, as
-the chat template renders it; then the answer, encoded separately, with the token or text that ends a turn of the
-policy. The driver calls this module, for `rayapp sft` and for the warm-up of a training (docs/sft.md).
+A demonstration is a `Trajectory` that was not sampled. Its ids are built as in a rollout: first the prompt, as the chat
+template renders it; then the answer, encoded separately, with the token or text that ends a turn.
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ from rayapp.tasks.data.files import fetch_files
 from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
-Render = Callable[..., str]
-"""Function of (messages, add_generation_prompt) that renders the chat template to text."""
+Render = Callable[..., str]  # (messages, add_generation_prompt) -> text of the chat template
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,17 +36,12 @@ class Demonstrations:
     """The demonstrations of all rows, in the order of the files."""
 
     rows: list[Trajectory] = field(default_factory=list)
-    num_left_out: int = 0
-    """Number of demonstrations that warmup.filter_overlong left out, because they are longer than warmup.max_tokens."""
+    num_left_out: int = 0  # longer than warmup.max_tokens, with warmup.filter_overlong
 
 
 def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
-    """Return all demonstrations in the files or, without files, those of the run's tasks.
-
-    Raises:
-        InputError: a file or a row can't be used (the message names it), or there are no demonstrations.
-        StorageError: a remote file can't be fetched.
-    """
+    """Return all demonstrations in the files or, without files, those of the run's tasks. An InputError names the row
+    that can't be used."""
     tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     if not files:
         return _within_limit(config, _of_tasks(config, tokenizer))
@@ -120,7 +110,6 @@ def _of_files(
 
 
 def _raw_rows(path: Path) -> Iterator[Any]:
-    """Yield the rows of a JSONL or parquet file."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -138,16 +127,13 @@ def _raw_rows(path: Path) -> Iterator[Any]:
 
 
 def _without_filled_in(value: Any) -> Any:
-    """Remove keys whose value is None, at every depth: parquet gives each object the keys of all objects of its
-    column.
-    """
+    """Remove None: parquet gives each object the keys of all objects of its column."""
     if isinstance(value, dict):
         return {key: _without_filled_in(item) for key, item in value.items() if item is not None}
     return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
 
 
 def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
-    """Yield the demonstrations of one row. Raises ValueError or TypeError: the row is malformed."""
     if not isinstance(row, dict):
         raise TypeError(f"the row is a {type(row).__name__}: it must be an object with {KINDS}")
     has = {key for key, value in row.items() if value is not None}
@@ -191,7 +177,7 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
 
 
 def _integers(value: Any, key: str, limit: int) -> Any:
-    """Return the numbers as an array. Raises ValueError: a number is not an integer from 0 to `limit` - 1."""
+    """Return the numbers, integers from 0 to `limit` - 1, as an array."""
     for place, item in enumerate(value if isinstance(value, list) else []):
         if not isinstance(item, int) or not 0 <= item < limit:
             raise ValueError(f"{key}[{place}] is {item!r:.60}; it must be an integer from 0 to {limit - 1}")
@@ -199,7 +185,7 @@ def _integers(value: Any, key: str, limit: int) -> Any:
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
-    """Return a demonstration made from plain strings, without a chat template: prompt, completion and end token."""
+    """Return prompt, completion and end token, without a chat template."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
         raise TypeError("prompt is a string, so completion must be a string; or give both as lists of messages")
@@ -212,10 +198,9 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
 def _of_conversation(
     messages: Sequence[Mapping[str, Any]], first: int, render: Render, tokenizer: ChatTokenizer
 ) -> Iterator[Trajectory]:
-    """Yield the demonstrations of a conversation. Together they train on every assistant turn exactly once, from
-    message `first` on.
+    """Yield demonstrations that together train on every assistant turn once, from message `first` on.
 
-    All turns are in one sequence, as in a rollout. If the template changes earlier turns when later turns are added
+    All turns are in one sequence, as in a rollout. If the template changes earlier turns when later ones are added
     (Qwen3 removes their thoughts), a new sequence begins with the changed text.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
@@ -238,7 +223,7 @@ def _of_conversation(
 
 
 def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    """Return the text before assistant message `i`, and the message's own text with the token that ends the turn."""
+    """Return the text before assistant message `i`, and its own with the token that ends the turn."""
     head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
     if not whole.startswith(head):
         raise ValueError(
@@ -298,11 +283,7 @@ def _messages(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _with_parsed_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as objects, as in rollouts. OpenAI's form has JSON text.
-
-    Raises:
-        TypeError: the arguments of a call are text that is not the JSON of an object.
-    """
+    # Arguments are objects in rollouts, JSON text in OpenAI's form.
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

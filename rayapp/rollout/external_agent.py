@@ -1,11 +1,7 @@
 """External agents: a user's program or async function plays each trajectory, through the gateway.
 
-    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory with the answer
-
-Each source with an external agent has one `ExternalAgent` per rollout worker. The task or the data row scores the
-answer, as with any agent. If a limit (tokens, turns or time) ends a trajectory, its answer is scored, whatever the
-program's exit status. If the program fails before a limit is reached, the trajectory fails; with `on_failure: score`,
-its answer is scored. If the program never calls the policy, the trajectory always fails.
+If a limit (tokens, turns or time) ends a trajectory, its answer is scored. A program that fails before fails the
+trajectory, unless `on_failure: score`; one that never calls the policy always does.
 """
 
 from __future__ import annotations
@@ -45,16 +41,8 @@ Entry = Callable[[AgentCall], Awaitable[Any]]
 
 
 class ExternalAgent:
-    """Agent that runs a user's program or function for each trajectory. Make it with `open`, and call `close` at the
-    end.
-
-    Args:
-        config: config of the source.
-        formats: chat formats of the model.
-        entry: the user's function; None runs the user's command.
-        sandboxes: source of the sandboxes in which programs run if `agent.external.inside` is set.
-        files: relative path -> text of the agent's own files.
-    """
+    """Agent that runs `entry`, or the user's command, for each trajectory. `files` are relative path -> text of the
+    agent's own files. Make it with `open`, and call `close` at the end."""
 
     def __init__(
         self,
@@ -78,33 +66,22 @@ class ExternalAgent:
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
-        """Make an agent for the run's model and the section `agent`, and start its gateway.
-
-        Raises:
-            ConfigError: the program, the function or one of the agent's files can't be found.
-        """
+        """Make an agent for the run's model and the section `agent`, and start its gateway. ConfigError: the program,
+        the function or a file can't be found."""
         entry = check_agent(config)
         formats = await asyncio.to_thread(Formats.of, config)
         return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
 
     async def started(self) -> ExternalAgent:
-        """Start the gateway's server. Return this object."""
         await self._gateway.start()
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the token ids of the rendered messages. Callers use only the number of ids, because external agents
-        write their own prompts.
-        """
+        """Return the ids of the rendered messages. Only their number counts."""
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the problem's prompt without token ids, because the agent itself writes the prompts that the policy
-        reads.
-
-        Raises:
-            InputError: a message is not text, or the task can't be played by an agent.
-        """
+        """Return the problem's prompt without token ids: the agent itself writes what the policy reads."""
         bare, messages = problem.prompt, problem.start.messages
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise InputError(
@@ -114,7 +91,6 @@ class ExternalAgent:
         return replace(bare, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
     async def close(self) -> None:
-        """End all sessions. Idempotent."""
         await self._gateway.close()
         if self._forwarder is not None:
             await self._forwarder.close()
@@ -128,13 +104,7 @@ class ExternalAgent:
         request_id: RequestId,
         entry: Entry | None = None,
     ) -> Trajectory:
-        """Play one trajectory.
-
-        Args:
-            entry: function that plays instead of the source's own program or function; None for these.
-        Raises:
-            EngineError, DeadlineError: the engine can't generate.
-        """
+        """Play one trajectory; `entry` plays instead of the source's own program or function."""
         start, entry = problem.start, entry or self._entry
         playing = Playing(output=Tail(_OUTPUT_CHARS))
         with self._session(engine, sampling, request_id) as session:
@@ -181,7 +151,7 @@ class ExternalAgent:
     async def _played(
         self, act: Coroutine[Any, Any, None], timeout_s: float | None, session: Session, playing: Playing
     ) -> None:
-        """Run the agent until it ends, its time is up, or the engine fails."""
+        """Wait until the agent ends, its time is up, or the engine fails."""
         acting = asyncio.create_task(act)
         try:
             await asyncio.wait({acting, session.trouble}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -231,11 +201,7 @@ class ExternalAgent:
 
 
 def check_agent(config: Config) -> Entry | None:
-    """Return the function named by `agent.external.entry`; None if the agent is a command.
-
-    Raises:
-        ConfigError: the function or the program can't be found.
-    """
+    """Return the function named by `agent.external.entry`; None for a command. ConfigError: it can't be found."""
     settings = config.agent.external
     if settings.entry:
         return load_function(settings.entry, what="agent.external.entry", is_reward=False)
@@ -266,7 +232,7 @@ def _as_answer(found: Any) -> str | None:
 
 
 def _answer_in(path: Path) -> str:
-    """Return the text of the agent's answer file; empty if there is no such regular file."""
+    """Return the answer; empty if there is no such regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

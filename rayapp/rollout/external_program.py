@@ -1,13 +1,8 @@
-"""The program of an external agent: its input (`AgentCall`, docs/agents.md), and how it runs on the host or in a
-sandbox.
+"""The program of an external agent: its input (`AgentCall`, docs/agents.md), and how it runs.
 
-On the host the program runs as the user of the rollout worker, until it ends or is cancelled. Then every process that
-it started is killed. The last part of its output is kept. In the trajectory's own sandbox the program can reach only
-the policy:
-
-    sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
-    this process: the gateway accepts these connections, for this trajectory's session only
-No tunnel is needed, no port is open to other programs, and the sandbox has no other network.
+On the host it runs as the user of the rollout worker; at its end every process that it started is killed. In a sandbox
+it connects to the loopback (`rayapp.sandbox.loopback`), which serves only this trajectory's session: no tunnel, no open
+port, no other network.
 """
 
 from __future__ import annotations
@@ -41,15 +36,13 @@ class AgentCall:
     files: Mapping[str, str] = field(default_factory=dict)
     """Relative path -> text of the task's files, which are in `folder`."""
     folder: Path
-    """Folder for this trajectory alone. At the start it has `files` and the task file. It is removed when the
-    trajectory ends."""
+    """Folder for this trajectory alone, with `files` and the task file; removed when the trajectory ends."""
     url: str
     """URL of the trajectory's session, below which the APIs are."""
     api_key: str
     """Key of the trajectory's session, valid until the trajectory ends."""
     model: str = MODEL
-    """Model name of requests to the policy. `agent.external.models` determines what happens to requests with other
-    names."""
+    """Model name of requests to the policy; `agent.external.models` says what happens to others."""
 
     @property
     def prompt(self) -> str:
@@ -86,16 +79,11 @@ class AgentCall:
 
     @property
     def content(self) -> dict[str, str]:
-        """Relative path -> text of all files in the folder when the agent starts: `files` and the task file."""
         told = {"task": self.task, "prompt": self.prompt, "messages": [dict(message) for message in self.messages]}
         return {**self.files, str(self.task_file.relative_to(self.folder)): json.dumps(told, ensure_ascii=False)}
 
     def write(self) -> None:
-        """Write the files into the folder.
-
-        Raises:
-            ValueError: a file's path leads out of the folder.
-        """
+        """Write the files into the folder. ValueError: a path leads out of it."""
         for name, text in self.content.items():
             path = (self.folder / name).resolve()
             if not path.is_relative_to(self.folder.resolve()):
@@ -107,9 +95,6 @@ class AgentCall:
             path.write_text(text, encoding="utf-8")
 
     def filled_in(self, argument: str) -> str:
-        """Return an argument of the command, with {prompt}, {model}, {url}, {task_file} and {folder} replaced by their
-        values.
-        """
         values = {
             "{prompt}": self.prompt,
             "{model}": self.model,
@@ -126,11 +111,7 @@ log = logging.getLogger(__name__)
 
 
 class Tail:
-    """Keeps the end of a program's output.
-
-    Args:
-        max_chars: maximum characters to keep.
-    """
+    """Keeps the end of a program's output."""
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
@@ -163,29 +144,20 @@ class Playing:
 
     output: Tail
     answer: str | None = None
-    fault: str = ""
-    """Reason why the agent's own code failed (an exception or an exit status); empty if it did not fail."""
-    failure: str = ""
-    """Reason why the agent's sandbox or the gateway failed; empty if neither failed."""
-    ran_out: bool = False
-    """True if the agent exceeded its time limit."""
+    fault: str = ""  # why the agent's own code failed: an exception or an exit status
+    failure: str = ""  # why the agent's sandbox or the gateway failed
+    ran_out: bool = False  # exceeded its time limit
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
-    """Return all environment variables of the program: those that every program gets, `own`, and those that make
-    `folder` its home.
-    """
+    """Return the program's environment: what every program gets, `own`, and `folder` as its home."""
     here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
     return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
 
 
 async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
-    """Run a program and return its exit status, or -N if signal N ended it. When this call ends, all of the program's
-    processes are killed, also if the call is cancelled or this process dies.
-
-    Raises:
-        OSError: the program can't be started.
-    """
+    """Return the program's exit status, or -N if signal N ended it. At the end all of its processes are killed, also if
+    the call is cancelled or this process dies."""
     process = await asyncio.create_subprocess_exec(
         *supervised(command),
         cwd=folder,
@@ -215,14 +187,13 @@ async def _read(stream: asyncio.StreamReader, output: Tail) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that a program filled, however deeply it is nested. Log a failure instead of raising it."""
+    """Remove a folder, however deeply nested. Log a failure instead of raising it."""
     if (problem := level.remove_folder(str(folder))) is not None:
         log.warning("%s can't be removed: %s", folder, problem)
 
 
 LEASE_TIMEOUT_S = 300.0
-_SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)
-"""Sandbox spec for tasks without a spec of their own."""
+_SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)  # for tasks without a spec of their own
 _MOST_OUTPUT_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
 _ENVIRONMENT = {
@@ -244,15 +215,8 @@ async def play(
     spec: SandboxSpec | None,
     admit: Admit,
 ) -> None:
-    """Run the program in a sandbox until it ends, and put its output and answer into `playing`.
-
-    Args:
-        spec: the task's requirements of the sandbox; None for the default.
-        admit: function of the sandbox's connections that returns a context manager. In its block, the trajectory's
-            session is served to these connections.
-    Raises:
-        SandboxError: the sandbox failed, or no sandbox is available.
-    """
+    """Run the program in a sandbox until it ends, and put its output and answer into `playing`. `admit` serves the
+    trajectory's session to the sandbox's connections."""
     spec = replace(spec or _SPEC, loopback=True)
     async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
         async with loopback_of(sandbox) as loopback, admit(loopback.accept):
@@ -285,9 +249,7 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
 
 
 async def _answer(sandbox: Sandbox, path: str, *, may_be_gone: bool) -> str:
-    """Return the text of the agent's answer file. It is empty if the file is missing, or if the agent ended its
-    sandbox.
-    """
+    """Return the answer; empty if the file is missing, or if the agent ended its sandbox."""
     try:
         return (await sandbox.read_file(path, max_bytes=_MAX_ANSWER_BYTES)).decode("utf-8", "replace")
     except (OSError, SandboxError) as error:

@@ -2,11 +2,8 @@
 
     Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
-The rollout worker calls this module, which does not need Ray. A coding task and a data row differ only in their
-`Problem`. If an agent, tool, environment, task or judge raises an exception or returns nonsense, only its own
-trajectory fails, with an ERROR_* status. The whole group ends only by an error in `verdict.ENDS_GROUP`.
-
-`play_terms` returns numbers about a trajectory. Metrics record them beside the reward's own terms.
+If an agent, tool, environment, task or judge raises or returns nonsense, only its own trajectory fails, with an ERROR_*
+status. The whole group ends only by an error in `verdict.ENDS_GROUP`.
 """
 
 from __future__ import annotations
@@ -64,17 +61,9 @@ async def run_group(
 ) -> tuple[Group, GroupSummary]:
     """Let the agent play a problem `group_size` times, and score each trajectory.
 
-    Args:
-        problem: problem with its prompt.
-        sandboxes: source of the sandboxes in which answers are scored.
-        judging: the source's judges; None if it has none. Judges that compare trajectories are used only in training.
-        sampling: sampling settings of every trajectory. This function fills in the seed and the stop texts.
-        seed: the run's seed.
-        deadline_s: time limit of the whole group. Trajectories that have not finished by then fail.
-    Raises:
-        StaleVersionError, EngineDeadError, WeightSyncError: the server can't sample with the requested policy version;
-        the whole group is lost. ProcessDiedError, ObjectsLostError: another process of rayapp has died.
-        SandboxConfigError: this configuration can never provide a sandbox.
+    `judging` that compares trajectories is used only in training; `sampling` gets seeds and stop texts; trajectories
+    that are unfinished after `deadline_s` fail. StaleVersionError, EngineDeadError, WeightSyncError: the server can't
+    sample with the requested version, and the group is lost. SandboxConfigError: no sandbox can ever be had.
     """
     started, prompt = time.monotonic(), problem.prompt
     sampling = replace(sampling, stop=prompt.stop)
@@ -106,7 +95,6 @@ async def run_group(
 async def _in_time(
     scored: Callable[[], Awaitable[Trajectory]], place: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
-    """Return the scored trajectory; a failed trajectory if the agent or the engine fails, or if the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
@@ -142,14 +130,10 @@ def _failed_play(error: BaseException) -> Exception:
 
 
 async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
-    """Play once, and check the trajectory, because a plug-in may have made it. The group's arrays rely on its form."""
+    # A plug-in may have made the trajectory.
     played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
-    if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
-        raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
-    if not isinstance(played.completion_text, str):
-        raise TypeError(f"its completion_text is a {type(played.completion_text).__name__}, not a str")
     gained = tool_rewards(played)
     for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
@@ -159,9 +143,7 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
 async def reward_of(
     problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
 ) -> Reward:
-    """Score a trajectory and return its reward. A failed trajectory keeps its invalid reward. `seed` draws the hidden
-    tests.
-    """
+    """Score a trajectory; a failed one keeps its invalid reward. `seed` draws the hidden tests."""
     reward = settled(played.reward)
     if not played.status.is_error:
         reward = await verdict(
@@ -176,9 +158,7 @@ async def reward_of(
 async def _compared(
     judging: Judging, prompt: Prompt, trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[Trajectory]:
-    """Return the trajectories, with the scores of judges that compare them added to their rewards. If the comparison
-    fails or takes too long, all rewards become invalid.
-    """
+    # If the comparison fails or takes too long, all rewards become invalid.
     texts, known = [each.completion_text for each in trajectories], [each.reward for each in trajectories]
     try:
         async with asyncio.timeout(timeout_s):
@@ -193,9 +173,6 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    """Return a trajectory without a response. It takes the place of a failed trajectory in the group, and is not
-    trained on.
-    """
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
@@ -203,8 +180,7 @@ class _CohortPlace:
     """The engine as one trajectory sees it. It makes sure that the trajectory sends at least one request.
 
     A server waits for the first request of every trajectory in a cohort (groups that are admitted together). A
-    trajectory that fails before its first request, for example because a tool can't be made, would delay all others
-    until their deadline. For such a trajectory, `fill` sends a request.
+    trajectory that fails before would delay all others until their deadline, so `fill` sends a request for it.
     """
 
     def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -221,18 +197,10 @@ class _CohortPlace:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample a turn, as `RolloutEngine.generate` does."""
-        # Check the id: a plug-in's agent may pass anything, and one bad id would end the engine's whole batch.
-        if not isinstance(request_id, RequestId):
-            raise TypeError(
-                f"generate got the request_id {request_id!r:.60}, not a RequestId: pass the agent's own request_id, "
-                "as request_id._replace(turn=N)"
-            )
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 
     async def fill(self) -> None:
-        """Sample one token and drop it, unless the trajectory has already sent a request."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -247,12 +215,10 @@ class _CohortPlace:
 
 
 def with_terms(reward: Reward, played: Trajectory) -> Reward:
-    """Return the reward with the terms of `play_terms` added."""
     return replace(reward, terms={**reward.terms, **play_terms(played)})
 
 
 def tool_rewards(played: Trajectory) -> ToolRewards:
-    """Sum up the rewards that the trajectory's tools gave."""
     calls = sum(call.reward for call in played.calls if call.reward is not None)
     return ToolRewards(calls=calls, verdicts=sum(played.tool_rewards.values()))
 
@@ -267,7 +233,7 @@ def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
 
 
 def play_terms(played: Trajectory) -> dict[str, float]:
-    """Return numbers about a trajectory. Metrics record them beside the reward's own terms.
+    """Return numbers about a trajectory, which metrics record beside the reward's terms.
 
     Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
     "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.

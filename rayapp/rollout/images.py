@@ -1,8 +1,4 @@
-"""The container images of a run's tasks: their digests, which are fixed at the run's start, and the rollout workers
-that use them.
-
-    images_of_prompts(config) -> with_pinned_images: tag -> digest, written to the run folder
-                            '--> ImagePlacement: group -> worker whose node has the group's images, or pulls them ahead
+"""The container images of a run's tasks: their digests, fixed at the run's start, and the rollout workers with them.
 
 A prompt's images follow from the prompt's number, so the driver knows the images of groups that it has not started yet.
 """
@@ -25,22 +21,16 @@ from rayapp.rollout.agents import SINGLE_TURN_AGENT
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
 from rayapp.rollout.problem import agent_start, plays_environments
 from rayapp.sandbox.images import Reference, is_image, parse
-from rayapp.sandbox.providers import image_source
+from rayapp.sandbox.providers import image_source, wanted_images
 from rayapp.tasks.loading import load_tasks
 
+# Images of each task of one source, in the order of `tasks`; empty if none needs an image.
 PromptImages = tuple[tuple[str, ...], ...]
-"""Images of each task of one source, in the order of the config's `tasks`. Empty if no task needs an image."""
 _ASKED_AT_ONCE = 8
 
 
 def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[PromptImages, ...]:
-    """Return the images that the tasks of each source need.
-
-    Args:
-        held_out: True for the tasks of evaluation, False for the tasks of training.
-    Raises:
-        InputError: a task can't be used.
-    """
+    """Return the images that the tasks of each source need, for training or (`held_out`) for evaluation."""
     own = [source.config for source in sources_of(config)]
     return tuple(_images_of_tasks(each, each.eval.tasks if held_out else each.tasks) for each in own)
 
@@ -58,19 +48,12 @@ def _images_of_tasks(config: Config, names: Sequence[str]) -> PromptImages:
 
 
 def each_once(sources: Sequence[PromptImages]) -> tuple[str, ...]:
-    """Return each image once, in the order of the tasks."""
     return tuple(dict.fromkeys(image for source in sources for prompt in source for image in prompt))
 
 
 def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> Config:
-    """Return a config in which the local provider uses every image by the digest that its tag had at the run's start.
-
-    Args:
-        record: file of the run folder in which the digests are kept. A resumed run reads them from it.
-    Raises:
-        ImageError: an image is missing in its registry.
-        SandboxUnavailableError: a registry can't be reached.
-    """
+    """Return a config in which the local provider uses every image by the digest that its tag had at the run's start. A
+    resumed run reads the digests from `record`."""
     section = config.sandbox.local
     wanted = {image: section.images.get(image, image) for image in images} if section is not None else {}
     tags = [name for name in dict.fromkeys(wanted.values()) if is_image(name) and parse(name).kind == "registry"]
@@ -88,14 +71,12 @@ def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> C
 
 
 def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
-    """Return an image's name with a digest: `earlier`, which the run folder has, or else the digest that the tag has
-    now.
-    """
+    """Return the image's name with the digest `earlier`, which the run folder has, or else the tag's now."""
     reference = parse(earlier or name)
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template
     try:
-        current: Reference = load_extra("images.pull:resolve")(reference, section.image_mirrors)
+        current: Reference = load_extra("images.pull:resolve")(reference, wanted_images(section))
         return current.template
     except ImageError as error:
         if not earlier:
@@ -110,16 +91,9 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
 class ImagePlacement:
     """Chooses the rollout worker of each group, so that each worker, and the cache of its node, needs few images.
 
-    Every image has a few home workers, at least two if there are two workers. With fewer images than workers, each
-    worker is still a home of some image. A group runs on the home worker of its first image that has the fewest groups
-    in flight. A group without images runs on worker `group_id` modulo the number of workers. Prompts, seeds and
-    verdicts don't depend on the worker.
-
-    Args:
-        images: images of the training prompts, by source.
-        mixing: object that determines the source of each group.
-        seed: seed of the run.
-        num_workers: number of rollout workers, at least one.
+    Every image has a few home workers, at least two if there are two workers. A group runs on the home worker of its
+    first image with the fewest groups in flight; without images on worker `group_id` modulo their number. Prompts,
+    seeds and verdicts don't depend on the worker.
     """
 
     def __init__(self, images: Sequence[PromptImages], mixing: Mixing, *, seed: int, num_workers: int) -> None:
@@ -130,7 +104,6 @@ class ImagePlacement:
 
     @classmethod
     def of(cls, config: Config, images: Sequence[PromptImages] = ()) -> ImagePlacement:
-        """Make the placement of a run."""
         mixing = Mixing([source.ratio for source in sources_of(config)], seed=config.run.seed)
         return cls(images, mixing, seed=config.run.seed, num_workers=config.rollout.num_workers)
 
@@ -138,12 +111,12 @@ class ImagePlacement:
         """Return the images that a training group needs. The first one is the image of the workspaces."""
         if request.purpose == "eval" or not self._numbers:
             return ()
-        source, place = self._mixing.placed(request)
+        source, place = self._mixing.place(request.group_id)
         prompts = self._images[source]
         return prompts[prompt_index(place, num_prompts=len(prompts), seed=self._seed)] if prompts else ()
 
     def homes(self, image: str) -> tuple[int, ...]:
-        """Return the indices of the image's home workers, which run its groups."""
+        """Return the workers that run an image's groups."""
         num_workers, num_images = len(self._in_flight), len(self._numbers)
         first = self._numbers[image] * max(1, num_workers // num_images)
         num_homes = min(num_workers, 1 + ceil(num_workers / num_images))
@@ -152,8 +125,7 @@ class ImagePlacement:
     @contextmanager
     def placed(self, request: GroupRequest) -> Iterator[int]:
         """Context manager with the index of a group's worker. The group counts towards the worker's load during the
-        block.
-        """
+        block."""
         images = self.images(request)
         homes = self.homes(images[0]) if images else (request.group_id % len(self._in_flight),)
         worker = min(homes, key=lambda home: self._in_flight[home])

@@ -1,107 +1,67 @@
 """Determines the source, the prompt and all seeds of the n-th group of a run.
 
-Prompt and seeds are pure functions of (run seed, group id). Therefore a run that resumes in the middle of an epoch
-needs no saved state, and a group that is generated again, after a crash or on another worker, is the same group.
+All are pure functions of (run seed, group id): a resumed run needs no saved state, and a group that is generated again
+is the same group.
 
-`Mixing` determines a group's source, which is a pure function of the ratios, the run's seed and the group's id.
-
-    round 0: A B A C A B A x …   round 1: the same sequence, but the slots x go to other sources
-
-Groups come in rounds of 100 slots. A source with share p has floor(100 p) fixed slots, which are the same in every
-round. Each remaining slot of a round goes to one of the sources that are furthest behind their share. So among any 100
-consecutive groups a source has 100 p groups, rounded down or up, and over the whole run its number of groups is wrong
-by only a few. (An order that is wrong by at most one group over windows of *every* length exists for two sources, but
-not for three: Fraenkel.)
+`Mixing` chooses sources in rounds of 100 slots. A source with share p has floor(100 p) fixed slots; each remaining slot
+of a round goes to a source that is furthest behind. So among any 100 consecutive groups a source has 100 p groups,
+rounded. (At most one wrong over windows of *every* length is possible for two sources, not for three: Fraenkel.)
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from rayapp.config.config import Config
-from rayapp.core.types import GroupSummary, SamplingParams
+from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
-MAX_TRAJECTORIES_PER_WORKER = 8192
-"""Maximum number of concurrent trajectories in one rollout worker. With more, one pass of the worker's event loop takes
-so long that the worker seems to hang."""
-ANY_VERSION = -1
-"""Value of `policy_version` in requests that may be sampled with any weights, as in evaluation."""
+MAX_TRAJECTORIES_PER_WORKER = 8192  # with more, one pass of a worker's event loop takes so long that it seems to hang
+ANY_VERSION = -1  # `policy_version` of requests that may be sampled with any weights, as in evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cohort:
-    """Cohort of a group, which is the set of groups that start together. It is given by its size and the group's place
-    in it.
+    """The groups that start together, by their number, and a group's place among them.
 
     A server admits its requests of a cohort together, so that its batches, and the last bits of its log-probs, don't
-    depend on arrival times. A cohort has no list of ids: in a step of n groups, n lists of n ids would have to be sent.
+    depend on arrival times.
     """
 
-    place: int
-    """Index of this group in its cohort. It does not follow from the group's id, because dynamic sampling leaves gaps
-    in ids."""
+    place: int  # does not follow from the group's id: dynamic sampling leaves gaps
     size: int
-    """Number of groups in the cohort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
     """Request to generate one group.
 
-    Example: with two groups a step, the second of step 3 is
-    `GroupRequest(group_id=5, policy_version=2, cohort=Cohort(place=1, size=2))`.
+    Example: with two groups a step, the second of step 3 is `GroupRequest(group_id=5, policy_version=2,
+    cohort=Cohort(place=1, size=2))`.
     """
 
     group_id: int
-    policy_version: int
-    """Policy version that must sample the group."""
-    cohort: Cohort | None = None
-    """Cohort of the group; None if the group starts alone."""
+    policy_version: int  # that must sample the group
+    cohort: Cohort | None = None  # None if the group starts alone
+    # Position in its source's order, counted through all epochs; None until `Sources.of` has found the source.
     prompt: int | None = None
-    """Index of the prompt in its source's order of the first epoch, if a curriculum chose the prompt. None: the next
-    prompt in order."""
-    source: int | None = None
-    """Index of the source, if a curriculum chose the source. None: the ratios determine the source."""
-    server: int | None = None
-    """Index of the server that samples all turns. None until the driver's `Router` has chosen a server."""
+    server: int | None = None  # samples all turns; None until the driver's `Router` has chosen it
+    # ReMax: the last trajectory is sampled at temperature 0, as the baseline of the others
     has_greedy_baseline: bool = False
-    """True if the group's last trajectory is sampled at temperature 0. In ReMax it is the baseline of the others."""
     purpose: Literal["group", "eval"] = "group"
-    """`group` for training, `eval` for evaluation."""
 
     @property
     def place(self) -> int:
-        """Position of the group's prompt in the order of its source, counted through all epochs."""
+        """Return `prompt`, or in a run with one source the group's id."""
         return self.group_id if self.prompt is None else self.prompt
-
-
-class Curriculum(Protocol):
-    """Chooses the prompts of groups by the results of earlier groups (`rayapp.extras.curriculum`)."""
-
-    def drawn(self, request: GroupRequest) -> GroupRequest:
-        """Return the request with a prompt or source that was drawn for it."""
-        ...
-
-    def record(self, place: int, summary: GroupSummary) -> None:
-        """Record the result of a group. Draws depend on it from the next `end_step` on."""
-        ...
-
-    def end_step(self) -> None: ...
-
-    def state(self, is_kept: Callable[[int], bool]) -> dict[str, str]:
-        """Return the file that a checkpoint keeps: file name -> text."""
-        ...
-
-    def metrics(self) -> dict[str, float]: ...
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
@@ -110,12 +70,8 @@ def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
 
 
 def index_in_epochs(place: int, *, number: int, seed: int, what: str) -> int:
-    """Return the index of the item at position `place` of an endless sequence. Each epoch of the sequence is one seeded
-    permutation of `number` items.
-
-    Args:
-        what: kind of the items. Under one seed, each kind has its own order.
-    """
+    """Return the index of the item at `place` of an endless sequence; each epoch is one seeded permutation of `number`
+    items. Under one seed, each kind `what` has its own order."""
     epoch, position = divmod(place, number)
     return _order_of_epoch(what, epoch, number, seed)[position]
 
@@ -128,7 +84,6 @@ def _order_of_epoch(what: str, epoch: int, number: int, seed: int) -> tuple[int,
 
 
 def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
-    """Return the seed of the `index`-th trajectory of a group."""
     return _mix(seed, group_id, 1 + index)
 
 
@@ -141,9 +96,7 @@ def sampling_of(
 
 
 def scoring_seed(group_id: int, *, seed: int) -> int:
-    """Return the seed that draws a group's hidden tests. All trajectories of the group get the same tests, so that
-    their rewards can be compared.
-    """
+    """Return the seed that draws the hidden tests of all trajectories of a group."""
     return _mix(seed, group_id, 0)
 
 
@@ -153,19 +106,13 @@ def seed_of_call(seed: int, number: int) -> int:
 
 
 def evaluation_seed(seed: int) -> int:
-    """Return the seed that evaluation uses instead of the run's seed. Its samples and tests differ from those of
-    training.
-    """
+    """Return the seed of evaluation, whose samples and tests differ from training's."""
     return _mix(seed, MAX_SEED)
 
 
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
-    """Split the prompts of an evaluation into waves, which run one after the other. Return the prompts' indices for
-    each wave.
-
-    A wave has at most as many trajectories as a training step, because servers, tools and sandboxes are configured for
-    this load.
-    """
+    """Split the prompts of an evaluation into waves, which run one after the other. A wave has at most as many
+    trajectories as a training step: servers, tools and sandboxes are configured for this load."""
     at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
     size = max(1, at_once // config.eval.samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
@@ -186,14 +133,11 @@ def _mix(*words: int) -> int:
 
 
 def server_in_cohort(cohort: Cohort, num_servers: int) -> int:
-    """Return the index of the server that samples the group at `cohort.place`."""
     return cohort.place % num_servers
 
 
 def neighbours(cohort: Cohort | None, num_servers: int) -> int:
-    """Return the number of groups, including this group, that the group's server admits together. Without a cohort it
-    is 1.
-    """
+    """Return the number of groups that the group's server admits together, at least 1."""
     if cohort is None:
         return 1
     return len(range(server_in_cohort(cohort, num_servers), cohort.size, num_servers))
@@ -203,11 +147,7 @@ ROUND = 100
 
 
 class Mixing:
-    """Determines the source of each group of a run, as the module's docstring describes.
-
-    Args:
-        ratios: relative share of groups of each source. Positive numbers, whose sum may have any value.
-    """
+    """Determines the source of each group of a run, as described above. `ratios` may have any sum."""
 
     def __init__(self, ratios: Sequence[float], *, seed: int) -> None:
         # Convert from the decimal text, so that 0.1 is exactly a tenth.
@@ -219,10 +159,8 @@ class Mixing:
         self._num_free = ROUND - sum(self._fixed)
         self._slots = _spread([*self._fixed, self._num_free])
         self._first = int(np.random.SeedSequence((seed, len(ratios))).generate_state(1)[0]) % ROUND
-        self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]
-        """Number of groups that each source has before a round, one tuple per round."""
-        self._owners: list[tuple[int, ...]] = []
-        """Sources of a round's remaining slots, one tuple per round. This list has one round fewer than `_before`."""
+        self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]  # groups that each source has before a round
+        self._owners: list[tuple[int, ...]] = []  # of each round's remaining slots; one round fewer than `_before`
         self._with_owners = functools.lru_cache(maxsize=64)(self._slots_of)
 
     def place(self, group_id: int) -> tuple[int, int]:
@@ -233,14 +171,7 @@ class Mixing:
         count = self._before[number][source] + owned[:slot].count(source)
         return source, count - self._round(0)[: self._first].count(source)
 
-    def placed(self, request: GroupRequest) -> tuple[int, int]:
-        """Return the index of a training group's source, and the group's index among the groups of this source."""
-        if request.source is None and request.prompt is None:
-            return self.place(request.group_id)
-        return request.source or 0, request.place
-
     def _round(self, number: int) -> tuple[int, ...]:
-        """Return the source of each slot of a round."""
         while len(self._owners) <= number:
             self._add_round()
         return self._with_owners(self._owners[number])
@@ -261,20 +192,13 @@ class Mixing:
 
 
 def _handed_over(owners: Sequence[int], now: set[int]) -> tuple[int, ...]:
-    """Return the sources of a round's remaining slots.
-
-    Args:
-        owners: sources of the remaining slots in the previous round. A source that gets a slot again keeps its slot.
-        now: sources that get one of the slots in this round.
-    """
+    # A source that gets a slot again keeps its slot.
     coming = iter(sorted(now.difference(owners)))
     return tuple(owner if owner in now else next(coming) for owner in owners) or tuple(coming)
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
-    """Return a sequence that has each index i `counts[i]` times, spread evenly. The next element is always the index
-    that is furthest behind its share.
-    """
+    # Each index i `counts[i]` times; the next is always the one furthest behind its share.
     total, given = sum(counts), [0] * len(counts)
 
     def lag(index: int) -> int:

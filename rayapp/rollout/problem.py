@@ -21,36 +21,24 @@ from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN, Weights
 
 MAX_KEPT_CHARS = 1 << 16
-VERDICT = "environment"
-"""Key of an environment's reward in `Trajectory.tool_rewards`."""
+VERDICT = "environment"  # an environment's reward in `Trajectory.tool_rewards`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One task or row of data, with its prompt and the function that scores its trajectories."""
 
-    prompt: Prompt
-    """Prompt of all trajectories, which is recorded with the group. Its text is empty until an agent has rendered the
-    prompt."""
+    prompt: Prompt  # of all trajectories; its text is empty until an agent has rendered it
+    # Function that scores a trajectory that did not fail; the last argument draws the hidden tests; may raise anything.
     score: Callable[[Problem, Trajectory, SandboxSource, int], Awaitable[Reward]]
-    """Function that scores a trajectory that did not fail. Its last argument is the seed that draws the hidden tests.
-    It may raise any exception, which `tasks.verdict` handles."""
-    weights: Weights | None = PLAIN
-    """Weights of the terms that are added to rewards; None if rewards get no terms for tools and turns."""
-    agent_start: AgentStart | None = None
-    """Messages, files and tools with which an agent starts; None takes those of the task."""
-    task: Task | None = None
-    """Task of this problem; None for a row of data."""
-    agent_name: str = ""
-    """Name of the agent that the row of data names; empty for the source's agent."""
+    weights: Weights | None = PLAIN  # of the terms added to rewards; None: no terms for tools and turns
+    agent_start: AgentStart | None = None  # None takes that of the task
+    task: Task | None = None  # None for a row of data
+    agent_name: str = ""  # named by the row; empty for the source's agent
 
     @cached_property
     def start(self) -> AgentStart:
-        """Messages, files and tools with which an agent starts.
-
-        Raises:
-            InputError: the task can't be played by an agent.
-        """
+        """Messages, files and tools with which an agent starts."""
         if self.agent_start is not None:
             return self.agent_start
         assert self.task is not None, "a problem needs a task or an agent_start"
@@ -61,11 +49,7 @@ class Agent(Protocol):
     """Plays problems. Callers have to set deadlines."""
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt that the policy reads. It has no token ids if the agent writes its prompts while it plays.
-
-        Raises:
-            UserError: the agent can't play the problem, or one of its tools can't be used.
-        """
+        """Return the prompt that the policy reads. It has no ids if the agent writes prompts while it plays."""
         ...
 
     async def play(
@@ -78,9 +62,6 @@ class Agent(Protocol):
 
 
 async def prompted(problem: Problem, agent: Agent) -> Problem:
-    """Return the problem, with the prompt that the agent renders. Raises UserError: the agent can't play the
-    problem.
-    """
     return replace(problem, prompt=await agent.prompt(problem))
 
 
@@ -94,11 +75,6 @@ async def _score_task(problem: Problem, played: Trajectory, sandboxes: SandboxSo
 
 
 def agent_start(task: Task) -> AgentStart:
-    """Return the messages, files and tools with which an agent starts on a task.
-
-    Raises:
-        InputError: the task can't be played by an agent.
-    """
     if not isinstance(task, AgentTask):
         raise InputError(
             f"task {task.name}: its class has no method agent_start (rayapp/core/protocols.py), so agents can't play "
@@ -108,11 +84,7 @@ def agent_start(task: Task) -> AgentStart:
 
 
 def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
-    """Return the problem of a row of data. Its name is the row's data source.
-
-    Raises:
-        InputError: no rule or reward function scores this data source.
-    """
+    """Return the problem of a row of data. Its name is the row's data source."""
     rewards.truth_kind(row.data_source)
 
     async def score(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -131,7 +103,7 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
 
 
 def is_kept(value: Any) -> bool:
-    """Return True if this value of a row is short enough to be kept in its prompt."""
+    """True if this value of a row is short enough to be kept in its prompt."""
     return len(json.dumps(value, default=str)) <= MAX_KEPT_CHARS
 
 
@@ -150,11 +122,7 @@ async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: 
 
 
 def plays_environments(tasks: Sequence[Task]) -> bool:
-    """Return True if these tasks are rows of environments.
-
-    Raises:
-        InputError: only some of the tasks are.
-    """
+    """True if these tasks are rows of environments. InputError: only some are."""
     names = {isinstance(task, EnvironmentRow): task.name for task in tasks}
     if len(names) > 1:
         raise InputError(
@@ -165,7 +133,5 @@ def plays_environments(tasks: Sequence[Task]) -> bool:
 
 
 def bare_prompt(name: str, token_ids: Sequence[int] = (), **kept: Any) -> Prompt:
-    """Return a prompt without text, which an agent still has to render. The prompts of rows of data already have token
-    ids.
-    """
+    """Return a prompt without text, which an agent still has to render."""
     return Prompt(task=name, text="", token_ids=np.array(token_ids, np.int32), **kept)

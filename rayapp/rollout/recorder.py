@@ -51,37 +51,26 @@ from rayapp.rollout.agent.text import CutSide
 class AgentLimits:
     """Limits of a trajectory's tokens, turns, calls and tool results."""
 
-    max_response_tokens: int
-    """Maximum tokens after the prompt, over all turns, tool results included."""
+    max_response_tokens: int  # after the prompt, over all turns, tool results included
+    # Calls in the last turn run only if one of them hands in the answer: the policy would not read the results.
     max_assistant_turns: int = 5
-    """Maximum turns of the policy. Calls in the last turn run only if one of them hands in the answer: the policy would
-    not read the results."""
-    max_calls_per_turn: int = 8
-    """Maximum calls of one turn that run. Further calls get an error as their result."""
-    max_tool_output_chars: int = 1024
-    """Maximum characters of a tool result. Longer results are cut."""
-    cut_side: CutSide = "middle"
-    """Part of a long tool result to keep: left (the beginning), right (the end), or middle (both ends)."""
+    max_calls_per_turn: int = 8  # further calls get an error as their result
+    max_tool_output_chars: int = 1024  # longer results are cut
+    cut_side: CutSide = "middle"  # left (the beginning), right (the end), or middle (both ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPrompt:
     """Inputs with which an agent loop starts a trajectory."""
 
-    token_ids: tuple[int, ...]
-    """Token ids of the prompt, rendered once for all trajectories of a group."""
+    token_ids: tuple[int, ...]  # rendered once for all trajectories of a group
+    # Row's `extra_info.tools_kwargs`, by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}.
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The data row's `extra_info.tools_kwargs`, by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Relative path -> text of the workspace's files at the start."""
-    packages: tuple[str, ...] = ()
-    """Python packages that the workspace's sandbox imports in advance."""
-    spec: SandboxSpec | None = None
-    """Spec of the workspace's sandbox; None lets the tools choose the spec."""
-    setup: tuple[str, ...] = ()
-    """Command that runs in the workspace before the first call; empty if there is none."""
-    first_turn: int = 0
-    """Number of the first turn. It is 1 if a request with number 0 was already sent for the trajectory."""
+    files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, in the workspace at the start
+    packages: tuple[str, ...] = ()  # that the workspace's sandbox imports in advance
+    spec: SandboxSpec | None = None  # of the workspace's sandbox; None: the tools choose
+    setup: tuple[str, ...] = ()  # command in the workspace before the first call
+    first_turn: int = 0  # 1 if a request with number 0 was already sent for the trajectory
 
 
 _FAILURE_KINDS = {
@@ -92,12 +81,7 @@ _FAILURE_KINDS = {
 
 
 def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str = "") -> Trajectory:
-    """Mark a trajectory as failed for a reason other than the policy, and return it.
-
-    Args:
-        failure: reason of the failure, in one line.
-        kind: failure kind of the invalid reward; if empty, it follows from the status.
-    """
+    """Mark a trajectory as failed for a reason other than the policy. Without a `kind` it follows from the status."""
     reward = Reward.invalid(kind or _FAILURE_KINDS.get(status, "unscored"), failure)
     return replace(played, status=status, reward=reward)
 
@@ -108,26 +92,19 @@ _TOKEN = np.dtype(
 
 
 class Recorder:
-    """Records the tokens of one trajectory, as the module's docstring describes.
-
-    Args:
-        prompt_ids: prompt of the trajectory; empty if each conversation has its own prompt.
-    """
+    """Records the tokens of one trajectory. `prompt_ids` is empty if each conversation has its own prompt."""
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
         self.size = 0
         self.forks: list[Fork] = []
         self.turns: list[TurnRecord] = []
         self._tokens = np.empty(1024, _TOKEN)
+        # Indices of tokens with their experts, once for each token.
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
-        """Pairs (indices of tokens, experts to which the engine routed these tokens). A token is only in the entry of
-        the first turn that computed it."""
+        # First sampled token of a turn, and the tokens that its form allowed.
         self._allowed: list[tuple[int, AllowedTokens]] = []
-        """Pairs (index of a turn's first sampled token, tokens that the turn's form allowed), in the order of the
-        turns."""
         self._starts = [0]
-        self._children: dict[int, list[int]] = defaultdict(list)
-        """Index of a token -> indices of the tokens that fork from it."""
+        self._children: dict[int, list[int]] = defaultdict(list)  # token -> tokens that fork from it
         self.add_read(prompt_ids)
 
     def trajectory(
@@ -138,13 +115,8 @@ class Recorder:
         answer: str | None = None,
         agent_output: str = "",
     ) -> Trajectory:
-        """Return the recorded tokens as a trajectory.
-
-        Args:
-            status: status of the trajectory.
-            failure: reason of the failure, for an ERROR_* status.
-            answer: answer that was handed in; None for the text of the last turn.
-        """
+        """Return the recorded tokens as a trajectory. `failure` is for an ERROR_* status; without an `answer` the last
+        turn's text is the answer."""
         tokens, turns = self._tokens[: self.size], self.turns
         said = turns[-1].text if turns else ""
         played = Trajectory(
@@ -172,13 +144,7 @@ class Recorder:
         sampling: SamplingParams,
         text_of: Callable[[Completion], str],
     ) -> Completion:
-        """Sample one turn after the last token, and record it.
-
-        Args:
-            text_of: function that returns the turn's text for its record, for tools and for rewards.
-        Raises:
-            EngineError: the engine can't generate.
-        """
+        """Sample one turn after the last token, and record it with the text of `text_of`."""
         started_at_s, last = time.time(), self.size - 1
         sampling = replace(sampling, num_routed=self.num_routed(last))
         completion = await engine.generate(request_id, self.context(last), sampling)
@@ -186,7 +152,6 @@ class Recorder:
         return completion
 
     def add_calls(self, calls: tuple[CallRecord, ...]) -> None:
-        """Record the tool calls of the last turn."""
         self.turns[-1] = replace(self.turns[-1], calls=calls)
 
     def add_read(self, token_ids: Sequence[int]) -> None:
@@ -214,15 +179,12 @@ class Recorder:
         return int(self._tokens["is_routed"][path_to(last, self.forks)].sum()) if self._experts else 0
 
     def context(self, last: int) -> list[int]:
-        """Return the token ids on the path to the token at `last`, inclusive, which are the engine's prompt. For -1
-        there are none.
-        """
+        """Return the ids on the path to the token at `last`, inclusive, which are the engine's prompt; none for -1."""
         path = path_to(last, self.forks) if self.forks else slice(last + 1)
         ids: list[int] = self._tokens["id"][path].tolist()
         return ids
 
     def sampled_ids(self, turn: int) -> list[int]:
-        """Return the sampled ids of the turn with this number."""
         ids: list[int] = self._tokens["id"][self.turns[turn].start : self.turns[turn].end].tolist()
         return ids
 
@@ -233,12 +195,8 @@ class Recorder:
     def add_turn(
         self, after: int, read_ids: Sequence[int], completion: Completion, *, text: str, started_at_s: float
     ) -> tuple[int, int]:
-        """Record the tokens that are read after the token at `after`, and the turn that is sampled after them. If
-        `after` is -1, a new conversation begins.
-
-        Returns:
-            The indices of the last read token and of the last sampled token.
-        """
+        """Record the tokens read after `after` (-1: a new conversation), and the turn sampled after them. Return the
+        indices of the last read and the last sampled token."""
         ids = np.asarray(read_ids, np.int32)
         after, num_known = self._known(after, ids)
         prompt_end = self._append(after, ids[num_known:], sampled=False)
@@ -261,9 +219,7 @@ class Recorder:
         self._tokens["is_routed"][indices] = True
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
-        """Return the index of the last of these tokens that the tree already has after `after`, and the number of these
-        tokens.
-        """
+        """Return the last of these tokens that the tree already has after `after`, and their number."""
         num_known = 0
         while num_known < ids.size:
             found = [(self._num_equal(start, ids[num_known:]), start) for start in self._next(after)]
@@ -274,7 +230,6 @@ class Recorder:
         return after, num_known
 
     def _next(self, after: int) -> list[int]:
-        """Return the indices of the tokens that follow the token at `after`."""
         is_inside = after + 1 < self.size and self._starts[bisect_right(self._starts, after + 1) - 1] != after + 1
         is_first = after == -1 and self.size > 0
         return [*([after + 1] if is_inside or is_first else []), *self._children.get(after, ())]
@@ -304,9 +259,7 @@ class Recorder:
 
 
 def cut_completion(completion: Completion, num_tokens: int) -> Completion:
-    """Return a completion of the first `num_tokens` tokens, as if `max_tokens` had been this number. The text is not
-    cut.
-    """
+    """Return the first `num_tokens` tokens, as if `max_tokens` had been this number. The text is not cut."""
     if completion.token_ids.size <= num_tokens:
         return completion
     spans, left = list[VersionSpan](), num_tokens

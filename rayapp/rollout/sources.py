@@ -1,9 +1,5 @@
 """The sources of a run, in a rollout worker: their problems, agents and judges, and the source of each group.
 
-    open_sources(config, sandboxes) -> Sources     .of(request) -> OpenSource, and the request as that source counts
-                                        |-- source 0: Listed | RowFiles, an agent, judges
-                                        '-- source 1: …
-
 Each rollout worker opens the sources once, at its start, and then reports unusable files, templates and tool services.
 """
 
@@ -49,24 +45,12 @@ class ProblemSet(Protocol):
     """The problems of one source. Which problem a group gets depends only on the seed and the request's `place`."""
 
     @property
-    def num_train(self) -> int:
-        """Number of problems in one training epoch."""
-        ...
-
-    @property
     def num_eval(self) -> int:
-        """Number of problems in one evaluation. In a request with purpose `eval`, `place` is the index of a problem."""
+        """Number of problems in one evaluation, of which a request with purpose `eval` has `place`."""
         ...
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
-        """Return the problem of a group, with its prompt.
-
-        Args:
-            request: request whose `place` counts only the groups of this source.
-            seed: seed of the run.
-        Raises:
-            InputError: the agent can't play the problem.
-        """
+        """Return the problem of a group, with its prompt. The request's `place` counts only groups of this source."""
         ...
 
 
@@ -78,8 +62,7 @@ class RowFiles:
     rewards: AnswerRewards
     train: TrainingData | None
     held_out: TrainingData | None
-    max_eval: int = 0
-    """Maximum number of rows to evaluate, from the first row on; 0 evaluates all."""
+    max_eval: int = 0  # rows, from the first on; 0: all
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
@@ -88,15 +71,9 @@ class RowFiles:
             return 0
         return min(len(self.held_out), self.max_eval or len(self.held_out))
 
-    @property
-    def num_train(self) -> int:
-        return len(self.train) if self.train is not None else 0
-
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         rows = self.train if request.purpose == "group" else self.held_out
-        assert rows is not None, (
-            "num_train of a source without training files: the driver should have refused this command"
-        )
+        assert rows is not None, "a source without training files: the driver should have refused this command"
         # Read one problem at a time: otherwise two groups that need the same window of rows would both load it.
         async with self._reading:
             row = await asyncio.to_thread(rows.row, request.place)
@@ -104,14 +81,8 @@ class RowFiles:
 
 
 class Listed:
-    """The tasks in `config.tasks` for training, and in `config.eval.tasks` for evaluation. Without tasks for
-    evaluation, evaluation takes each training task once.
-
-    Args:
-        train, held_out: pairs of a task and its prompt, for training and for evaluation.
-        problem_of: function that makes the problem of a task.
-        max_eval: maximum number of tasks to evaluate, from the first task on; 0 evaluates all.
-    """
+    """Tasks with their prompts, for training (`train`) and evaluation (`held_out`; without them each training task
+    once). `max_eval`: tasks to evaluate, from the first on; 0: all."""
 
     def __init__(
         self,
@@ -129,11 +100,7 @@ class Listed:
 
     @classmethod
     async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
-        """Make the set of problems, with the prompts that the agent renders.
-
-        Raises:
-            UserError: the agent can't play a task, or a prompt is longer than rollout.max_prompt_tokens.
-        """
+        """Make the set with the prompts that the agent renders. UserError: a task can't be played."""
         weights = Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN
 
         def problem_of(task: Task) -> Problem:
@@ -157,10 +124,6 @@ class Listed:
     def num_eval(self) -> int:
         return len(self._held_out)
 
-    @property
-    def num_train(self) -> int:
-        return len(self._train)
-
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         if request.purpose == "group":
             task, prompt = self._train[prompt_index(request.place, num_prompts=len(self._train), seed=seed)]
@@ -170,13 +133,7 @@ class Listed:
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
-    """Open the data files of training and of evaluation. Return the rows of each; None if the configuration names no
-    files for it.
-
-    Raises:
-        InputError: a file or a prompt can't be used.
-        StorageError: a remote file can't be fetched.
-    """
+    """Open the data files of training and of evaluation; None if the configuration names no files for it."""
 
     async def opened(files: tuple[str, ...], *, shuffle: bool) -> TrainingData | None:
         if not files:
@@ -195,7 +152,6 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
 
 
 def answer_rewards(config: Config) -> AnswerRewards:
-    """Return the settings of the section `reward` for scoring data rows."""
     section = config.reward
     return AnswerRewards(
         method=section.method,
@@ -212,29 +168,19 @@ def answer_rewards(config: Config) -> AnswerRewards:
 class OpenSource:
     """One source of a run, with its problems, agent and judges."""
 
-    config: Config
-    """The run's configuration, in which the source's own settings replace those of the run."""
+    config: Config  # the source's own settings replace those of the run
     problems: ProblemSet
     agent: Agent
     name: str = ""
     judging: Judging | None = None
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
-        """Return the problem of a group, with the source's name. Raises InputError: the agent can't play the
-        problem.
-        """
         found = await self.problems.problem(request, seed=seed)
         return replace(found, prompt=replace(found.prompt, source=self.name))
 
 
 class Sources:
-    """All sources of a run, and the choice of each group's source.
-
-    Args:
-        ratios: share of each source.
-        seed: seed of the run.
-        judges: judges of all sources; None if no source has any.
-    """
+    """All sources of a run, and the choice of each group's source by `ratios` and `seed`."""
 
     def __init__(self, ratios: Sequence[float], *, seed: int, judges: Judges | None = None) -> None:
         self.opened: list[OpenSource] = []
@@ -243,15 +189,8 @@ class Sources:
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
-        """Number of prompts that each source has in one evaluation. The ids of groups with purpose `eval` count through
-        all sources.
-        """
+        """Prompts of each source in one evaluation. The ids of groups with purpose `eval` count through all sources."""
         return tuple(source.problems.num_eval for source in self.opened)
-
-    @property
-    def num_train_prompts(self) -> tuple[int, ...]:
-        """Number of prompts that each source has in one epoch."""
-        return tuple(source.problems.num_train for source in self.opened)
 
     def of(self, request: GroupRequest) -> tuple[OpenSource, GroupRequest]:
         """Return the source of a group, and the request with the group's index among the groups of this source."""
@@ -259,12 +198,11 @@ class Sources:
         return self.opened[index], replace(request, prompt=place)
 
     def _place(self, request: GroupRequest) -> tuple[int, int]:
-        """Return the index of the request's source, and the group's index among the groups of this source."""
         if request.purpose == "eval":
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
             return index, request.group_id - starts[index]
-        return self._mixing.placed(request)
+        return self._mixing.place(request.group_id)
 
     async def close(self) -> None:
         """Close the agents and judges of all sources, even if closing one of them fails."""
@@ -278,11 +216,7 @@ class Sources:
 
 
 async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
-    """Open the sources of a run.
-
-    Raises:
-        UserError: a task, a file, the chat template or a tool can't be used. The message begins with the source's name.
-    """
+    """Open the sources of a run. A UserError begins with the source's name."""
     config = await asyncio.to_thread(with_local_model, config)
     own, judges = sources_of(config), open_judges(config)
     sources = Sources([source.ratio for source in own], seed=config.run.seed, judges=judges)
@@ -301,12 +235,8 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
 
 
 def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
-    """Make the judges of a rollout worker. Return None if the run has none. Raises ConfigError: the environment
-    variable of a key is not set.
-
-    Args:
-        of_run: True includes judges that are served by the run's own servers.
-    """
+    """Make the judges of a rollout worker, with those on the run's own servers if `of_run`; None without any.
+    ConfigError: a key's environment variable is not set."""
     names = {name for source in sources_of(config) for name in source.config.reward.judges}
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
     if not used:
@@ -361,7 +291,7 @@ async def _agent_of_tasks(config: Config, sandboxes: SandboxSource, tasks: Seque
 
 @contextmanager
 def naming(source: Source) -> Iterator[None]:
-    """Context manager that puts the source's name in front of the message of a UserError."""
+    """Put the source's name in front of the message of a UserError."""
     try:
         yield
     except UserError as error:

@@ -1,15 +1,8 @@
 """The checkpoints of one run: written under a temporary name, renamed when complete, deleted by age and score.
 
-    checkpoints/  .pending-000012/          being written; nothing reads it
-                  step=000010/{learner/, hf_model/, manifest.json}
-                  step=000010/groups/{waiting.parquet, ahead.json}
-
-A checkpoint counts only with its manifest, which names every file with its size and checksum and is written last,
-before the folder is renamed. Sizes are always checked, checksums before a run resumes. The learners write the files;
-nothing here reads a tensor.
-
-`groups/` holds the store's finished groups that wait for training, and ids of groups that were trained early. Only
-asynchronous runs have it: a synchronous run generates its groups again, together, so that it repeats exactly.
+A checkpoint counts only with its manifest, which names every file with size and checksum and is written last. Sizes are
+always checked, checksums before a run resumes. `groups/` (asynchronous runs) holds finished groups that wait for
+training, and ids of groups that were trained early.
 """
 
 from __future__ import annotations
@@ -33,26 +26,18 @@ from rayapp.storage.base import XXH3, hash_files
 from rayapp.storage.folders import MANIFEST
 
 log = logging.getLogger(__name__)
+# Manifest of a refused checkpoint, with the reason; the folder stays until the next save, for inspection.
 REFUSED = "manifest.refused.json"
-"""Name of a refused checkpoint's manifest, with the reason. The folder stays until the next save, so that people can
-inspect it."""
-RESUMABLE = frozenset({"model", "optimizer"})
-"""Contents that a run needs to resume exactly."""
+RESUMABLE = frozenset({"model", "optimizer"})  # that a run needs to resume exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint."""
-
-    version: int
-    """Number of optimizer steps done."""
+    version: int  # optimizer steps done
     path: Path
-    next_group_id: int
-    """Id of the first group that a resumed run generates."""
-    contents: tuple[str, ...] = ("model", "optimizer")
-    """`checkpoint.save_contents` of the run that wrote it."""
-    score: float | None = None
-    """`checkpoint.best_metric` of the step it was saved after; None if the step has no such metric."""
+    next_group_id: int  # that a resumed run generates
+    contents: tuple[str, ...] = ("model", "optimizer")  # `checkpoint.save_contents` of the run that wrote it
+    score: float | None = None  # `checkpoint.best_metric` of the step it was saved after
 
     @property
     def is_resumable(self) -> bool:
@@ -60,9 +45,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """`checkpoints/` of a run; has one writer, which holds the run's lock. `in_use` returns True for a checkpoint that
-    must not be deleted now.
-    """
+    """`checkpoints/` of a run, with one writer. `in_use` is True for a checkpoint that must not be deleted now."""
 
     def __init__(
         self,
@@ -77,7 +60,6 @@ class CheckpointFolder:
         self._verified: set[Path] = set()
 
     def whole(self) -> list[Checkpoint]:
-        """Return every complete checkpoint, oldest first."""
         found = [_read(path) for path in steps_in(self.path)]
         return sorted((c for c in found if c is not None), key=lambda c: c.version)
 
@@ -85,9 +67,8 @@ class CheckpointFolder:
         return max(self.whole(), key=lambda c: c.version, default=None)
 
     def verified(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Blocks: reads
-        every byte of a checkpoint once. Raises RunFolderError: there are checkpoints, and none of them is usable.
-        """
+        """Return the newest complete checkpoint with intact files; log each skipped one with the reason. Reads every
+        byte once. RunFolderError: there are checkpoints, and none is usable."""
         while (newest := self.latest()) is not None and newest.path not in self._verified:
             found = damage(newest.path)
             if found is None:
@@ -111,7 +92,6 @@ class CheckpointFolder:
             (path / MANIFEST).unlink()
 
     def _tell_passed_over(self, used: Checkpoint | None) -> bool:
-        """Log one line for each unusable checkpoint newer than the used one; returns True if there was any."""
         torn = [path for path in steps_in(self.path) if _read(path) is None]
         newer = [path for path in torn if used is None or path.name > used.path.name]
         for path in newer:
@@ -130,7 +110,6 @@ class CheckpointFolder:
         remove_pending(self.path)
 
     def begin(self, version: int) -> Path:
-        """Make an empty folder for checkpoint `version`, without leftovers of earlier attempts."""
         self.clear_pending()
         pending = self._pending(version)
         with explain_full_disk(pending, self.what_is_safe):
@@ -138,8 +117,7 @@ class CheckpointFolder:
         return pending
 
     def commit(self, version: int, *, next_group_id: int, score: float | None = None) -> Checkpoint:
-        """Make the pending folder the newest checkpoint, and delete checkpoints that are neither among the newest nor
-        among the best."""
+        """Make the pending folder the newest checkpoint, and delete those neither among the newest nor the best."""
         pending, target = self._pending(version), self.path / step_name(version)
         with explain_full_disk(pending, self.what_is_safe):
             files = sorted(path for path in pending.rglob("*") if path.is_file())
@@ -188,14 +166,14 @@ def to_keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint, its manifest first, so that a kill in between leaves nothing that looks complete."""
+    """Delete the manifest first, so that a kill in between leaves nothing that looks complete."""
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def damage(path: Path) -> str | None:
-    """Return how files of a complete checkpoint differ from the manifest; None if they don't. Reads every byte."""
+    """Return how a complete checkpoint's files differ from the manifest; None if they don't. Reads every byte."""
     manifest = json.loads((path / MANIFEST).read_text())
     expected = manifest[XXH3]
     try:
@@ -208,7 +186,7 @@ def damage(path: Path) -> str | None:
 
 
 def why_torn(path: Path) -> str:
-    """Return the reason why a checkpoint is not complete, as a clause about its files."""
+    """Return why a checkpoint is not complete, as a clause about its files."""
     try:
         if (path / REFUSED).exists():
             return str(json.loads((path / REFUSED).read_text())["refused"])
@@ -236,7 +214,7 @@ def _size(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Checkpoint | None:
-    """Read a checkpoint; None unless every file in the manifest is there with its size."""
+    """Return the checkpoint; None unless every file in the manifest is there with its size."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         whole = all(_size(path / name) == size for name, size in manifest["files"].items())
@@ -246,7 +224,7 @@ def _read(path: Path) -> Checkpoint | None:
 
 
 def parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
-    """Build the checkpoint at `path` from its manifest. Raises KeyError, TypeError, ValueError: not a manifest."""
+    """Build the checkpoint at `path` from its manifest. KeyError, TypeError, ValueError: it is not a manifest."""
     if not isinstance(manifest[XXH3], dict):
         raise TypeError(f"{path / MANIFEST} has no checksums")
     return Checkpoint(
@@ -263,14 +241,10 @@ FOLDER, WAITING, AHEAD = "groups", "waiting.parquet", "ahead.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptGroups:
-    """Groups that a checkpoint keeps from the store."""
-
     waiting: tuple[Group, ...] = ()
-    done_ahead: tuple[int, ...] = ()
-    """Ids of groups that were trained or dropped although a group with a lower id is not trained yet."""
+    done_ahead: tuple[int, ...] = ()  # trained or dropped although a group with a lower id is not trained yet
 
     def write(self, checkpoint: Path, version: int) -> None:
-        """Write into the folder of a checkpoint that is being written."""
         if not self.waiting and not self.done_ahead:
             return
         folder = checkpoint / FOLDER
@@ -280,7 +254,6 @@ class KeptGroups:
 
     @classmethod
     def read(cls, checkpoint: Path) -> KeptGroups:
-        """Read from a complete checkpoint; empty if it has no such folder."""
         folder = checkpoint / FOLDER
         if not folder.exists():
             return cls()

@@ -1,14 +1,8 @@
 """The folder of one run: its lock, the records that a resumed run keeps, and only complete files.
 
-    outputs/<run>/  run.lock  format.json  machine.json  config.yaml  metrics.jsonl  rewards.png
-                    trajectories/step=000001.parquet   evaluations/step=000010.parquet
-                    checkpoints/step=000010/{learner/, manifest.json}   final/
-
-Every file is written under a temporary name and renamed; `checkpoints.py` does so for checkpoints. The driver owns the
-folder through a lock on `run.lock`, which ends with its process.
-
-A run resumes only if its configuration leads to the same training and its folder has a known format. `format.json`
-holds the format; a program that is too old for it refuses and changes nothing. Folders without the file are format 1.
+Every file is written under a temporary name and renamed. The driver owns the folder through a lock on `run.lock`, which
+ends with its process. A run resumes only if its configuration leads to the same training and `format.json` has a known
+format (without the file: 1).
 """
 
 from __future__ import annotations
@@ -65,6 +59,8 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{section}.{key}" for key in keys)
 
 
+# Keys that change where and how long a run executes and what it records, but not the training. train.num_steps may also
+# differ, unless the learning rate depends on it.
 FREE_KEYS = (
     *("budget", "cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
@@ -76,11 +72,7 @@ FREE_KEYS = (
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
     *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
-"""Keys and sections that may differ: they change where and how long a run executes and what it records, but not the
-training.
-
-train.num_steps may also differ, unless the learning rate depends on it.
-"""
+# Keys that differ between machines: the training is then not equal to the last bit, which a warning says.
 MACHINE_KEYS = (
     "rollout.num_workers",
     *_of("server", "num_servers", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "kv_block_tokens"),
@@ -90,17 +82,12 @@ MACHINE_KEYS = (
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
     *_of("learner", "compile", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
-"""Keys that differ between machines. The training is equal, but not to the last bit, which a warning says."""
+# Index within a key: what may differ, may differ in every source and judge.
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
-"""List index within a key. It is removed before the comparison: a key that may differ may differ in every source and
-judge.
-"""
 
 
 def check_same_training(config: Config, stored: Path) -> None:
-    """Compare the configuration with the one that made the run folder. Raises RunFolderError: keys that change the
-    training differ, with both values of each; or the folder has keys of an older version.
-    """
+    """Raise RunFolderError if keys that change the training differ from those of the run folder, with both values."""
     made_with = yaml.safe_load(stored.read_text()) or {}
     if old := renamed_keys(made_with):
         raise RunFolderError(
@@ -167,7 +154,7 @@ def check_format(folder: Path) -> None:
 
 
 def check_format_text(text: bytes, where: str) -> None:
-    """Check the text of `format.json` of the run at `where`. Raises RunFolderError: a newer version, or malformed."""
+    """Raise RunFolderError if the text of `format.json` of the run at `where` is of a newer version, or malformed."""
     try:
         raw = json.loads(text)
         found, writer = int(raw["format"]), str(raw.get("written_by", "another version"))
@@ -193,13 +180,8 @@ MACHINE_FILE = "machine.json"
 
 
 def note_machine(folder: Path, config: Config, processor: str, *, note: Callable[[str], None]) -> None:
-    """Record on which processor and in which number formats the run goes on. If they differ from the recorded ones, the
-    run does not repeat to the last bit, which is noted.
-
-    Args:
-        config: the run's config with formats in place of `auto`.
-        processor: instruction set of the processes that compute; `gpu` on GPUs.
-    """
+    """Record instruction set (`gpu` on GPUs) and number formats (without `auto`) with which the run goes on. If they
+    differ from the recorded ones, the run does not repeat to the last bit, which is noted."""
     now = {
         "processor": processor,
         "learner.compute_dtype": config.learner.compute_dtype,
@@ -213,8 +195,7 @@ def note_machine(folder: Path, config: Config, processor: str, *, note: Callable
         note(f"the run goes on with {'; '.join(changed)}: from here on it does not repeat to the last bit")
 
 
-RAY_COPIES = "working_dir_files"
-"""Folder of a Ray node for files uploaded with jobs."""
+RAY_COPIES = "working_dir_files"  # of a Ray node, for files uploaded with jobs
 
 
 class Mirror(Protocol):
@@ -231,7 +212,6 @@ class Mirror(Protocol):
 
 @contextmanager
 def _mirroring(uri: str, path: Path, section: CheckpointSection, *, must_be_new: bool) -> Iterator[Mirror | None]:
-    """Mirror the folder at `path` while the block runs; None for a run on a local disk."""
     if not Location.parse(uri).is_remote:
         yield None
         return
@@ -244,8 +224,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, mirror: Mirror | None = None) -> None:
         self.path = path
-        self.uri = mirror.uri if mirror is not None else str(path)
-        """Location of the run, for messages."""
+        self.uri = mirror.uri if mirror is not None else str(path)  # for messages
         self._config = config
         self._mirror = mirror
         in_use = mirror.is_reading if mirror is not None else lambda path: False
@@ -256,13 +235,9 @@ class RunFolder:
     def open(cls, config: Config) -> Iterator[RunFolder]:
         """Lock the folder, check that this run may continue in it, and hold it for the length of the block.
 
-        A folder on s3:// is first fetched to `run.staging_dir`, and mirrored while the block runs (`mirror`).
-
-        Raises:
-            RunFolderError: another process runs in it, run.resume forbids its content, it can't be written, it would be
-                deleted with a Ray job, a newer version wrote it, or none of its checkpoints is usable.
-            StorageFullError: the disk is full, now or while the block runs.
-            StorageError: object storage is not usable; at the end StorageIncompleteError if the upload is incomplete.
+        A folder on s3:// is first fetched to `run.staging_dir`, and mirrored while the block runs. RunFolderError says
+        why the folder can't be used; a full disk is a StorageFullError, also in the block; an incomplete upload a
+        StorageIncompleteError.
         """
         path = config.run_folder
         if not path.is_absolute() and RAY_COPIES in Path.cwd().parts:
@@ -329,13 +304,11 @@ class RunFolder:
             return None
 
     def storage_metrics(self) -> dict[str, float]:
-        """Return `storage/*` metrics of a run on s3://. Raises RunFolderError: another run has taken it over."""
+        """Return `storage/*` metrics of a run on s3://. RunFolderError: another run has taken it over."""
         return self._mirror.metrics() if self._mirror is not None else {}
 
     def truncate_after(self, version: int) -> int:
-        """Delete metrics and trajectories of steps that the resumed run repeats. Return the number of deleted steps
-        that had metrics.
-        """
+        """Delete metrics and trajectories of steps that the resumed run repeats. Return how many steps had metrics."""
         metrics, num_cut = self.path / "metrics.jsonl", 0
         if metrics.exists():
             lines = metrics.read_bytes().splitlines()
@@ -368,8 +341,7 @@ class RunFolder:
 
     @contextmanager
     def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None] | None]:
-        """Record the evaluation after `step` in `evaluations/step=NNNNNN.parquet`. Yields a function to call with each
-        part of it; None if the run keeps no trajectories."""
+        """Record the evaluation after `step`. Yield a function that takes its parts; None if nothing is recorded."""
         if not self._config.tracking.trajectories:
             yield None
             return
@@ -381,8 +353,7 @@ class RunFolder:
 
     @contextmanager
     def pending_final(self, step: int | None = None) -> Iterator[Path]:
-        """Make an empty folder that becomes `final/` if the block succeeds. It is for the model after `step`, or after
-        the run's last step."""
+        """Make a folder that becomes `final/`, for the model after `step` (None: the last), if the block succeeds."""
         pending, final = self.path / ".pending-final", self.path / FINAL
         with self.explain_full_disk(pending):
             remove_tree(pending)
@@ -396,5 +367,4 @@ class RunFolder:
                 remove_tree(pending)
 
     def explain_full_disk(self, path: Path) -> AbstractContextManager[None]:
-        """Turn a full disk into an error that names the last safe checkpoint; see `rayapp.core.files`."""
         return explain_full_disk(path, self.checkpoints.what_is_safe)

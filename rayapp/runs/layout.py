@@ -10,16 +10,14 @@ from pathlib import Path
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL = "metrics.jsonl", "checkpoints", "trajectories", "final"
 EVALUATIONS, PROFILES = "evaluations", "profiles"
-EXPORTED = "rayapp.json"
-"""File in `final/` that names the model's run and step."""
-RECORDED = (TRAJECTORIES, EVALUATIONS)
-"""Folders with a parquet file for each step."""
+EXPORTED = "rayapp.json"  # file in `final/` that names the model's run and step
+RECORDED = (TRAJECTORIES, EVALUATIONS)  # with a parquet file for each step
 PARQUET = ".parquet"
 _STEP = re.compile(r"step=(\d+)(?:\.parquet)?")
 
 
 def step_name(step: int, suffix: str = "") -> str:
-    """Return the name of a step's file or folder, e.g. `step=000010`; names sort as steps do."""
+    """`step=000010`; names sort as steps do."""
     return f"step={step:06d}{suffix}"
 
 

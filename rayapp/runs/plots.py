@@ -14,10 +14,8 @@ SMOOTHED_STEPS = 5
 
 
 def write_reward_plot(run_path: Path) -> None:
-    """Draw `rewards.png` beside `metrics.jsonl`; do nothing if no step was logged.
-    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A supervised run gets a
-    plot of its losses.
-    """
+    """Draw `rewards.png` beside `metrics.jsonl`, if a step was logged. The steps of a warm-up, whose folder is beside
+    the run's, have numbers up to 0; a supervised run gets its losses."""
     records = read_metrics(run_path / "metrics.jsonl")
     if not records:
         return
@@ -38,7 +36,6 @@ def write_reward_plot(run_path: Path) -> None:
 
 
 def _before_step_one(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Renumber the records of a warm-up, so that its last step becomes step 0."""
     last = max((record["step"] for record in records), default=0)
     return [record | {"step": record["step"] - last} for record in records]
 
@@ -51,11 +48,6 @@ def _mark_warmup(all_axes: Sequence[Any], *, first: int) -> None:
 
 @contextmanager
 def _picture(path: Path, layout: dict[str, Any]) -> Iterator[Any]:
-    """Yield axes to draw on; they are saved to `path` at the end of the block.
-
-    Args:
-        layout: arguments of `pyplot.subplots`.
-    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,7 +98,6 @@ def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_nats(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    """Draw entropy, and the losses of a warm-up, on an axis at the right."""
     _draw_lines(axes, records, {"learner/entropy": "entropy", **_LOSSES}, "nats per token", first_colour=7)
     axes.set_ylim(bottom=0)
     axes.grid(visible=False)
@@ -133,7 +124,6 @@ def _tasks(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have this metric, and its values."""
     found = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in found], [value for _, value in found]
 

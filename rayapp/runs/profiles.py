@@ -1,9 +1,6 @@
-"""Profiles of steps (`train.profile_steps`): traces of learner 0 and server 0.
+"""Profiles of steps (`train.profile_steps`): torch's traces of learner 0 and server 0, in Chrome's format.
 
-    learner-0, vllm-server-0 -- Profile --> driver --> profiles/step=000003/learner-0.json.gz, vllm-server-0.json.gz
-
-A trace is torch's, in Chrome's format. The learner records the first micro-batches of each pass over them, the engine
-its first iterations, so that a trace of a long step stays small.
+The learner records the first micro-batches of each pass, the engine its first iterations, so that traces stay small.
 """
 
 from __future__ import annotations
@@ -23,14 +20,9 @@ _OF_FIRST_RANK = re.compile(r"rank-?0\..*trace\.json\.gz$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A trace of one process during a step."""
-
-    process: str
-    """Name of the process, e.g. `learner-0`."""
-    trace: bytes
-    """Chrome trace, gzipped."""
-    covers: str
-    """Part of the step that was recorded, e.g. `8 of 24 micro-batches`."""
+    process: str  # e.g. `learner-0`
+    trace: bytes  # Chrome's, gzipped
+    covers: str  # e.g. `8 of 24 micro-batches`
 
 
 def read_trace(file: Path) -> bytes:

@@ -1,7 +1,6 @@
 """Access to a run's files: a folder, or `s3://…` read by ranges. Read only.
 
-A run folder belongs to its writer: files appear complete (written aside and renamed) and disappear only when a resumed
-run repeats steps, so name, size and time identify a file's content.
+Files appear complete and disappear only when a resumed run repeats steps: name, size and time identify a content.
 """
 
 from __future__ import annotations
@@ -25,14 +24,10 @@ FOLDERS: Mapping[Purpose, str] = {"train": TRAJECTORIES, "eval": EVALUATIONS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """The trajectories of one step, as currently stored."""
-
     step: int
     path: str
-    stamp: tuple[int, int]
-    """Size in bytes and time of change in ns: a different stamp means different content."""
-    purpose: Purpose = "train"
-    """eval: an evaluation after that step."""
+    stamp: tuple[int, int]  # bytes, and time of change in ns: another stamp is another content
+    purpose: Purpose = "train"  # eval: an evaluation after that step
 
 
 class RunSource:
@@ -82,8 +77,7 @@ class RunSource:
             raise StorageUnreachableError(f"{folder} can't be listed: {error}") from None
 
 
-MOST_RUNS = 30
-"""Maximum number of runs of a folder to show; those written last are shown."""
+MOST_RUNS = 30  # of a folder: those written last are shown
 
 
 def run_uris(uri: str) -> list[str]:
@@ -101,12 +95,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def open_source(uri: str) -> RunSource:
-    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment.
-
-    Raises:
-        InputError: there is no run.
-        RunFolderError: a newer version wrote it.
-    """
+    """Open the run at a path or `s3://bucket/prefix`. RunFolderError: a newer version wrote it."""
     location = Location.parse(uri)
     if location.is_remote:
         source = RunSource(_s3(), f"{location.bucket}/{location.key}", Path(location.key).name or location.bucket)

@@ -1,12 +1,7 @@
 """Trajectory files: `trajectories/step=NNNNNN.parquet` for training steps, `evaluations/step=…` for evaluations.
 
-One row per trajectory. The driver writes them; people read them with any parquet tool, and `read_groups` restores the
-exact `Group`s. The schema is in docs/run-folder.md; its version is in the file's metadata under
-`rayapp.schema_version`.
-
-`select_from_run` finds trajectories that are worth learning from, as a file of demonstrations (`rayapp data
-from-run`). This is rejection sampling: a later `warmup` or `rayapp sft` trains on the token ids as sampled
-(docs/sft.md).
+One row per trajectory, by a versioned schema (docs/run-folder.md); `read_groups` restores the exact `Group`s.
+`select_from_run` writes demonstrations: rejection sampling, for a later `warmup` or `rayapp sft` (docs/sft.md).
 """
 
 from __future__ import annotations
@@ -55,7 +50,6 @@ _TEXT, _INT, _FLOAT = pa.string(), pa.int32(), pa.float64()
 
 
 def _all(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
-    """Return fields of one type."""
     return [(name, kind) for name in names]
 
 
@@ -109,19 +103,13 @@ SCHEMA = pa.schema(
     metadata={VERSION_KEY: SCHEMA_VERSION.encode()},
 )
 _ROW = pa.struct(list(SCHEMA))
-_OPTIONAL = {"allowed"}
-"""Columns that files of the same schema version may lack: without them, every token was allowed."""
+_OPTIONAL = {"allowed"}  # columns that files of the same schema version may lack: every token was then allowed
 
 
 def write_trajectories(
     path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
 ) -> None:
-    """Write the trajectories of one step to a temporary file, which is then renamed.
-
-    Args:
-        learner_log_probs: log-probs of response tokens, by position of the trajectory in the step; null is written for
-            a trajectory without them.
-    """
+    """Write the trajectories of one step. `learner_log_probs` are of response tokens, by position in the step."""
     with writing_trajectories(path, step) as write:
         write(groups, learner_log_probs)
 
@@ -147,11 +135,8 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 
 
 def _storable(value: Any, kind: pa.DataType) -> Any:
-    """Make a value storable in a column of this type, whatever a policy, a tool or a reward function produced.
-
-    Halves of surrogate pairs are escaped; values that aren't numbers become NaN, and numbers that are too large become
-    infinite.
-    """
+    # Whatever a policy, tool or reward function produced: halves of surrogate pairs are escaped, no numbers become NaN,
+    # too large ones infinite.
     if value is None or isinstance(value, np.ndarray):
         return value
     if pa.types.is_string(kind):
@@ -177,7 +162,7 @@ def _number(value: Any) -> float:
 
 
 def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
-    """Spread one value per sampled token over all T tokens of the trajectory: (T,), 0 at tokens not sampled."""
+    """Return (T,) values, 0 at tokens not sampled."""
     if of_response is None:
         return None
     values = np.zeros(trajectory.token_ids.size, np.float32)
@@ -251,9 +236,7 @@ def _json(value: Any) -> str:
 
 
 def read_groups(path: Path | str, files: Any = None) -> list[Group]:
-    """Read the groups of a file of a pyarrow file system, exactly as they were written. Raises InputError: the file has
-    another schema version.
-    """
+    """Read the groups of a file, exactly as they were written. InputError: another schema version."""
     try:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
@@ -337,8 +320,7 @@ class Selection:
     """Criteria for the trajectories to select."""
 
     min_reward: float
-    max_per_prompt: int | None = None
-    """Maximum number of trajectories per prompt, the earliest first; None: no limit."""
+    max_per_prompt: int | None = None  # the earliest first; None: no limit
     first_step: int = 1
     last_step: int | None = None
 
@@ -349,17 +331,11 @@ class Selected:
 
     num_read: int = 0
     num_written: int = 0
-    num_repeated: int = 0
-    """Trajectories left out because another trajectory of the same prompt has the same tokens."""
+    num_repeated: int = 0  # left out: another trajectory of the prompt has the same tokens
 
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
-    """Write the selection to a temporary file, which is then renamed to `out`, a parquet file. Failed trajectories are
-    never selected.
-
-    Raises:
-        InputError: the run kept no trajectories, one of its files can't be read, or no trajectory meets the criteria.
-    """
+    """Write the selection to the parquet file `out`. Failed trajectories are never selected."""
     recorded = _step_files(run)
     files = [file for file in recorded if _is_wanted(file, selection)]
     if not files:
@@ -383,18 +359,7 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     return count
 
 
-def solve_rates(run: Path) -> dict[str, float]:
-    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept."""
-    files = _step_files(run)
-    solved: dict[str, list[float]] = {}
-    for group in (group for file in files for group in read_groups(file)):
-        rewards = [each.reward for each in group.trajectories if each.reward.valid]
-        solved.setdefault(group.prompt.task, []).extend(each.terms.get("solved", each.value) for each in rewards)
-    return {task: sum(value >= 1.0 for value in values) / len(values) for task, values in solved.items() if values}
-
-
 def _step_files(run: Path) -> list[Path]:
-    """Return the files of a run's recorded steps, in order. Raises InputError: there are none."""
     files = steps_in(run / TRAJECTORIES, PARQUET)
     if not files:
         raise InputError(

@@ -4,7 +4,7 @@
 image:REGISTRY/NAME[:TAG][@sha256:…]    in a registry; without REGISTRY, in Docker's
 image:oci:FOLDER[:TAG]                  in a folder with OCI's image layout
 image:archive:FILE.tar[:NAME]           in a file that `docker save`, or a tool for OCI archives, wrote
-image:build:NAME                        built on this node by `rayapp images build`
+image:build:NAME                        stored by `rayapp images pull --name NAME`
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rayapp.config.sandbox import (
     DaytonaConfig,
     E2BConfig,
@@ -20,7 +22,7 @@ from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
-# place of its class in `rayapp.extras`
+# Type of a provider -> place of its class in `rayapp.extras`.
 REMOTE = {
     "e2b": "providers.e2b:E2BProvider",
     "daytona": "providers.daytona:DaytonaProvider",
@@ -45,11 +47,16 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
     )
 
 
+def wanted_images(section: LocalConfig) -> Any:
+    """Return the settings of pulls (`rayapp.extras.images.pull.Wanted`) for images that tasks name."""
+    return load_extra("images.pull:wanted_by_tasks")(section.image_mirrors, section.image_registries, section.images)
+
+
 def image_source(section: LocalConfig) -> ImageCache:
     source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
-        mirrors=section.image_mirrors,
+        wanted=wanted_images(section),
         aliases=section.images,
     )
     return source
@@ -137,7 +144,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
     except ImageError as error:
         return str(error)
     if reference.kind == "build" and image_source(section).find(wanted) is None:
-        return "the local provider has not built this image: run `rayapp images build FOLDER`"
+        return "the local provider has no such image: build it, then run `rayapp images pull archive:FILE --name NAME`"
     return why_no_images_here()
 
 

@@ -1,10 +1,7 @@
 """The interface of storages, and checksums of files.
 
-    async with open_storage("s3://bucket/run1") as storage:
-        await storage.put_file(Path("train.parquet"), "data/train.parquet")
-
-Keys are relative to the opened folder. An object becomes visible only when it is complete. `folders.py` stores whole
-folders. Transfers use SHA-256; files on disk, which may have tens of GB, XXH3, which finds damage but not forgery.
+Keys are relative to the opened folder. An object becomes visible only when it is complete. Transfers use SHA-256; files
+on disk, which may have tens of GB, XXH3, which finds damage but not forgery.
 """
 
 from __future__ import annotations
@@ -19,19 +16,14 @@ from typing import Any, Protocol
 
 import xxhash
 
-MAX_SMALL_BYTES = 64 << 20
-"""Default limit in bytes of `get_bytes`, which reads an object into memory."""
+MAX_SMALL_BYTES = 64 << 20  # for `get_bytes`, which reads an object into memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object."""
-
-    key: str
-    """Key relative to the opened folder."""
+    key: str  # relative to the opened folder
     num_bytes: int
-    sha256: str = ""
-    """SHA-256 of the contents, in hex; empty in listings, and for objects that other programs wrote."""
+    sha256: str = ""  # of the contents, in hex; empty in listings, and for objects of other programs
 
 
 class Storage(Protocol):
@@ -41,23 +33,20 @@ class Storage(Protocol):
     def uri(self) -> str: ...
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Write a small object. Raises StorageExistsError: `if_absent` is set and another object exists. If several
-        writers create it at the same time, exactly one succeeds.
-        """
+        """Write a small object. StorageExistsError: `if_absent`, and one exists; of several writers one succeeds."""
         ...
 
     async def put_file(self, path: Path, key: str) -> ObjectInfo:
-        """Write a file of any size. Raises StorageCorruptError: the file changed while it was read."""
+        """Write a file of any size. StorageCorruptError: the file changed while it was read."""
         ...
 
     async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-        """Read a small object and verify its checksum. Raises StorageNotFoundError, StorageCorruptError."""
+        """Read a small object and verify its checksum."""
         ...
 
     async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
         """Read an object into `path`, which appears only when it is complete and has the checksum `sha256`, or the one
-        that is stored with the object.
-        """
+        that is stored with the object."""
         ...
 
     async def info(self, key: str) -> ObjectInfo | None:
@@ -90,7 +79,6 @@ def hash_bytes(data: bytes) -> str:
 
 
 async def hash_file(path: Path) -> str:
-    """Return the hex SHA-256 of a file's contents."""
     return await asyncio.to_thread(_digest, path, SHA256)
 
 

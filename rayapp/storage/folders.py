@@ -1,7 +1,6 @@
 """Stores folders: first the files, last the manifest. A folder is complete when its manifest exists.
 
-Readers first read the manifest and verify each file with it, so they never take a partial upload, or files of two
-writers, for a complete folder.
+Readers verify each file with it, so they never take a partial upload, or files of two writers, for a folder.
 """
 
 from __future__ import annotations
@@ -24,13 +23,10 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The list of files of a complete folder.
+    """The list of files of a complete folder: `{"format": 1, "files": {"train.parquet": {"num_bytes": 12345, "sha256":
+    "9f…"}}}`."""
 
-    Example: `{"format": 1, "files": {"train.parquet": {"num_bytes": 12345, "sha256": "9f…"}}}`.
-    """
-
-    files: Mapping[str, ObjectInfo]
-    """Key -> size and SHA-256 of the file."""
+    files: Mapping[str, ObjectInfo]  # key -> size and SHA-256
 
     def dump(self) -> bytes:
         files = {key: {"num_bytes": info.num_bytes, "sha256": info.sha256} for key, info in sorted(self.files.items())}
@@ -38,7 +34,6 @@ class Manifest:
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
-        """Parse a manifest. Raises StorageCorruptError: the data are not a manifest."""
         try:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
@@ -58,10 +53,8 @@ class Manifest:
 async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False) -> Manifest:
     """Write the files of a local folder, and then its manifest. A call after a failure sends only the missing files.
 
-    Args:
-        overwrite: replace other content. Its manifest is deleted first, so that no reader gets files of both.
-    Raises:
-        StorageExistsError: other content is stored, and `overwrite` is not set.
+    StorageExistsError: there is other content. With `overwrite` its manifest is deleted first: no reader gets files of
+    both.
     """
     manifest = await _scan(folder)
     there = await read_manifest(storage)
@@ -84,11 +77,7 @@ async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False)
 
 
 async def get_folder(storage: Storage, folder: Path) -> Manifest:
-    """Read a complete folder and verify every file. Local files with the right checksum are kept.
-
-    Raises:
-        StorageNotFoundError: there is no manifest: the folder does not exist, or its upload did not finish.
-    """
+    """Read a complete folder and verify every file; right local ones are kept. StorageNotFoundError: no manifest."""
     manifest = await read_manifest(storage)
     if manifest is None:
         raise StorageNotFoundError(

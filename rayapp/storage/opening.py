@@ -1,6 +1,4 @@
-"""Opens a storage by its URI: a `LocalStorage` (a folder on a disk or on a mounted network file system), or a storage
-of `REMOTE`.
-"""
+"""Opens a storage by its URI: a `LocalStorage` (a folder on a disk or a network file system), or one of `REMOTE`."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from rayapp.storage.settings import S3Settings, settings_from_environment
 
 
 class LocalStorage:
-    """`Storage` on a file system. A file system stores no checksums, so a read is verified only if the caller gives a
-    checksum, e.g. from a folder's manifest.
-    """
+    """`Storage` on a file system, which stores no checksums: a read is verified only if the caller gives one."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -123,22 +119,13 @@ def _copy_to_disk(source: Path, target: Path) -> None:
     fsync(target)  # sync here, in a thread, because `stored` would do it on the event loop
 
 
-REMOTE = {"s3": "s3.storage:opened"}
-"""Function that opens a remote storage, by the scheme of its URIs."""
+REMOTE = {"s3": "s3.storage:opened"}  # by the scheme of its URIs
 
 
 @asynccontextmanager
 async def open_storage(uri: str, *, settings: S3Settings | None = None) -> AsyncIterator[Storage]:
-    """Open the folder at `uri` for the length of the block.
-
-    Args:
-        uri: a path, or s3://bucket/prefix.
-        settings: None: the settings in environment variables.
-
-    Raises:
-        StorageConfigError: the location or the settings are invalid. Use `check` to find out whether the storage
-            answers.
-    """
+    """Open the folder at `uri`, a path or s3://bucket/prefix, for the length of the block. `settings` None: from the
+    environment. `check` finds out whether the storage answers."""
     location = Location.parse(uri)
     if not location.is_remote:
         yield LocalStorage(Path(location.key))

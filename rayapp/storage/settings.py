@@ -25,11 +25,10 @@ MIB = 1 << 20
 class Transfer:
     """Sizes, timeouts and retries of transfers. A storage sends or fetches two large files at a time."""
 
+    # Larger for files of more than 10,000 parts; S3 refuses less than 5 MiB, except for the last. With 8 MiB an upload
+    # takes a fifth more time.
     part_bytes: int = 16 * MIB
-    """Size of a part. It is larger for files that would otherwise have more than 10,000 parts. S3 refuses parts below 5
-    MiB, except the last. Each part costs server time: with parts of 8 MiB an upload takes a fifth more time."""
-    num_parallel: int = 4
-    """Maximum number of parts of one file that are in memory at the same time."""
+    num_parallel: int = 4  # parts of one file in memory at once
     max_attempts: int = 6
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
@@ -39,20 +38,17 @@ class Transfer:
 class S3Settings:
     endpoint_url: str | None = None
     region: str | None = None
-    access_key_id: str | None = None
-    """Id of the access key. None: the client looks for a profile or an instance role, as AWS tools do."""
+    access_key_id: str | None = None  # None: the client looks for a profile or an instance role, as AWS tools do
     secret_access_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     addressing_style: str = "auto"
     signature_version: str = "s3v4"
+    # Value of botocore for requests; `when_required` for services that can't read chunked bodies with a checksum.
     checksums: str = "when_supported"
-    """Setting of botocore for checksums of requests; `when_required` for services that can't read chunked bodies with a
-    checksum."""
     transfer: Transfer = field(default_factory=Transfer)
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None) -> S3Settings:
-    """Return the settings from the environment variables. Raises StorageConfigError, StorageCredentialsError."""
     env = os.environ if environment is None else environment
     preset = env.get("RAYAPP_S3_PRESET", "aws").lower()
     builders = {"aws": _aws, "minio": _minio, "oss": _oss}

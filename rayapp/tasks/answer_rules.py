@@ -1,12 +1,8 @@
 """Maps data sources to verl's scoring rules, and calls a rule in the text process (`text_process.py`).
 
-rayapp uses only the rules that do nothing but compare strings. Their source was checked in verl 0.9.1: they import re,
-random and string, and use no eval, exec, file or process. verl's `prime_code` runs the completion; `code/scoring.py`
-replaces this rule with runs in sandboxes. The other rules of verl's `default_compute_score` evaluate the completion and
-are refused before a run starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and `geo3k` (mathruler, which
-uses sympy). A test reads verl's dispatcher and rule files, and fails if a new version of verl adds or changes a rule.
-
-The rule files are loaded by path: importing the package verl takes seconds, because it imports torch and Ray.
+Only rules that do nothing but compare strings are used; their source was checked in verl 0.9.1, and a test fails if a
+new version adds or changes one. `prime_code` is replaced by runs in sandboxes; `prime_math` and `geo3k`, which evaluate
+the completion, are refused. Rule files are loaded by path: importing verl takes seconds.
 """
 
 from __future__ import annotations
@@ -23,32 +19,26 @@ from rayapp.core.names import module_of
 from rayapp.tasks.code.hidden_cases import Comparison
 
 GSM8K = "openai/gsm8k"
+# Form of a ground_truth. text: a string or a whole number; targets: a struct whose `target` is a string or a list of
+# strings; tests: a code problem (`code/formats.py`).
 TruthKind = Literal["any", "text", "targets", "tests"]
-"""Form of a row's ground_truth. any: any value except null; text: a string or a whole number; targets: a struct whose
-`target` is a string or a list of strings; tests: a code problem (`code/formats.py`)."""
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _ENDS_MARKED = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRule:
-    """One scoring rule: a module of `verl.utils.reward_score`."""
-
     module: str
-    form: str
-    """Text that the rule accepts as an answer, with {} in place of the answer itself, e.g. `#### {}`."""
+    form: str  # of an answer, with {} in place of the answer itself, e.g. `#### {}`
     truth: TruthKind = "text"
-    wrong_score: float = 0.0
-    """Score of a wrong answer, and of a completion that takes too long to read."""
+    wrong_score: float = 0.0  # also of a completion that takes too long to read
 
     def is_asked_for(self, prompt: str) -> bool:
-        """Return True if a prompt contains the text that marks the answer, such as `####`."""
+        """True if a prompt contains the text that marks the answer, such as `####`."""
         return self.form.partition("{}")[0].strip() in prompt
 
     def right_answer(self, ground_truth: object) -> str:
-        """Return the ground truth, as the rule accepts it in a completion. If there are several right answers, return
-        the first.
-        """
+        """Return the ground truth (the first of several) as the rule accepts it in a completion."""
         found = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
         first = next(iter(found), "") if isinstance(found, Sequence) and not isinstance(found, str) else found
         return self.form.replace("{}", str(first))
@@ -73,6 +63,7 @@ _RULES: Mapping[str, AnswerRule] = {
     "searchR1_musique": _SEARCH,
     "searchR1_bamboogle": _SEARCH,
 }
+# -> how a program's output is compared; the first four names are verl's
 CODE_SOURCES: Mapping[str, Comparison] = {
     "apps": "lines",
     "codecontests": "lines",
@@ -85,23 +76,16 @@ CODE_SOURCES: Mapping[str, Comparison] = {
     "openai/openai_humaneval": "lines",
     "google-research-datasets/mbpp": "lines",
 }
-"""Data source whose rows are code problems -> how a program's output is compared. The first four names are verl's."""
-NAMES = (*_RULES, "aime…", *CODE_SOURCES)
-"""Data sources with a rule, as error messages list them."""
+NAMES = (*_RULES, "aime…", *CODE_SOURCES)  # as error messages list them
 
 
 def find_rule(data_source: str) -> AnswerRule | None:
-    """Return the rule of a data source; None if verl has no rule for it, or only one that rayapp refuses."""
+    """Return the rule of a data source; None without one, or with one that rayapp refuses."""
     return _DAPO if data_source.startswith("aime") else _RULES.get(data_source)
 
 
 def has_rule(data_source: str) -> bool:
-    """Return True if a rule scores answers of this data source, or hidden tests do (for code problems).
-
-    Raises:
-        InputError: the data source has no rule and no tests, and its name looks misspelled. Training would refuse the
-            rows.
-    """
+    """True if a rule scores answers of this data source, or hidden tests do. InputError: the name looks misspelled."""
     known = (*_RULES, *CODE_SOURCES)
     if data_source in known or find_rule(data_source) is not None:
         return True
@@ -119,10 +103,7 @@ def score_by_rule(
 ) -> dict[str, float]:
     """Return the terms `score`, `solved` and `format` of a completion.
 
-    Args:
-        rule_file: path of verl's module.
-        options: further arguments of the module's `compute_score`, whose result is the term `score`.
-        plain: the subset of `options` for a second call; `solved` is 1 if its result is at least 1.
+    `score` is the result of verl's module with `options`; `solved` is 1 if its result with `plain` is at least 1.
     """
     rule = _load(rule_file)
     score = _number(rule(completion_text, ground_truth, **options))
@@ -131,7 +112,6 @@ def score_by_rule(
 
 
 def format_term(completion_text: str) -> float:
-    """Return 1.0 if the text has exactly one `#### N`, at its end; else 0.0."""
     return float(len(_MARKED.findall(completion_text)) == 1 and bool(_ENDS_MARKED.search(completion_text)))
 
 

@@ -44,21 +44,14 @@ Method = Literal["strict", "flexible"]
 class AnswerRewards:
     """Settings for scoring data rows. Every term is recorded, even with weight 0."""
 
+    # Method of verl for GSM8K: of the last 300 characters, `strict` needs `#### N`, `flexible` takes the last number.
     method: Method = "strict"
-    """verl's `method` for GSM8K. Both values read the last 300 characters: `strict` needs `#### N` there, `flexible`
-    takes the last number."""
-    format_score: float = 0.0
-    """Score of an answer that is wrong but in the right form (verl's name)."""
+    format_score: float = 0.0  # of an answer that is wrong but in the right form (verl's name)
     weights: Weights = PLAIN
-    """Weights of the added terms. The term `format` is 1 if the completion has exactly one `#### N`, at its end."""
-    custom: CustomReward | None = None
-    """The user's reward function, which replaces the data source's rule; None if there is none."""
+    custom: CustomReward | None = None  # replaces the data source's rule
     code: CodeSection = field(default_factory=CodeSection)
-    """Settings for the tests of code problems."""
-    reads_thoughts: bool = False
-    """True if verl's rules read the thoughts too, as in verl; False if they read only the answer (`answer_of`)."""
-    is_optional: bool = False
-    """True if data sources without a rule are accepted, because judges score their answers."""
+    reads_thoughts: bool = False  # verl's rules read the thoughts too, as in verl
+    is_optional: bool = False  # data sources without a rule are accepted, because judges score their answers
 
     def code_problem(self, data_source: str, ground_truth: object) -> CodeProblem | None:
         """Return the row as a code problem; None if it isn't one, or if a custom function scores it."""
@@ -69,11 +62,7 @@ class AnswerRewards:
         return CodeProblem(ground_truth=as_json(ground_truth), comparison=comparison, rules=self.code)
 
     def truth_kind(self, data_source: str) -> TruthKind:
-        """Return the form that the ground_truth of a data source's rows must have.
-
-        Raises:
-            InputError: the data source has no rule, and there is no custom function.
-        """
+        """Return the form that a data source's ground_truth must have. InputError: nothing scores this data source."""
         if self.custom is not None:
             return "any"
         if self.has_no_verdict(data_source):
@@ -81,9 +70,7 @@ class AnswerRewards:
         return "tests" if self.code_problem(data_source, "") else _rule(data_source).truth
 
     def has_no_verdict(self, data_source: str) -> bool:
-        """Return True if no rule, tests or custom function score the answers of this data source, so that only judges
-        do.
-        """
+        """True if only judges score the answers of this data source."""
         has_rule = bool(self.custom or self.code_problem(data_source, "") or find_rule(data_source))
         return self.is_optional and not has_rule
 
@@ -117,27 +104,15 @@ async def score_answer(
 ) -> Reward:
     """Return the reward of an answer. `terms["solved"]` and `terms["pass_rate"]` are 1 if the answer is right.
 
-    Args:
-        sandboxes: source of the sandboxes in which code of the answer runs.
-        seed: seed that draws the tests of a code problem; answers that are compared need the same seed.
-        tools: rewards that tools gave during the trajectory.
-    Raises:
-        InputError: this data source has no rule, and there is no custom function. In a run this can't happen:
-            `AnswerRewards.truth_kind` checks it before the run starts.
-        One of `verdict.ENDS_GROUP`.
+    `seed` draws the tests of a code problem: answers that are compared need the same one. Raises one of `ENDS_GROUP`.
     """
     score = scorer_of(answer, rewards, sandboxes, seed=seed)
     return await verdict(score, weights=rewards.weights, tools=tools or ToolRewards())
 
 
 def scorer_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Scorer:
-    """Return a function that scores the answer.
-
-    The function scores an answer as wrong if it is too long (status too_long) or takes too long to read (unreadable).
-
-    Raises:
-        UserError: no rule scores answers of this data source, or the reward function can't be loaded.
-    """
+    """Return a function that scores the answer; one that is too long or takes too long to read is wrong. UserError:
+    nothing scores this data source, or the reward function can't be loaded."""
     rewards.truth_kind(answer.data_source)
     if rewards.custom is not None:
         rewards.custom.load()
@@ -185,9 +160,7 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
 
 
 def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two sets of arguments for the rule, from the config section `reward`: one for the term `solved`, one for
-    the term `score`.
-    """
+    """Return the rule's arguments for the term `solved`, and for the term `score`."""
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}

@@ -1,25 +1,11 @@
 """Screens a completion before its code runs: extracts the code, parses it, and finds banned names in it.
 
-This module neither runs nor changes code. Coding tasks call it in the text process, so it imports only the standard
-library.
+A pattern is written like the code that it bans: `sorted`, `.sort`, `heapq`, `os.path`, `import` for any import, `*` or
+`not in` for an operator. Found are aliases (`s = sorted`, `import heapq as h`), names in strings (`getattr`,
+`__builtins__[…]`, `eval`, `"so" + "rted"`) and lookups by a computed string.
 
-A pattern is written like the code that it bans: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`, `os.path`,
-`import` for any import at all, `*` or `not in` for an operator. Patterns are compared with the syntax tree: comments,
-docstrings and other strings are allowed, and so is a local variable called `sorted`.
-
-| found | example |
-|---|---|
-| plain use | `sorted(xs)` |
-| aliases | `s = sorted`, `f = list.sort`, `import heapq as h`, `from builtins import sorted as s` |
-| names in strings for `getattr`, `__builtins__[…]`, `vars`, `__dict__`, `__import__`, `eval`, … | `"so" + "rted"` |
-| dynamic lookups: the string is computed, or the lookup function itself is passed around | `getattr(xs, name)` |
-
-Two things are not found. One is another function with the same effect that the task did not ban: a task that bans
-sorting has to ban every sorting function, or all imports. The other is an effect without a name: a set of small
-integers happens to iterate in order. A name that the code binds in a module or class body still counts as used, because
-Python may fall back to the builtin.
-
-The time is proportional to the code's size, because dotted names are read only up to the length of the longest pattern.
+Not found are other functions with the same effect, and effects without a name (a set of small integers iterates in
+order). A name bound in a module or class body counts as used: Python may fall back to the builtin.
 """
 
 from __future__ import annotations
@@ -34,20 +20,21 @@ from rayapp.tasks.scopes import Scopes
 
 _CODE_CALLS = frozenset({"eval", "exec", "compile"})
 _IMPORT_CALLS = frozenset({"__import__", "import_module"})
+# Functions that take a name or code as a string.
 _LOOKUP_CALLS = _CODE_CALLS | _IMPORT_CALLS | {
     "getattr", "getattr_static", "attrgetter", "methodcaller", "__getattribute__", "locate", "resolve_name",
 }  # fmt: skip
-"""Functions that take a name or code as a string."""
 _NAMESPACE_CALLS = frozenset({"globals", "locals", "vars"})
+# Names through which every other name can be reached.
 _NAMESPACES = frozenset({
     "__builtins__", "__dict__", "__globals__", "f_builtins", "f_globals", "f_locals", "modules", "__subclasses__",
     "__code__", "__match_args__", "CodeType",
 })  # fmt: skip
-"""Names through which every other name can be reached."""
 _UNREADABLE_MODULES = frozenset({"ctypes", "gc", "marshal", "pickle", "runpy", "inspect"})
 _ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 _WHOLE_METHODS = frozenset({"copy", "items", "keys", "values"})
 _DYNAMIC = "dynamic lookup"
+# Operator, and the stem of its method's and function's names (module `operator`), without unary ones (`-x`).
 _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "add"), ast.Sub: ("-", "sub"), ast.Mult: ("*", "mul"), ast.MatMult: ("@", "matmul"),
     ast.Div: ("/", "truediv"), ast.FloorDiv: ("//", "floordiv"), ast.Mod: ("%", "mod"), ast.Pow: ("**", "pow"),
@@ -57,18 +44,12 @@ _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.In: ("in", "contains"), ast.NotIn: ("not in", ""), ast.Is: ("is", ""), ast.IsNot: ("is not", ""),
     ast.And: ("and", ""), ast.Or: ("or", ""), ast.Not: ("not", ""),
 }  # fmt: skip
-"""Node type -> operator as it is written, and the stem of the names of its method and of its function in the module
-`operator`. Unary operators (`-x`) are left out."""
 _STEMS = dict(_OPERATORS.values())
 
 
 def find_banned(source: str, patterns: Sequence[str]) -> str | None:
-    """Return the first pattern that the code uses, or `dynamic lookup (NAME)` for a lookup by a computed name; None if
-    the code is allowed.
-
-    Args:
-        source: Python source. The result is None if it does not parse: callers report syntax errors themselves.
-    """
+    """Return the first pattern that the code uses, or `dynamic lookup (NAME)` for a computed name; None if the code is
+    allowed or does not parse."""
     tree = parse(source)
     if tree is None or not patterns:
         return None
@@ -82,11 +63,7 @@ def find_banned(source: str, patterns: Sequence[str]) -> str | None:
 
 
 def normal_pattern(pattern: str) -> str:
-    """Return a pattern in its normal form: `sorted(` is `sorted`, and `import ` is `import`.
-
-    Raises:
-        ValueError: the pattern is neither a name nor an operator.
-    """
+    """Return a pattern in its normal form: `sorted(` is `sorted`. ValueError: it is neither a name nor an operator."""
     name = " ".join(pattern.split())
     if name in _STEMS:
         return name
@@ -101,8 +78,7 @@ def normal_pattern(pattern: str) -> str:
 
 
 def _names_of(pattern: str) -> Iterator[str]:
-    """Yield the names that a pattern bans. An operator also bans its methods and its functions in the module
-    operator."""
+    """Yield the names; an operator also bans its methods and its functions in the module operator."""
     yield pattern
     if stem := _STEMS.get(pattern):
         yield from (f".__{kind}{stem}__" for kind in ("", "r", "i"))
@@ -110,7 +86,7 @@ def _names_of(pattern: str) -> Iterator[str]:
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
-    """Yield all names that the code uses, in the form of patterns. Dotted names have up to `most_parts` parts."""
+    """Yield the names in the form of patterns; dotted names have up to `most_parts` parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
@@ -154,7 +130,7 @@ def _attribute(node: ast.Attribute, most_parts: int) -> Iterator[str]:
 
 
 def _imported(dotted: str, most_parts: int) -> Iterator[str]:
-    """Yield the names that an import uses: `os.path` uses `os` and `os.path`."""
+    """Yield the names that an import uses: `os` and `os.path` for `os.path`."""
     parts = dotted.strip(".").split(".", most_parts)
     yield from (".".join(parts[:end]) for end in range(1, min(len(parts), most_parts) + 1))
     if parts[0] in _UNREADABLE_MODULES:
@@ -175,7 +151,7 @@ def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_
 
 
 def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
-    """Return the arguments that the function takes as names: a string for a constant, None for a computed value."""
+    """Return the arguments taken as names: a string for a constant, None for a computed value."""
     match name:
         case "getattr" | "getattr_static":
             arguments = arguments[1:2]
@@ -189,9 +165,6 @@ def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | Non
 
 
 def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
-    """Yield the names in a string that the function `how` looks up; if the string is computed (None), yield a dynamic
-    lookup.
-    """
     if how in _IMPORT_CALLS:
         yield "import"
     if text is None or text in _NAMESPACES | _LOOKUP_CALLS:
@@ -220,7 +193,7 @@ def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
 
 
 def _constant(node: ast.expr) -> str | None:
-    """Return the string value of an expression that consists of constants; None for any other expression."""
+    """Return the string value of an expression that consists of constants."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -239,8 +212,7 @@ def _is_regex(node: ast.expr) -> bool:
 
 
 def screen(completion: str, func_name: str, prefill: str, banned_patterns: Sequence[str]) -> tuple[str, str, str]:
-    """Return the completion's code, status and detail. The status is empty if the code may run; otherwise it is the
-    status of the verdict."""
+    """Return the completion's code, status and detail. The status is empty if the code may run."""
     code = extract_code(completion, func_name, prefill=prefill)
     if code is None:
         return "", "no_code", f"no `def {func_name}` in the completion"
@@ -251,11 +223,7 @@ def screen(completion: str, func_name: str, prefill: str, banned_patterns: Seque
 
 def screen_module(completion: str, func_name: str, prefill: str) -> tuple[str, str, str]:
     """Return code, status and detail like `screen`, for problems of data sets: no names are banned, and the code stays
-    uncut, because the data sets' checkers run it unchanged.
-
-    Args:
-        func_name: name of the function to write; empty if the answer is a whole program.
-    """
+    uncut, because the data sets' checkers run it unchanged. `func_name` is empty for a whole program."""
     code = extract_module(completion, func_name, prefill=prefill) if func_name else extract_program(completion)
     if code is None:
         return "", "no_code", f"the completion defines no {func_name}" if func_name else "the completion is empty"
@@ -263,6 +231,5 @@ def screen_module(completion: str, func_name: str, prefill: str) -> tuple[str, s
 
 
 def _problem(code: str) -> tuple[str, str]:
-    """Return status and detail for code that does not parse; two empty strings if it parses."""
     problem = syntax_problem(code)
     return ("syntax_error", f"the code does not parse: {problem}") if problem else ("", "")

@@ -1,7 +1,7 @@
 """Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
 
-Coding tasks call this module. Expressions are part of the task, so they are trusted and run in this process. A model's
-code never runs in it. Expected values stay in this process: only inputs go to a sandbox.
+Expressions are part of the task, so they are trusted and run in this process. Expected values stay in it: only inputs
+go to a sandbox.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import CodeType
 from rayapp.core.errors import InputError
 from rayapp.sandbox.verdict.compare import same_value
 
+# Modules that expressions may use.
 MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
-"""Modules that expressions may use."""
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -25,47 +25,30 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 class Case:
     """One hidden test."""
 
-    args: tuple[object, ...]
-    """Positional arguments, as plain data."""
-    expected: object
-    """Expected value, as plain data. It is compared outside the sandbox; values of different types are unequal."""
+    args: tuple[object, ...]  # plain data
+    expected: object  # plain data, compared outside the sandbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSource:
     """The expressions from which a task's hidden tests are drawn.
 
-    Example: `CaseSource(task="add", tests=("(rng.randint(0, 9), 1)",), reference="a + b", parameters=("a", "b"))`
-    gives for a seed one case such as `Case(args=(4, 1), expected=5)`.
+    Example: `CaseSource(task="add", tests=("(rng.randint(0, 9), 1)",), reference="a + b", parameters=("a", "b"))` gives
+    for a seed one case such as `Case(args=(4, 1), expected=5)`.
     """
 
     task: str
-    """Name of the task, for errors."""
-    tests: tuple[str, ...]
-    """Expressions over `rng`, one for each test. An expression's value is the function's argument or, if the function
-    has several parameters, the tuple of its arguments."""
-    reference: str
-    """Expression for the expected value. It may use the parameters' names, and `args`, the tuple of all arguments."""
+    tests: tuple[str, ...]  # Expressions over `rng`, one for each test: the argument, or a tuple of several.
+    reference: str  # expression over the parameters' names and `args`, the tuple of all arguments
     parameters: tuple[str, ...]
-    helpers: str = ""
-    """Python source whose functions the expressions may call."""
+    helpers: str = ""  # Python source whose functions the expressions may call
 
     def draw(self, seed: int) -> tuple[Case, ...]:
-        """Return the tests that a seed draws; the same seed draws the same tests.
-
-        Raises:
-            InputError: an expression raises, or its value is not plain data.
-        """
+        """Return the tests that a seed draws, always the same."""
         return _draw(self, seed)
 
     def check(self, case: Case, test: str) -> None:
-        """Check that the reference returns the output that the task's author wrote for a case.
-
-        Args:
-            test: name of the case in messages.
-        Raises:
-            InputError: the reference returns another output, or the case has values that can't be compared.
-        """
+        """Raise InputError unless the reference returns the output that the task's author wrote for a case."""
         _check_plain((*case.args, case.expected), f"task {self.task}: {test}, holds a value")
         found = _referred(self, case.args, _names(self), test)
         if not same_value(found, case.expected):
@@ -100,7 +83,6 @@ def _case(source: CaseSource, number: int, names: dict[str, object]) -> Case:
 
 
 def _referred(source: CaseSource, args: tuple[object, ...], names: dict[str, object], test: str) -> object:
-    """Return the reference's output for these arguments."""
     where = f"task {source.task}: the reference, {_short(source.reference)}, on {test}"
     # Copy the arguments: a reference that works in place would change the input that the sandbox gets.
     own = copy.deepcopy(args)

@@ -1,12 +1,9 @@
 """A coding task: the policy writes one function, and hidden tests score it.
 
-    prompt -> policy -> completion -> screen (text process) -> sandbox: call_function(inputs) -> values
-                                                                                                   |
-          seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
+    prompt -> policy -> completion -> screen (text process) -> sandbox: call_function(inputs) -> values -> compare
 
-A user writes a task in YAML or Python (`loading.py`). Rollout workers render its prompt and score answers. Only the
-answer's code and the inputs enter the sandbox of the verdict. An agent's workspace is another sandbox, which has the
-task's files and public tests, but no hidden test.
+Only the answer's code and the inputs enter the sandbox of the verdict. An agent's workspace is another sandbox, with
+the task's files and public tests.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ from rayapp.tasks.grading import failure, grade, public_tests_file, public_verdi
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 from rayapp.tasks.verdict import judged_in_sandbox
 
-VALIDATION_SEEDS = range(3)
-"""Seeds that draw the tests with which a task's reference is checked when the task is loaded."""
+VALIDATION_SEEDS = range(3)  # with which a task's reference is checked when the task is loaded
 
 CODING_TOOLS = ("bash", "edit", "python", "submit")
 RUN_TESTS = "run_tests"
@@ -82,8 +78,8 @@ class CodingTask(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     prompt: str = Field(min_length=1)
-    """Text of the user message. With `prompt_format: completion` it is instead the beginning of a Python file, up to
-    the function's `def` line (and docstring)."""
+    """Text of the user message; with `prompt_format: completion` the beginning of a Python file, up to the function's
+    `def` line (and docstring)."""
     func_name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     signature: str = ""
     """The function's `def` line. Not needed if the prompt contains this line."""
@@ -95,36 +91,33 @@ class CodingTask(BaseModel):
     prefill: str = ""
     """Beginning of the answer with `chat_prefill`. If empty, a code fence and the signature are used."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a completion. The default is the closing fence for `chat_prefill`, and for `completion` texts that
-    typically follow a function in a script."""
+    """Texts that end a completion. Default: the closing fence for `chat_prefill`; for `completion` texts that typically
+    follow a function in a script."""
     banned_patterns: tuple[Annotated[str, AfterValidator(_checked_pattern)], ...] = ()
     """Names and operators that the code must not use; see `banned.py`."""
     tests: tuple[Expression, ...] = Field(min_length=1)
-    """Expressions over `rng`, a seeded random.Random. Each draws the argument of one test, or a tuple of arguments if
-    the function has several parameters. With more varied tests, lucky guesses and constants score lower."""
+    """Expressions over `rng`, a seeded random.Random: each draws a test's argument, or a tuple of several. With more
+    varied tests, lucky guesses and constants score lower."""
     reference: Expression
     """Expression for the expected output, over the parameters' names (or `args`, the tuple of all arguments)."""
     helpers: str = ""
-    """Python source of functions that `tests` and `reference` may call. `tests`, `reference` and `helpers` are trusted:
-    they run in the trainer, not in a sandbox."""
+    """Python source of functions for `tests` and `reference`. All three are trusted, and run in the trainer."""
     timeout_s: float = Field(2.0, gt=0.0, le=600.0)
-    """Time limit in seconds for the definition of the function and all calls together. An answer that exceeds it scores
+    """Time limit in seconds for the definition of the function and all calls together; beyond it an answer scores
     -1."""
     packages: tuple[str, ...] = ()
     """Packages that the sandbox imports in advance, e.g. numpy."""
     demonstrations: tuple[str, ...] = ()
-    """Solutions for a supervised warm-up (docs/sft.md), each the source of the function. Give several different
-    solutions, so that GRPO still has alternatives to choose from. Demonstrations are never part of the prompt."""
+    """Solutions for a supervised warm-up (docs/sft.md), never part of the prompt. Give several different ones, so that
+    GRPO still has alternatives to choose from."""
     public_tests: tuple[str, ...] = ()
     """Tests that an agent may see and run, in the form `name(input, …) == output` with literal values."""
     files: dict[FilePath, str] = Field(default_factory=dict)
     """Relative path -> text of the files in an agent's workspace at the start."""
     tools: tuple[str, ...] = CODING_TOOLS
-    """Tools that an agent gets for this task, in addition to those of `agent.tool_file`. The tool `run_tests` is added
-    if there are public tests."""
+    """Tools that an agent gets besides those of `agent.tool_file`, and `run_tests` if there are public tests."""
 
     def __init__(self, **values: object) -> None:
-        """Make a task from its fields. Raises InputError: a field is missing or wrong."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -153,11 +146,7 @@ class CodingTask(BaseModel):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the function's parameters.
-
-        Raises:
-            ValueError: the function's `def` line is missing or can't be parsed.
-        """
+        """Names of the function's parameters. ValueError: its `def` line is missing or can't be parsed."""
         for source in (self.signature, *self.prompt.splitlines()):
             line = source.strip()
             if line.startswith((f"def {self.func_name}(", f"async def {self.func_name}(")):
@@ -179,30 +168,18 @@ class CodingTask(BaseModel):
 
     @property
     def public_cases(self) -> tuple[Case, ...]:
-        """The public tests, parsed.
-
-        Raises:
-            ValueError: a test does not have the form of `public_tests`, or its number of inputs differs from the number
-                of parameters.
-        """
+        """The public tests, parsed. ValueError: one does not have the form of `public_tests`."""
         return tuple(read_public_test(test, self.func_name, len(self.parameters)) for test in self.public_tests)
 
     def check(self) -> None:
-        """Check the task: draw tests with a few seeds, and run the reference on the public tests.
-
-        Raises:
-            InputError: a test or the reference raises, or has a value that can't be compared; or the reference fails a
-                public test.
-        """
+        """Draw tests with a few seeds, and run the reference on the public tests. InputError: one fails."""
         for seed in VALIDATION_SEEDS:
             self.cases.draw(seed)
         for number, case in enumerate(self.public_cases):
             self.cases.check(case, f"public test {number + 1}, `{self.public_tests[number]}`")
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the policy reads. Its field `prefill` is the part of the answer that the prompt
-        already contains.
-        """
+        """Return the prompt; its `prefill` is the part of the answer that the prompt already contains."""
         is_chat = self.prompt_format != "completion"
         prefill = self.answer_prefix
         text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
@@ -236,11 +213,7 @@ class CodingTask(BaseModel):
         )
 
     async def check_public(self, answer: str, sandbox: Sandbox) -> PublicVerdict:
-        """Run the public tests on an answer and return their verdict. The code is extracted as in `score`.
-
-        Raises:
-            SandboxError: the sandbox failed.
-        """
+        """Run the public tests on an answer, whose code is extracted as in `score`."""
         try:
             code, status, detail = await on_text(screen, answer, self.func_name, "", self.banned_patterns)
         except (TextTooCostlyError, TextReadingFailedError) as error:
@@ -271,11 +244,7 @@ class CodingTask(BaseModel):
 
     @property
     def demonstrated_completions(self) -> tuple[str, ...]:
-        """The demonstrations, as completions of the prompt. With `chat_prefill` they end in the stop text.
-
-        Raises:
-            ValueError: a demonstration is not Python, or does not begin with the prompt's prefill.
-        """
+        """The demonstrations, as completions of the prompt. With `chat_prefill` they end in the stop text."""
         return tuple(self._completion_of(number, code) for number, code in enumerate(self.demonstrations, start=1))
 
     def _completion_of(self, number: int, code: str) -> str:
@@ -291,12 +260,7 @@ class CodingTask(BaseModel):
         return text[len(self.answer_prefix) :]
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the reward of a completion: the fraction of the seed's tests that pass, or -1 if the code can't be
-        tested (`grading.py`).
-
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
-        """
+        """Return the fraction of the seed's tests that pass, or -1 if the code can't be tested (`grading.py`)."""
         started = time.monotonic()
         try:
             code, status, detail = await on_text(
@@ -310,7 +274,6 @@ class CodingTask(BaseModel):
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Run the hidden tests on this code and return the verdict."""
         # Draw tests in a thread: the reference may be slow and would block other trajectories.
         cases = await asyncio.to_thread(self.cases.draw, seed)
 
@@ -343,9 +306,6 @@ def _parameters(line: str) -> tuple[str, ...]:
 
 
 def _messages(task: CodingTask, told: str = "") -> tuple[dict[str, str], ...]:
-    """Return the messages of the prompt. `told` is the text of the user message; if empty, the task's prompt is
-    used.
-    """
     system = ({"role": "system", "content": task.system},) if task.system else ()
     return (*system, {"role": "user", "content": told or task.prompt})
 

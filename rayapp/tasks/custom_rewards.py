@@ -1,14 +1,9 @@
-"""Calls the user's reward function, sync or async, with a deadline. The config names the function; `answers.py` calls
-it.
-
-A function has verl's signature, so reward functions written for verl work unchanged:
+"""Calls the user's reward function, sync or async, with a deadline. It has verl's signature:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
-Functions for verl's batch reward manager also work: their parameters are lists (`solution_strs`, …), and each list has
-one element.
-
-The function is trusted, because the user wrote it. If it runs code that the model wrote, it must do so in a sandbox.
+Functions for verl's batch reward manager (`solution_strs`, …) get lists of one element. The function is trusted: if it
+runs code that the model wrote, it must do so in a sandbox.
 """
 
 from __future__ import annotations
@@ -30,33 +25,21 @@ from rayapp.core.trajectories import storable_terms
 
 @dataclass(slots=True, kw_only=True)
 class CustomReward:
-    """A reward function, given by its name. The object can be pickled: each process imports the function at its first
-    call.
-
-    Example: `CustomReward(path="my_rewards.py:compute_score")` or `CustomReward(path="package.module:function")`.
-    """
+    """A reward function by name, e.g. `my_rewards.py:compute_score` or `package.module:function`."""
 
     path: str
     timeout_s: float = 30.0
     _function: Callable[..., Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def load(self) -> Callable[..., Any]:
-        """Import the function and return it. Call this at the start of a run, so that errors are reported there.
-
-        Raises:
-            ConfigError: the function can't be imported, or the name belongs to something else.
-        """
+        """Import the function, at the start of a run, so that a ConfigError is reported there."""
         if self._function is None:
             function = load_function(self.path)
             self._function = _for_one_answer(function) if _takes_lists(function) else function
         return self._function
 
     async def __call__(self, **arguments: Any) -> dict[str, float]:
-        """Call the function. Return its terms: `score`, and any others that it gives.
-
-        Raises:
-            RewardFailedError: the function did not return a usable value in time.
-        """
+        """Return the function's terms: `score`, and any others. RewardFailedError: no usable value in time."""
         function = self.load()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -98,9 +81,7 @@ def _takes_lists(function: Callable[..., Any]) -> bool:
 
 
 def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of verl's batch form, which takes lists, into a function of one answer. The lists then have one
-    element.
-    """
+    """Wrap a function of verl's batch form, which takes lists, here of one element."""
 
     def first(scores: Any) -> Any:
         (score,) = scores
@@ -117,14 +98,7 @@ def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_function(path: str, *, what: str = "reward function", is_reward: bool = True) -> Callable[..., Any]:
-    """Return the function with the name `module:name` or `file.py:name`.
-
-    Args:
-        what: purpose of the function, for messages.
-        is_reward: if True, `path` may also be the name of a reward plug-in.
-    Raises:
-        ConfigError: the function can't be imported, doesn't exist, or is not a function.
-    """
+    """Return the function `module:name` or `file.py:name`; with `is_reward`, `path` may be a plug-in's name."""
     if is_given(path):
         return given(path)  # type: ignore[return-value]
     place, _, name = path.rpartition(":")
@@ -150,7 +124,6 @@ def _load_file(path: Path) -> Any:
 
 
 def _terms(found: object) -> dict[str, float]:
-    """Return the terms in a function's result. Raises ValueError, or any error of the user's objects."""
     raw = found if isinstance(found, Mapping) else {"score": found}
     if "score" not in raw:
         raise ValueError(f"a dict without the key `score`; its keys are {sorted(map(str, raw))}")

@@ -1,17 +1,11 @@
-"""Finds the code in a completion; `banned.py` calls this module.
+"""Finds the code in a completion. The code of a function is the first of these parts that exists:
 
-The code of a function is the first of these parts that exists:
+1. with a `prefill` (the answer's beginning in the prompt): prefill and completion, up to the first closing fence;
+2. the last fenced Python block that defines the function: models correct themselves in later blocks;
+3. the text above any fence, from the first line of Python that leads to the function's `def`.
 
-1. If the prompt already contains the beginning of the answer (`prefill`): prefill and completion together, without the
-   opening fence, up to the first closing fence.
-2. The last fenced Python block that defines the function: models correct themselves in later blocks.
-3. The text above any fence, from the first line of Python that leads to the function's `def`.
-
-Only the answer counts, without the thoughts (`core.syntax.answer_of`). Blocks are those of CommonMark, so a fence that
-is indented by four spaces, as in a docstring, is part of the code; it ends the code only if nothing parses otherwise.
-Text after the function is cut, except further definitions and imports: models often append prose or an example call,
-which are not part of the answer and would only raise. Code is neither run nor repaired: a function body that the token
-limit cut off stays broken. The number of parses is limited.
+Only the answer counts, without the thoughts. Text after the function is cut, except definitions and imports: models
+often append prose or an example call. Code is neither run nor repaired. Blocks are CommonMark's.
 """
 
 from __future__ import annotations
@@ -27,21 +21,14 @@ from rayapp.core.syntax import answer_of, parse
 
 _PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
-_MAX_TRIES = 12
-"""Maximum number of parses to find where the code ends (or begins): a hostile completion must not take seconds."""
+_MAX_TRIES = 12  # A hostile completion must not take seconds to find where the code ends (or begins).
 _MARKDOWN = MarkdownIt("zero").enable(["blockquote", "code", "fence", "list"])
 _MARKDOWN.core.ruler.enableOnly(["block"])
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """Return the code of a completion that has to define a function.
-
-    Args:
-        prefill: part of the answer that the prompt already contains.
-    Returns:
-        Source that contains `def func_name`, perhaps with a syntax error; None if there is no such `def`.
-    """
+    """Return source that contains `def func_name`, perhaps with a syntax error; None if there is no such `def`."""
     text = _answer(completion)
     if prefill:
         candidates = [_after_fence(prefill) + text]
@@ -54,16 +41,8 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
 
 
 def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """Return the code of a completion as a whole module that has the function. The checkers of data sets run this form.
-
-    The code is the last fenced block that binds the function's name, uncut. If the completion has no fence, text that
-    is not Python is cut.
-
-    Args:
-        prefill: part of the answer that the prompt already contains.
-    Returns:
-        Source, perhaps with a syntax error; None if the completion does not bind the name.
-    """
+    """Return the code as a whole module, uncut, as the checkers of data sets run it: the last fenced block that binds
+    the function's name, or, without a fence, the text that is Python. None if nothing binds the name."""
     text = _answer(completion)
     blocks = [] if prefill else _fenced_blocks(text)
     for block in blocks[: -_MAX_TRIES - 1 : -1]:
@@ -78,14 +57,8 @@ def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str
 
 
 def extract_program(completion: str) -> str | None:
-    """Return the code of a completion that has to be a whole program.
-
-    The code is the last block marked as Python. If there is no such block, it is the last block that parses. If there
-    is no fence at all, it is the whole completion.
-
-    Returns:
-        Source, perhaps with a syntax error; None if the completion has no code.
-    """
+    """Return the code of a whole program: the last block marked as Python, else the last block that parses; without a
+    fence the whole completion. None if there is no code."""
     text = _answer(completion)
     marked = [block for block in _fenced_blocks(text, only_marked=True) if block.strip()]
     if marked:
@@ -99,10 +72,8 @@ def extract_program(completion: str) -> str | None:
 
 
 def marked_block(completion: str, languages: frozenset[str]) -> str:
-    """Return the last block marked with one of these languages. If there is none, return the last block without a
-    language. If there is no fence at all, return the whole text. If all blocks have other languages, return an empty
-    string.
-    """
+    """Return the last block marked with one of these languages, else the last one without a language, else an empty
+    string; without any fence the whole text."""
     text = _answer(completion)
     blocks = [(language.lower(), body) for language, body in _blocks(text) if body.strip()]
     marked = [body for language, body in blocks if language in languages]
@@ -119,13 +90,13 @@ def _answer(completion: str) -> str:
 
 
 def _only_closes(text: str) -> bool:
-    """Return True if the text has one fence only, without a language: it may close code that no fence opens."""
+    """Return True for one fence without a language: it may close code that no fence opens."""
     blocks = _fences(text)
     return len(blocks) == 1 and not blocks[0][0] and text.rstrip().count("\n") + 1 in (blocks[0][2], blocks[0][3])
 
 
 def _is_program(text: str) -> bool:
-    """Return True if the text is Python that does more than name values: a heading such as `Solution` is no program."""
+    # Python that does more than name values: a heading such as `Solution` is no program
     tree = parse(text)
     return tree is not None and any(
         not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in tree.body
@@ -137,18 +108,15 @@ def _num_code_marks(text: str) -> int:
 
 
 def cut_after_function(source: str, func_name: str) -> str:
-    """Return `source` up to the end of the function, and the definitions and imports below it.
-
-    Other statements below the function (an example call, a print) are removed. Text below the function that is not
-    Python is removed as a whole: cuts are made only at lines that begin in column 0.
-    """
+    """Return `source` up to the end of the function, and the definitions and imports below it. Cuts are made only at
+    lines that begin in column 0."""
     python = _through_last_python(source, func_name)
     tree = parse(python)
     return python if tree is None else _definitions_only(tree, python.split("\n"), func_name)
 
 
 def _through_last_python(source: str, func_name: str) -> str:
-    """Return `source` without the non-Python text below the function; if nothing parses, only the function."""
+    """Cut the text below the last Python; if nothing parses, return only the function."""
     lines = source.split("\n")
     if parse(source) is not None:
         return source
@@ -175,16 +143,14 @@ def _binds(source: str, func_name: str) -> bool:
 
 
 def _after_fence(prefill: str) -> str:
-    """Return the part of a prefill below its opening fence. The prose above the fence is not code."""
+    """Return the code below the fence; the prose above it is not code."""
     lines = prefill.split("\n")
     openings = [number for number, line in enumerate(lines) if _fence(line)]
     return "\n".join(lines[openings[-1] + 1 :]) if openings else prefill
 
 
 def _until_fence(source: str) -> str:
-    """Return the source up to a line that looks like a fence, if it doesn't parse with this line: up to the first such
-    line above which it parses, or else up to the first one.
-    """
+    # If it doesn't parse with a line like a fence: up to the first such line above which it parses, or the first one.
     lines = source.split("\n")
     ends = [number for number, line in enumerate(lines) if _fence(line)]
     if not ends or parse(source) is not None:
@@ -199,12 +165,7 @@ def _before_fences(text: str) -> str:
 
 
 def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
-    """Return the contents of the fenced blocks that may be Python, in order. An unclosed block extends to the end of
-    the text.
-
-    Args:
-        only_marked: leave out blocks without a language.
-    """
+    # An unclosed block extends to the end of the text; `only_marked`: without blocks that name no language.
     return [
         body
         for language, body in _blocks(text)
@@ -213,23 +174,19 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return a pair for every fenced block: its language (empty if none is named) and its dedented contents."""
+    """Return language (empty if none is named) and dedented contents of each block."""
     return [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
 
 
 @functools.lru_cache(maxsize=2)
 def _fences(text: str) -> list[tuple[str, str, int, int]]:
-    """Return language, contents, first line and end of each fenced block. A block that no fence closes extends to the
-    end of the text.
-    """
+    """Return language, contents, first line and end of each fenced block."""
     found = [token for token in _MARKDOWN.parse(text) if token.type == "fence" and token.map]
     return [(next(iter(each.info.split()), ""), each.content, each.map[0], each.map[1]) for each in found if each.map]
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    """Return the fence and the language of a line that opens a block: three or more ` or ~, and then text without `.
-    Return None for any other line.
-    """
+    """Return fence and language of a line that opens a block: three or more ` or ~, and then text without `."""
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
     num_marks = len(text) - len(language)
@@ -239,8 +196,8 @@ def _fence(line: str) -> tuple[str, str] | None:
 def _unfenced(text: str, func_name: str) -> str:
     """Return the code of a text without fences, from the first definition, import or decorator above the function.
 
-    The lines from there to the function's `def` must parse. If no such line is found, the code begins at the `def`, so
-    that the verdict names a syntax error of the function and not of the prose.
+    If the lines down to the function's `def` don't parse, the code begins at the `def`, so that the verdict names a
+    syntax error of the function and not of the prose.
     """
     lines = textwrap.dedent(text).split("\n")
     pattern = _def_pattern(func_name)
@@ -259,7 +216,7 @@ def _def_pattern(func_name: str) -> re.Pattern[str]:
 
 
 def _cuts(lines: list[str], func_name: str) -> list[int]:
-    """Return the numbers of the lines at which the source may be cut: lines below the `def` that begin in column 0."""
+    """Return the lines below the `def`, in column 0."""
     pattern = _def_pattern(func_name)
     start = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
     if start is None:
@@ -270,9 +227,7 @@ def _cuts(lines: list[str], func_name: str) -> list[int]:
 
 
 def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
-    """Return all lines up to the function's end, and below it only definitions and imports. If the function is nested,
-    return all lines.
-    """
+    """Keep only definitions and imports below the function; all lines if it is nested."""
     kept: list[str] = []
     end = 0
     for node in tree.body:

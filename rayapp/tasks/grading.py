@@ -33,17 +33,12 @@ ERROR_REWARD = -1.0
 
 
 def failure(status: str, detail: str, *, all_raised: bool = False) -> Reward:
-    """Return the verdict -1 with this status."""
     terms = _terms(passed=0, raised=int(all_raised), tests=1)
     return Reward(value=ERROR_REWARD, terms=terms, status=status, detail=detail)
 
 
 def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
-    """Compare the calls' results with the expected values, and return the verdict.
-
-    Raises:
-        SandboxProtocolError: the sandbox failed: the number of results differs from the number of tests.
-    """
+    """Compare the calls' results with the expected values. SandboxProtocolError: their number differs."""
     ran = report.exec
     if ran.stopped_for is not None:
         return failure(ran.stopped_for.value, f"stopped for {ran.stopped_for.value} after {ran.duration_s:.2f} s")
@@ -64,7 +59,6 @@ def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
 
 
 def _told(calls: Sequence[CallResult], cases: Sequence[Case], index: int) -> str:
-    """Return one line that describes the failed test with this index."""
     call, case = calls[index], cases[index]
     given = ", ".join(map(shown, case.args))
     got = f"got {shown(call.value)}" if call.ok else f"raised {call.error}"
@@ -83,11 +77,7 @@ _MAX_ERROR_CHARS = 200
 
 
 def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
-    """Parse a public test, `name(input, …) == output`, into inputs and output.
-
-    Raises:
-        ValueError: the test does not have this form, or has values that are not literals.
-    """
+    """Parse a public test, `name(input, …) == output` with literals."""
     tree = parse(test.strip())
     match tree.body if tree is not None else []:
         case [ast.Expr(ast.Compare(ast.Call(ast.Name(name), inputs, []), [ast.Eq()], [output]))] if name == func_name:

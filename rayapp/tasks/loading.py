@@ -36,22 +36,20 @@ from rayapp.tasks.coding import CodingTask
 
 _YAML = (".yaml", ".yml")
 REPOSITORIES = "repositories"
+# Kind of task -> its loader in `rayapp.extras`.
 EXTRAS = {
     "repository": "repositories.task:load_repository",
     "swe": "repositories.swe:load_swe",
     "generated": "generators.reasoning_gym:load_generated",
     "environment": "environments.verifiers:environment_tasks",
 }
-"""Kind of task -> its loader in `rayapp.extras`."""
 
 
 def shipped_tasks() -> list[str]:
-    """Return the names of the coding tasks that ship with rayapp."""
     return sorted(Path(entry.name).stem for entry in _library().iterdir() if Path(entry.name).suffix in _YAML)
 
 
 def shipped_repositories() -> list[str]:
-    """Return the names of the repository tasks that ship with rayapp."""
     return sorted(entry.name for entry in _library().joinpath(REPOSITORIES).iterdir() if entry.is_dir())
 
 
@@ -60,12 +58,8 @@ def _library() -> Traversable:
 
 
 def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
-    """Return the tasks of a run, in order. A task that is named twice is in the result twice, so it is sampled twice as
-    often.
-
-    Raises:
-        InputError: no task is named, a task can't be used, or two tasks have the same name.
-    """
+    """Return the tasks of a run, in order; one that is named twice is sampled twice as often. InputError: a task can't
+    be used, or two have one name."""
     if not names:
         raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
     loaded = {source: load_source(source) for source in dict.fromkeys(names)}
@@ -81,11 +75,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
 
 
 def load_source(source: str) -> Sequence[Task]:
-    """Return the tasks of one source. All tasks of a benchmark have the same name.
-
-    Raises:
-        InputError: the task can't be used.
-    """
+    """Return the tasks of one source. All tasks of a benchmark have the same name."""
     if source.startswith(BENCHMARK):
         from rayapp.tasks.code.benchmarks import load_benchmark
 
@@ -101,17 +91,12 @@ def load_source(source: str) -> Sequence[Task]:
 
 
 def _loaded(kind: str, *arguments: object) -> Sequence[Task]:
-    """Call the loader of a kind of task in `EXTRAS`."""
     tasks: Sequence[Task] = load_extra(EXTRAS[kind])(*arguments)
     return tasks
 
 
 def single_tasks(source: str) -> list[str]:
-    """Return one source for each task in a folder of tasks or in `repositories`; return any other source unchanged.
-
-    Raises:
-        InputError: the folder contains no task.
-    """
+    """Return one source for each task in a folder of tasks or in `repositories`; return any other source unchanged."""
     if source == REPOSITORIES:
         return shipped_repositories()
     folder, trusts_script = _folder_of(source)
@@ -124,11 +109,8 @@ def single_tasks(source: str) -> list[str]:
 
 
 def _folder_of(source: str) -> tuple[Path, bool]:
-    """Split a source such as `terminal-bench?trust_test_scripts=true` into a path, and True if a task folder's
-    `test.sh` may judge.
-
-    This option is not a key of task.toml: the user who runs a task decides whether to trust it, not the task's author.
-    """
+    """Split `terminal-bench?trust_test_scripts=true` into path, and True if a folder's `test.sh` may judge. The user
+    who runs a task decides whether to trust it, not its author: this is no key of task.toml."""
     folder, _, option = source.rpartition("?")
     if not folder or not Path(folder).is_dir():
         return Path(source), False
@@ -138,13 +120,7 @@ def _folder_of(source: str) -> tuple[Path, bool]:
 
 
 def load_task(source: str) -> Task:
-    """Return one task, after its reference has run on the tests of a few seeds.
-
-    Args:
-        source: name of a shipped task, or path of a .yaml or .py file or of a task folder.
-    Raises:
-        InputError: the task can't be used.
-    """
+    """Return the task of this name, file or folder, after its reference has run on the tests of a few seeds."""
     path, trusts_script = _folder_of(source)
     if path.is_dir():
         return _repository_task(path, path.resolve().name, trusts_script=trusts_script)
@@ -173,7 +149,7 @@ def _repository_task(folder: Traversable, name: str, *, trusts_script: bool = Fa
 
 
 def _of_plugin(name: str) -> Task:
-    """Return the task of a plug-in: the plug-in's object, or the result of calling the object."""
+    """Return the plug-in's object, or the result of calling it."""
     found = load_plugin("tasks", name)
     made = found() if isinstance(found, type) or not hasattr(found, "score") else found
     return _checked_task(made, f"plug-in {name} must be, or return,")
@@ -199,7 +175,6 @@ def _shipped_text(name: str) -> str:
 
 
 def _fields_of(base: object, source: str) -> dict[str, object]:
-    """Return the fields of the shipped task named by another task's `based_on`."""
     if base not in shipped_tasks():
         raise InputError(f"task {source}: based_on is {base!r}: it must be one of {', '.join(shipped_tasks())}")
     fields: dict[str, object] = yaml.safe_load(_shipped_text(str(base)))

@@ -1,12 +1,7 @@
-"""Distinguishes local variables from builtins in parsed code. `banned.py` uses it to allow `sorted = False` in a bubble
-sort.
+"""Distinguishes local variables from builtins in parsed code, so that a bubble sort may have `sorted = False`.
 
-A name counts as local only if it is bound in an enclosing function: then Python never falls back to the builtin. A
-binding in a module or class body, in a comprehension, or under `global` does not count.
-
-    one walk over the tree, in order -> on entering a body, push what its scope binds; on leaving it, pop that again
-
-Each name is looked up once, however deep the nesting, so the time is proportional to the code's size.
+A name counts as local only if it is bound in an enclosing function: then Python never falls back to the builtin. The
+time is proportional to the code's size, however deep the nesting.
 """
 
 from __future__ import annotations
@@ -38,15 +33,13 @@ class Scopes:
         return self._parents.get(node)
 
     def is_local(self, node: ast.Name) -> bool:
-        """Return True if the name is a variable of an enclosing function."""
+        """True if the name is a variable of an enclosing function."""
         return node in self._locals
 
 
 def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
-    """Yield every node that uses a variable of an enclosing function."""
+    # Name -> for each enclosing scope that has the name, innermost last, True if it is a function's variable there.
     said: dict[str, list[bool]] = {}
-    """Name -> one entry for each enclosing scope that has the name, innermost last. An entry is True if the name is a
-    function's variable in this scope."""
     pending: list[ast.AST | _Leave] = [tree]
     while pending:
         node = pending.pop()
@@ -75,9 +68,8 @@ class _Leave:
 
 
 def _scope_body(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes that run inside a scope; empty if the node is not a scope. Defaults, decorators, bases and
-    annotations are left out, because they run in the outer scope.
-    """
+    """Return the nodes that run inside a scope: no defaults, decorators, bases and annotations, which run in the outer
+    one."""
     match node:
         case ast.Lambda(body=expression):
             return [expression]
@@ -88,9 +80,7 @@ def _scope_body(node: ast.AST) -> list[ast.AST]:
 
 
 def _verdicts(scope: ast.AST) -> dict[str, bool]:
-    """Return the names that a scope binds or declares global -> True for a variable of this function, False for a name
-    that is looked up elsewhere.
-    """
+    # True for a variable of this function, False for a name that is looked up elsewhere
     nodes = list(_own_nodes(scope))
     global_names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     outer_names = {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}
@@ -101,7 +91,7 @@ def _verdicts(scope: ast.AST) -> dict[str, bool]:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a scope's body. Of a nested scope, only its own node is yielded, not the nodes inside."""
+    """Yield the nodes of a scope's body; of a nested scope only its own node."""
     pending = _scope_body(scope)
     while pending:
         node = pending.pop()

@@ -1,10 +1,7 @@
-"""The program of the text process. It runs one call after the other, each with a limit of CPU time.
+"""The program of the text process (`text_process.py`): runs one call after the other, each with a limit of CPU time.
 
-A call arrives as a pickle, so its arguments may be any plain data. Its result is sent back as JSON, which can't contain
-code.
-
-`text_process.py` starts this program and explains its purpose. The program imports only the standard library,
-markdown-it, and modules of rayapp that need nothing else. It has no secrets in its environment and no standard output.
+A call arrives as a pickle; its result is sent back as JSON, which can't contain code. Only the standard library,
+markdown-it and modules that need nothing else are imported.
 """
 
 from __future__ import annotations
@@ -20,19 +17,15 @@ from io import BufferedRWPair
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-_MEMORY_BYTES = 1 << 30
-"""Maximum address space in bytes. `ast.parse` may exceed it for a hostile text, and then raises MemoryError."""
+_MEMORY_BYTES = 1 << 30  # of address space; `ast.parse` of a hostile text may exceed it, and then raises MemoryError
 
 
 def write_call(stream: BufferedRWPair, call: tuple[Any, ...]) -> None:
-    """Write a call: (function, arguments, seconds of CPU time). Raises PickleError, TypeError or AttributeError: the
-    call can't be pickled.
-    """
+    """Write a call: (function, arguments, seconds of CPU time)."""
     _write(stream, pickle.dumps(call))
 
 
 def write_frame(stream: BufferedRWPair, value: object) -> None:
-    """Write one JSON value. Raises TypeError or ValueError: JSON can't represent the value."""
     _write(stream, json.dumps(value).encode())
 
 
@@ -42,7 +35,7 @@ def _write(stream: BufferedRWPair, data: bytes) -> None:
 
 
 def read_frame(stream: BufferedRWPair) -> Any:
-    """Read the next value. Raises EOFError: the other process has ended."""
+    """Read the next value. EOFError: the other process has ended."""
     return json.loads(_read(stream))
 
 
@@ -90,7 +83,6 @@ def _answer(call: bytes) -> tuple[str, object]:
 
 
 def is_held(condition: Callable[[Any], object], values: object) -> bool:
-    """Return True if the condition returns a true value for `values`; False if it raises."""
     try:
         return bool(condition(values))
     except Exception:  # boundary: the values may not support the comparison, e.g. abs("x")

@@ -1,14 +1,9 @@
 """Runs rayapp's functions on a model's text in a separate process, which can be killed and doesn't block this process.
 
-    await on_text(function, text, …) -> text process: function(text, …), limited CPU time -> JSON -> value
-    await holds(condition, values)   -> text process: condition(values), limited CPU time         -> bool
-
-A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds, or forever. Meanwhile they
-hold the interpreter's lock, and a thread can't be killed. Therefore each rollout worker has one small text process (13
-MB, only the standard library and markdown-it, no secrets in its environment) that runs one call after the other. The
-kernel kills the process when a call exceeds its CPU time, and the next call starts another process. The limit is CPU
-time, because a verdict must not depend on how busy the machine is. The process runs only functions of rayapp: a model's
-*code* must run in a sandbox.
+A hostile text can make regular expressions, `ast.parse` and comparisons take forever; they hold the interpreter's lock,
+and a thread can't be killed. So each rollout worker has one text process (13 MB, no secrets). The limit is CPU time,
+because a verdict must not depend on how busy the machine is. It runs only functions of rayapp: a model's *code* must
+run in a sandbox.
 """
 
 from __future__ import annotations
@@ -33,31 +28,21 @@ from typing import Any
 from rayapp.core.errors import KindError
 from rayapp.tasks.text_child import is_held, read_frame, write_call
 
-MAX_TEXT_CHARS = 1 << 20
-"""Maximum characters of a text (about 250,000 tokens). Longer texts are not read."""
+MAX_TEXT_CHARS = 1 << 20  # about 250,000 tokens; longer texts are not read
+# Time limit of a call: a normal answer takes less than a millisecond, 100,000 characters of code about a second.
 CPU_LIMIT_S = 2.0
-"""Maximum CPU time of one call, in seconds. A normal answer takes less than a millisecond; 100,000 characters of code
-take about a second."""
-_WALL_LIMIT_S = 60.0
-"""Maximum wall-clock time of one call, in seconds. If a call takes longer, the cause is the machine and not the
-text."""
+_WALL_LIMIT_S = 60.0  # of one call; beyond it the cause is the machine and not the text
 _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class TextTooCostlyError(KindError):
-    """A text is too long, takes too much time to read, or crashes the process that reads it. This is a verdict on the
-    text.
-
-    The error's kind, too_long or unreadable, becomes the status of the reward.
-    """
+    """A text is too long, takes too much time to read, or crashes its reader: a verdict on the text. The kind, too_long
+    or unreadable, becomes the reward's status."""
 
 
 class TextReadingFailedError(KindError):
-    """A function raised, or the text process itself failed. This is not a verdict on the text.
-
-    The error's kind is reward_error (the function) or text_process.
-    """
+    """A function raised (kind reward_error), or the text process failed (text_process): no verdict on the text."""
 
 
 @dataclass(slots=True)
@@ -93,10 +78,7 @@ class _TextChild:
 
 @dataclass(slots=True)
 class TextProcess:
-    """Runs calls in a child process. The first call starts the child; a call after the child's end starts it again.
-
-    Callers use `on_text` and `holds`, which share one such process.
-    """
+    """Runs calls in a child process, which is started when needed. `on_text` and `holds` share one."""
 
     cpu_limit_s: float = CPU_LIMIT_S
     _child: _TextChild | None = field(default=None, init=False)
@@ -112,7 +94,6 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None while there is no child."""
         return self._child.process.pid if self._child is not None else None
 
     def close(self) -> None:
@@ -146,7 +127,7 @@ class TextProcess:
         return value
 
     def _exchange(self, call: tuple[Any, ...]) -> tuple[str, object] | None:
-        """Send a call to the child. Return kind and value of its answer; None if another program killed the child."""
+        """Return kind and value of the answer; None if another program killed the child."""
         if self._child is None:
             self._child = self._started()
         try:
@@ -189,25 +170,15 @@ atexit.register(_shared.close)
 async def on_text(function: Callable[..., Any], text: str, *arguments: object) -> Any:
     """Return `function(text, *arguments)`, computed in the text process.
 
-    Args:
-        function: function of a module that imports only the standard library. It takes plain data and returns a value
-            that JSON can represent; tuples become lists.
-    Raises:
-        TextTooCostlyError: the text is longer than MAX_TEXT_CHARS, takes more than CPU_LIMIT_S, or crashed the process.
-        TextReadingFailedError: the function raised, or the process can't be started.
+    The function is of a module that imports only the standard library, takes plain data and returns JSON; tuples become
+    lists. TextTooCostlyError is a verdict on the text; TextReadingFailedError is not.
     """
     return await _shared.call(function, text, *arguments)
 
 
 async def holds(condition: Callable[[Any], object], values: object) -> bool:
-    """Return True if a condition holds for values from a sandbox (plain data); False if it raises or takes more than
-    CPU_LIMIT_S.
-
-    Args:
-        condition: function of a module that imports only the standard library, or a `partial` of such a function.
-    Raises:
-        TextReadingFailedError: the process can't be started.
-    """
+    """True if a condition holds for values from a sandbox; False if it raises or takes more than CPU_LIMIT_S. It is a
+    function, or `partial`, of a module that imports only the standard library."""
     try:
         return bool(await _shared.call(is_held, condition, values))
     except TextTooCostlyError:
@@ -215,9 +186,7 @@ async def holds(condition: Callable[[Any], object], values: object) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the child's environment variables. They have no secrets, and a fixed hash seed, so that sets have a fixed
-    order.
-    """
+    """Return the child's variables: no secrets, and a fixed hash seed, so that sets have a fixed order."""
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     markdown = find_spec("markdown_it")
     assert markdown is not None

@@ -2,11 +2,8 @@
 
     score() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
 
-Tasks, reward functions and judges may be users' code: if it raises or returns nonsense, only one trajectory fails.
-
-`shape_group` adds DAPO's soft overlong punishment (arXiv:2503.14476, §3.4) to the rewards of a training group, if
-`algorithm.overlong.buffer_tokens` is set. Evaluation never adds it. As in verl, the length is the number of all tokens
-after the prompt, tool results included; `rollout.max_completion_tokens` limits this length.
+Users' code that raises or returns nonsense fails only one trajectory. `shape_group` adds DAPO's soft overlong
+punishment (arXiv:2503.14476, §3.4) in training; as in verl, tool results count towards the length.
 """
 
 from __future__ import annotations
@@ -35,8 +32,9 @@ from rayapp.core.protocols import Sandbox, SandboxSource, Task
 from rayapp.core.trajectories import branches, storable, storable_terms, summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, SandboxSpec, Trajectory
 
+# Function that scores one answer: of a task, a rule, a user's reward function or an environment.
 Scorer = Callable[[], Awaitable[Reward]]
-"""Function that scores one answer. A task, a rule, a user's reward function or an environment supplies it."""
+# Errors that concern more than one trajectory: a hopeless configuration, and lost processes of rayapp.
 ENDS_GROUP = (
     SandboxConfigError,
     EngineError,
@@ -45,7 +43,6 @@ ENDS_GROUP = (
     ProcessDiedError,
     ObjectsLostError,
 )
-"""Errors that concern more than one trajectory: a configuration that can never work, and lost processes of rayapp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +60,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRewards:
-    """Rewards that a trajectory's tools gave."""
-
-    calls: float = 0.0
-    """Sum of the rewards of single tool calls."""
-    verdicts: float = 0.0
-    """Sum of the rewards that tools gave for the whole trajectory."""
+    calls: float = 0.0  # sum over single tool calls
+    verdicts: float = 0.0  # sum over what tools gave for the whole trajectory
 
 
 PLAIN = Weights()
-LEASE_TIMEOUT_S = 120.0
-"""Maximum wait for a sandbox, in seconds. A busy pool is normal, but a pool that has no free sandbox for two minutes is
-broken."""
+LEASE_TIMEOUT_S = 120.0  # a busy pool is normal, but one without a free sandbox for two minutes is broken
 
 
 class Judging(Protocol):
@@ -87,7 +78,7 @@ class Judging(Protocol):
 
     @property
     def compare_timeout_s(self) -> float:
-        """Minimum time in seconds to reserve for comparisons within the group's deadline."""
+        """Seconds to reserve for comparisons within the group's deadline."""
         ...
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
@@ -100,10 +91,8 @@ class Judging(Protocol):
 
 
 class Judges(Protocol):
-    """All judges of one process."""
-
     async def check(self) -> None:
-        """Ask each judge one question. Raises ConfigError: a judge gives no usable answer."""
+        """Ask each judge one question. ConfigError: a judge gives no usable answer."""
         ...
 
     def of(self, reward: RewardSection) -> Judging:
@@ -120,18 +109,10 @@ async def verdict(
     tools: ToolRewards | None = None,
     judge: Callable[[Reward], Awaitable[Reward]] | None = None,
 ) -> Reward:
-    """Score one answer and return its reward.
+    """Score one answer and return its reward, with finite numbers; `judge` adds the scores of judges.
 
-    Args:
-        score: function that scores the answer.
-        tools: rewards that tools gave; with None, the reward has no terms for tools.
-        judge: function that adds the scores of judges; None if there are no judges.
-    Returns:
-        A reward with finite numbers. If `score` or a judge fails, the reward is invalid. Its failure kind is
-        reward_error for an exception, reward_nonsense for a wrong type or number, sandbox_gone or a similar kind for
-        errors of a sandbox, or else the error's own kind.
-    Raises:
-        One of `ENDS_GROUP`.
+    If `score` or a judge fails, the reward is invalid, of kind reward_error (an exception), reward_nonsense (a wrong
+    type or number), sandbox_gone or the like, or the error's own. Only the errors of `ENDS_GROUP` are raised.
     """
     started = time.perf_counter()
     try:
@@ -152,9 +133,7 @@ async def task_verdict(task: Task, prompt: Prompt, text: str, sandboxes: Sandbox
 
 
 def settled(reward: object) -> Reward:
-    """Return the reward, with its numbers as plain floats. If a number is not finite, or the value is not a Reward,
-    return an invalid reward of kind reward_nonsense.
-    """
+    """Return the reward with its numbers as plain floats, or an invalid one of kind reward_nonsense."""
     try:
         return _checked(reward)
     except Exception as error:  # boundary: a reward may hold objects of the user's classes
@@ -164,9 +143,6 @@ def settled(reward: object) -> Reward:
 def _checked(reward: object) -> Reward:
     if not isinstance(reward, Reward):
         raise TypeError(f"the verdict is a {type(reward).__name__}, not a Reward")
-    for name in ("status", "failure_kind", "detail"):
-        if not isinstance(getattr(reward, name), str):
-            raise TypeError(f"the Reward's {name} is a {type(getattr(reward, name)).__name__}, not a str")
     value = storable(reward.value) if reward.valid else 0.0
     return replace(reward, value=value, terms=storable_terms(reward.terms), valid=bool(reward.valid))
 
@@ -180,9 +156,7 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
 
 
 def named(error: BaseException) -> Exception:
-    """Return the error with which a trajectory fails. Errors in `ENDS_GROUP` are returned unchanged; any other error
-    becomes an error with a failure kind.
-    """
+    """Return an error in `ENDS_GROUP` unchanged; any other becomes an error with a failure kind."""
     if isinstance(error, ENDS_GROUP):
         return error
     if isinstance(error, SandboxError):
@@ -195,12 +169,7 @@ def named(error: BaseException) -> Exception:
 async def judged_in_sandbox(
     sandboxes: SandboxSource, spec: SandboxSpec, judge: Callable[[Sandbox], Awaitable[Reward]]
 ) -> Reward:
-    """Call `judge` with a new sandbox and return its verdict. If the sandbox fails, `judge` is called once more with
-    another sandbox. If that fails too, the verdict is invalid.
-
-    Raises:
-        SandboxConfigError: this configuration can never give a sandbox.
-    """
+    """Call `judge` with a new sandbox; if that fails, once more with another; then the verdict is invalid."""
     failed: SandboxError | None = None
     for _ in range(2):
         try:
@@ -215,9 +184,7 @@ async def judged_in_sandbox(
 
 
 def failure_kind(error: SandboxError) -> str:
-    """Return an invalid reward's failure kind, made from the class of the error: `SandboxGoneError` ->
-    `sandbox_gone`.
-    """
+    """`SandboxGoneError` -> `sandbox_gone`."""
     words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in type(error).__name__)
     return words.strip("_").removesuffix("_error")
 
@@ -226,12 +193,10 @@ PENALTY_TERM = "overlong_penalty"
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the term to add to the reward. It is 0 up to `max_tokens - buffer_tokens`, and then decreases linearly.
-
-    From `max_tokens` on, the term is -penalty.
+    """Return the term to add to the reward: 0 up to `max_tokens - buffer_tokens`, then linearly down to -penalty.
 
     Example: with max_tokens 120, buffer_tokens 20 and penalty 1, the terms for 90, 100, 110 and 120 tokens are 0, 0,
-        -0.5 and -1.
+    -0.5 and -1.
     """
     if buffer_tokens == 0:
         return 0.0
@@ -240,9 +205,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
 
 
 def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Group, GroupSummary]:
-    """Add the overlong penalty to the rewards of a group, and record it as a term. Return the group unchanged if the
-    penalty is not configured.
-    """
+    """Add the overlong penalty to the rewards of a group as a term, if it is configured."""
     if config.algorithm.overlong.buffer_tokens == 0:
         return group, summary
     shaped = replace(group, trajectories=tuple(_shaped(t, config) for t in group.trajectories))
@@ -250,7 +213,7 @@ def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Gr
 
 
 def _response_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens after the prompt, in the longest branch. Each branch is a separate conversation."""
+    """Count tokens in the longest branch; each branch is a separate conversation."""
     sampled = (trajectory.response_mask[branch] for branch in branches(trajectory.num_tokens, trajectory.forks))
     return max(mask.size - int(mask.argmax()) if mask.any() else 0 for mask in sampled)
 

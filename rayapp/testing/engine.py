@@ -22,15 +22,9 @@ ids are used unchanged."""
 class ScriptedEngine:
     """A `rayapp.core.protocols.RolloutEngine` with scripted completions.
 
-    Args:
-        encode: function from text to token ids that adds no special tokens.
-        decode: function from token ids to text.
-        script: function that returns each turn. If it raises an exception, `generate` raises this exception.
-        end_id: token that ends a turn. It is appended to texts.
-        latency_s: duration of each call in seconds.
-        token_s: additional seconds for each token of a streamed call.
-        policy_version: policy version of every completion.
-        max_model_tokens: maximum tokens of prompt and completion together. Longer requests are refused.
+    `script` returns each turn, or raises; texts are encoded (without special tokens) and get `end_id`. A call takes
+    `latency_s`, and `token_s` for each token of a streamed one. Longer requests than `max_model_tokens` (prompt and
+    completion) are refused.
     """
 
     def __init__(

@@ -2,12 +2,8 @@
 
     create(kwargs of the data row) -> state -> execute(state, arguments) ... -> reward(state) -> release(state)
 
-A tool object serves many trajectories at the same time, so data of one trajectory belong in its state. To add a tool,
-write one file with one class (see docs/tools.md).
-
-A `ToolCallParser` finds the tool calls in the policy's text. Runs use vLLM's (`rayapp.engine.vllm_tool_parser`); tests
-without vLLM use `support.hermes`. A parser raises no exception for a policy's text: it returns an unreadable call as a
-`RawCall` with a `problem`.
+A tool object serves many trajectories at the same time, so data of one belong in its state (docs/tools.md). A
+`ToolCallParser` never raises for a policy's text: an unreadable call is a `RawCall` with a `problem`.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.syntax import answer_of
+from rayapp.core.syntax import answer_of, thoughts_end
 from rayapp.core.types import ExecRecord
 from rayapp.tools.config import parse
 
@@ -31,23 +27,18 @@ from rayapp.tools.config import parse
 class ToolSchema:
     """Name, description and arguments of a tool, as the policy reads them.
 
-    Example: `ToolSchema(name="add", description="Adds two numbers.", parameters={"type": "object", "properties":
-    {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]})`.
+    Example: `ToolSchema(name="add", description="Adds two numbers.", parameters={"type": "object", "properties": {"a":
+    {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]})`.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of the arguments. Calls whose arguments don't fit the schema are not passed to the tool."""
+    """JSON schema of the arguments. Calls that don't fit it are not passed to the tool."""
 
     @classmethod
     def from_openai(cls, schema: Mapping[str, Any], *, where: str) -> ToolSchema:
-        """Read a schema in OpenAI's form, `{"type": "function", "function": {"name": …, "description": …, "parameters":
-        {…}}}`.
-
-        Raises:
-            ConfigError: the schema is not in OpenAI's form.
-        """
+        """Read a schema in OpenAI's form, `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
         function = schema.get("function")
         if schema.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
             raise ConfigError(
@@ -69,23 +60,18 @@ class ToolOutput:
     text: str
     """Text for the policy; the agent loop cuts it to length."""
     reward: float | None = None
-    """The tool's verdict on this call, which is recorded as an intermediate reward; None if it has none."""
+    """The tool's verdict on this call, an intermediate reward; None if it has none."""
     waited_s: float = 0.0
-    """Seconds that the call waited for a rate limit or a free sandbox; these seconds don't count as the tool's time."""
+    """Seconds of waiting for a rate limit or a free sandbox, which don't count as the tool's time."""
     execs: tuple[ExecRecord, ...] = ()
     """Executions in sandboxes during the call, for the trace of the rollout."""
     answer: str | None = None
-    """The trajectory's answer, which is then scored in place of the policy's last turn. Only for tools with
-    `ends_episode`."""
+    """The trajectory's answer in place of the policy's last turn. Only for tools with `ends_episode`."""
 
 
 class ToolFailedError(Exception):
-    """A call failed. The policy reads the text as the tool's result, and the trajectory continues.
-
-    Args:
-        text: text for the policy.
-        kind: kind of the failure in the metrics, e.g. failed or timeout.
-    """
+    """A call failed. The policy reads the text as the tool's result, and the trajectory continues. `kind` is for
+    metrics, e.g. failed or timeout."""
 
     def __init__(self, text: str, kind: str = "failed") -> None:
         super().__init__(text)
@@ -108,10 +94,8 @@ class ToolContext:
 class Tool(Protocol):
     """One tool of the policy. Its methods may run concurrently, for different trajectories and for calls of one turn.
 
-    The methods create, execute and reward may raise:
-        ToolFailedError: the policy reads the message.
-        RayappError: the trajectory fails and gets no reward.
-        Any other exception counts as a crash of the tool; the policy reads only that the call failed.
+    ToolFailedError: the policy reads the message. RayappError: the trajectory fails and gets no reward. Any other
+    exception is a crash of the tool; the policy reads only that the call failed.
     """
 
     @property
@@ -123,13 +107,8 @@ class Tool(Protocol):
         ...
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        """Return the state for one trajectory. This must be cheap: leave expensive work to the first `execute`.
-
-        Args:
-            kwargs: `extra_info.tools_kwargs.<name>.create_kwargs` of the data row.
-        Raises:
-            InputError: the row lacks a field that this tool needs.
-        """
+        """Return the state for one trajectory, from the row's `extra_info.tools_kwargs.<name>.create_kwargs`. This must
+        be cheap: leave expensive work to the first `execute`. InputError: the row lacks a field."""
         ...
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -146,9 +125,7 @@ class Tool(Protocol):
 
 
 class ToolConfig(BaseModel):
-    """Section `config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`. Unknown keys are
-    errors.
-    """
+    """Section `config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: str = "native"
@@ -157,24 +134,15 @@ class ToolConfig(BaseModel):
 
 
 class ToolBase:
-    """Base class of most tools. Subclasses add `schema` and `execute`. Those with config keys of their own add
-    `Config`; those that keep state add `create`, `reward` and `release`.
-
-    Args:
-        config: section `config` of the tool's entry.
-        schema: `tool_schema` of the entry; None: the schema of the class.
-        context: services of the process.
-    Raises:
-        ConfigError: `config` has a key that `Config` lacks, or a wrong value.
-    """
+    """Base class of most tools. Subclasses add `schema` and `execute`; those with keys of their own `Config`; those
+    that keep state `create`, `reward` and `release`. `schema` of the entry replaces the class's."""
 
     Config: type[ToolConfig] = ToolConfig
     config: ToolConfig
     schema: ToolSchema
     timeout_s: float = 30.0
     ends_episode = False
-    """True if an output of the tool may contain the trajectory's answer, which ends the trajectory. Calls of such a
-    tool also run in the last turn."""
+    """True if an output may contain the trajectory's answer. Calls of such a tool also run in the last turn."""
 
     def __init__(
         self,
@@ -207,10 +175,8 @@ class RawCall:
     """A tool call as the policy wrote it, before it is checked with a schema."""
 
     name: str = ""
-    arguments: str = "{}"
-    """The arguments, as a JSON text."""
-    problem: str = ""
-    """Reason why the call is unreadable; empty if it is readable."""
+    arguments: str = "{}"  # JSON text
+    problem: str = ""  # why the call is unreadable
 
 
 class ToolCallParser(Protocol):
@@ -234,8 +200,7 @@ class ToolCallParser(Protocol):
 class SampleCall:
     """A call, with texts in which a model's chat template may write it. It tests whether a parser finds calls."""
 
-    texts: tuple[str, ...]
-    """Texts of an assistant's turn with this call, of which the parser must find the call in one."""
+    texts: tuple[str, ...]  # an assistant's turn, in one of which the parser must find the call
     name: str
     arguments: dict[str, object]
 
@@ -252,18 +217,12 @@ class SampleCall:
 
 
 _DECODER = json.JSONDecoder(strict=False)
-MAX_CALLS = 64
-"""Maximum number of calls that are read in one turn, because even a call of a few tokens costs a parse, a record and a
-result."""
+MAX_CALLS = 64  # read in one turn: even a call of a few tokens costs a parse, a record and a result
 
 
 def with_whole_strings(text: str, start: str) -> str:
-    """Return a turn in which no string of a call contains `<`, so that a parser doesn't take `</tool_call>` in a string
-    for the end of the call. The calls' JSON has the same value.
-
-    Args:
-        start: text with which a call begins. Calls that aren't JSON stay as they are.
-    """
+    """Return a turn in which no string of a call (after `start`) contains `<`, so that a parser doesn't take
+    `</tool_call>` in a string for the end of the call. The calls' JSON has the same value."""
     parts, place = list[str](), 0
     for _ in range(MAX_CALLS + 1):
         begin = text.find(start, place) if start else -1
@@ -284,15 +243,14 @@ def with_whole_strings(text: str, start: str) -> str:
 
 def thoughts_of(text: str) -> str:
     """Return the reasoning in a turn: the text before the last `</think>`, without the tags."""
-    thoughts, end, _ = text.rpartition("</think>")
-    if not end:
-        return "" if after_thoughts(text) else text.strip().removeprefix("<think>").strip()
+    end = thoughts_end(text)
+    if not end and after_thoughts(text):
+        return ""
+    thoughts = text[:end].rpartition("</")[0] if end else text
     return thoughts.strip().removeprefix("<think>").strip()
 
 
 def after_thoughts(text: str) -> str:
-    """Return the part of a turn after the last `</think>`. Only calls in this part count, not calls in the
-    reasoning.
-    """
-    _, end, rest = text.rpartition("</think>")
-    return "" if not end and text.lstrip().startswith("<think>") else rest
+    """Return the part of a turn after the last `</think>`. Only calls in this part count."""
+    end = thoughts_end(text)
+    return "" if not end and text.lstrip().startswith("<think>") else text[end:]

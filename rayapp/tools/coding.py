@@ -1,15 +1,6 @@
-"""Tools for an agent that writes code. They work in the trajectory's workspace; `loading.py` makes them.
+"""Tools for an agent that writes code (python, bash, edit, run_tests, submit), in the trajectory's workspace.
 
-| tool | effect |
-|---|---|
-| `python` | runs Python; variables persist between the calls of a trajectory |
-| `bash` | runs a command line |
-| `edit` | writes a file, or replaces a text in it |
-| `run_tests` | runs the task's public tests on a file |
-| `submit` | submits the answer, or the whole workspace |
-
-With `stateful: false` each call of `python` gets a new sandbox, without the workspace's files. Coding tasks bring these
-tools; for other tasks, name them in the tool file.
+Coding tasks bring these tools; for other tasks, name them in the tool file.
 """
 
 from __future__ import annotations
@@ -31,12 +22,11 @@ class PythonToolConfig(WorkspaceConfig):
     """Section `config` of the Python tool's entry."""
 
     stateful: bool = True
-    """If false, every call gets a new sandbox. Then no state is kept, and fewer sandboxes are enough for the same
-    number of trajectories."""
+    """If false, every call gets a new sandbox, without the workspace's files: fewer sandboxes are enough."""
 
 
 class PythonTool(WorkspaceTool):
-    """Tool `python`: runs Python in the workspace."""
+    """Runs Python in the workspace; variables persist between calls."""
 
     Config = PythonToolConfig
     config: PythonToolConfig
@@ -74,9 +64,7 @@ class PythonTool(WorkspaceTool):
 
 
 def result_text(result: ExecResult, *, stateful: bool = False) -> str:
-    """Return the result of an execution as text for the policy: the output, like in a terminal, and the cause if it was
-    stopped.
-    """
+    """Return the result of an execution for the policy: the output, and the cause if it was stopped."""
     parts = [result.stdout, result.stderr]
     if result.error and result.error not in result.stderr:
         parts.append(result.error)
@@ -89,18 +77,16 @@ def result_text(result: ExecResult, *, stateful: bool = False) -> str:
     return "\n".join(part.rstrip("\n") for part in parts if part.strip())
 
 
+# Function that runs a task's public tests in a sandbox on the text of an answer.
 Check = Callable[[str, Sandbox], Awaitable[PublicVerdict]]
-"""Function that runs a task's public tests in a sandbox on the text of an answer."""
 _NO_SUCH_PROGRAM = 127
+# Bytecode is not cached: Python detects a changed file by size and whole seconds, and an agent may edit twice in one.
 _SHELL = ("env", "PYTHONDONTWRITEBYTECODE=1", "bash", "-c")
-"""First words of a command that runs a command line. Bytecode is not cached: Python detects a changed file by its size
-and its time in whole seconds, and an agent may edit a file twice in a second."""
 _PATH = {"type": "string", "description": "Path of a file, relative to your workspace"}
 
 
 class BashTool(WorkspaceTool):
-    """Tool `bash`: runs a command line in the workspace. Files persist between calls; shell variables and the current
-    folder don't."""
+    """Runs a command line in the workspace. Files persist, shell variables and the current folder don't."""
 
     schema = ToolSchema(
         name="bash",
@@ -128,7 +114,6 @@ class BashTool(WorkspaceTool):
 
 
 def _check_shell(probe: ExecResult) -> None:
-    """Raise SandboxConfigError if the result of a probe shows that command lines can't run in the sandbox."""
     if probe.isolation.startswith("ll"):
         why = "at isolation level ll a program can't start another program"
     elif probe.exit_code == _NO_SUCH_PROGRAM:
@@ -149,7 +134,7 @@ def _shell_text(result: ExecResult) -> str:
 
 
 class EditTool(WorkspaceTool):
-    """Tool `edit`: writes a whole file, or replaces a text that occurs exactly once in a file."""
+    """Writes a whole file, or replaces a text that occurs exactly once in a file."""
 
     schema = ToolSchema(
         name="edit",
@@ -205,8 +190,6 @@ async def _write(sandbox: Sandbox, path: str, text: str) -> None:
 
 @dataclass(slots=True)
 class _Tested:
-    """State of the tool `run_tests` in one trajectory."""
-
     workspace: Workspace
     check: Check
     best: float = 0.0
@@ -216,11 +199,8 @@ class _Tested:
 
 
 class RunTestsTool(WorkspaceTool):
-    """Tool `run_tests`: runs the task's public tests on a file of the workspace.
-
-    The reward of a call is the increase of the pass rate over the trajectory's best pass rate so far, so the rewards of
-    all calls add up to the best pass rate.
-    """
+    """Runs the task's public tests on a file of the workspace. A call's reward is the increase of the pass rate over
+    the trajectory's best one so far, so the rewards add up to the best."""
 
     schema = ToolSchema(
         name="run_tests",
@@ -250,7 +230,7 @@ class RunTestsTool(WorkspaceTool):
 
 
 class SubmitTool(WorkspaceTool):
-    """Tool `submit`: submits the answer, which ends the trajectory."""
+    """Submits the answer, which ends the trajectory."""
 
     ends_episode = True
     schema = ToolSchema(
@@ -278,8 +258,6 @@ class SubmitTool(WorkspaceTool):
 
 @dataclass(slots=True)
 class _Work:
-    """State of the tool `submit_work` in one trajectory."""
-
     workspace: Workspace
     collect: Callable[[Sandbox], Awaitable[str]]
 
@@ -288,7 +266,7 @@ class _Work:
 
 
 class SubmitWorkTool(WorkspaceTool):
-    """Tool `submit` for tasks whose answer is the workspace itself. The task collects the answer's files from it."""
+    """`submit` for tasks whose answer is the workspace itself. The task collects the answer's files from it."""
 
     ends_episode = True
     schema = ToolSchema(name="submit", description="Hands in your workspace as it is and ends your work.")
@@ -310,7 +288,7 @@ class SubmitWorkTool(WorkspaceTool):
 
 
 def fenced(code: str) -> str:
-    """Return a file's content as one fenced code block, whose fence is longer than any fence in the content."""
+    """Return a file's content as one code block, whose fence is longer than any fence in the content."""
     longest = max((len(marks) for marks in re.findall("`+|~+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}python\n{code.rstrip()}\n{fence}\n"

@@ -1,11 +1,9 @@
 """Reads tool configuration files in verl's format, as data; `loading.py` makes the tools.
 
-    tools:
-      - class_name: verl.tools.mcp_search_tool.MCPSearchTool     # or rayapp.tools.…, or a file: my_tools/dice.py:Dice
-        config: {type: mcp, rate_limit: 120, timeout: 120}
-        mcp: {mcp_servers_config_path: mcp_server.json, tool_selected_list: [run_code_once]}
-
-The file of MCP servers is JSON that may contain `#` comments: {"mcpServers": {"name": {"url": …, "api_key": …}}}.
+tools:
+- class_name: verl.tools.mcp_search_tool.MCPSearchTool     # or rayapp.tools.…, or a file: my_tools/dice.py:Dice
+  config: {type: mcp, rate_limit: 120, timeout: 120}
+  mcp: {mcp_servers_config_path: mcp_server.json, tool_selected_list: [run_code_once]}
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class McpSection(_Frozen):
     """Section `mcp` of an entry: the MCP servers, and the tools to take from them."""
 
     mcp_servers_config_path: str
-    """Path of the file with `mcpServers`. A relative path is looked up in the tool file's folder, then in the working
-    directory."""
+    """JSON with `mcpServers` and `#` comments, looked up in the tool file's folder, then in the working directory."""
     tool_selected_list: tuple[str, ...] = ()
     """Names of the tools that the policy gets; empty: all tools."""
 
@@ -53,18 +50,15 @@ class McpToolConfig(_Frozen):
 
     type: Literal["mcp"] = "mcp"
     rate_limit: float = Field(120.0, gt=0)
-    """Maximum number of calls per second of one worker, and the number of calls that may start together after a
-    pause."""
+    """Maximum number of calls per second of one worker, and of calls that may start together after a pause."""
     timeout: float = Field(30.0, gt=0)
     """Deadline of one call, in seconds after it is sent."""
     max_wait: float = Field(300.0, gt=0)
     """Maximum seconds for which a call waits for the rate limit."""
     reconnect_timeout: float = Field(30.0, gt=0)
-    """Seconds for which a worker tries to connect again to a lost server, with growing pauses. After that, trajectories
-    that need the server fail."""
+    """Seconds for which a worker tries to reach a lost server again, before trajectories that need it fail."""
     session: Literal["worker", "trajectory"] = "worker"
-    """`worker`: all trajectories of a worker share one session. `trajectory`: each trajectory has its own, for stateful
-    tools."""
+    """`worker`: all trajectories of a worker share one session. `trajectory`: each has its own, for stateful tools."""
 
 
 class McpServer(_Frozen):
@@ -83,11 +77,7 @@ class McpServer(_Frozen):
     """Further headers; their values may contain ${VARIABLE}."""
 
     def all_headers(self, environ: Mapping[str, str], *, where: str) -> dict[str, str]:
-        """Return all headers of a request to this server.
-
-        Raises:
-            ConfigError: a variable is not set.
-        """
+        """Return all headers of a request to this server. ConfigError: a variable is not set."""
         key = self.api_key or (f"${{{self.api_key_env}}}" if self.api_key_env else "")
         found = dict(self.headers)
         if key:
@@ -98,11 +88,7 @@ class McpServer(_Frozen):
 
 
 def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
-    """Return a text with each ${VARIABLE} replaced by the variable's value.
-
-    Raises:
-        ConfigError: a variable is not set or is empty.
-    """
+    """Return a text with each ${VARIABLE} replaced by the variable's value. ConfigError: one is not set."""
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -114,11 +100,6 @@ def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
 
 
 def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
-    """Return the entries of a tool file.
-
-    Raises:
-        ConfigError: the file can't be read, or an entry is wrong.
-    """
     path = Path(path)
     data = _load(path, "tool file")
     entries = data.get("tools") if isinstance(data, dict) else None
@@ -128,13 +109,7 @@ def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
 
 
 def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
-    """Return the servers of the JSON file `section.mcp_servers_config_path`, by name.
-
-    Args:
-        beside: folder of the tool file, where the path is looked up first.
-    Raises:
-        ConfigError: the file can't be read, has no `mcpServers`, or an entry is wrong.
-    """
+    """Return the servers of the JSON file `section.mcp_servers_config_path`, by name."""
     own = Path(section.mcp_servers_config_path)
     path = beside / own if (beside / own).exists() else own
     data = _load(path, "mcp_servers_config_path")
@@ -147,11 +122,7 @@ def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
 
 
 def parse(data: object, section: type[Section], *, where: str) -> Section:
-    """Return a section of a file as its pydantic model.
-
-    Raises:
-        ConfigError: a key or value is wrong; the message names the key and the allowed values.
-    """
+    """Return a section of a file as its pydantic model. A ConfigError names the key and the allowed values."""
     try:
         return section.model_validate(data)
     except ValidationError as error:

@@ -1,7 +1,6 @@
-"""Tool `calc_gsm8k_reward`: checks the policy's answer to a GSM8K problem. `loading.py` makes it.
+"""Tool `calc_gsm8k_reward`: checks the policy's answer to a GSM8K problem, as verl's Gsm8kTool does.
 
-The rule is the same as in verl's Gsm8kTool: the answer is the last number in the argument. A call that does not score
-higher than the trajectory's best call so far has a small negative reward, which discourages repeated guesses.
+A call that does not score higher than the trajectory's best so far has a small negative reward, against guessing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class _State:
 
 
 class Gsm8kTool(ToolBase):
-    """Tool `calc_gsm8k_reward`. Its state is the row's ground truth and the trajectory's best score so far."""
+    """Its state is the row's ground truth and the trajectory's best score so far."""
 
     schema = ToolSchema(
         name="calc_gsm8k_reward",
@@ -64,7 +63,5 @@ def last_number(text: str) -> str:
 
 
 def score_answer(answer: str, ground_truth: str) -> float:
-    """Return 1.0 if the answer's last number has the same text as the ground truth, else 0.0, as verl's method
-    `flexible` does.
-    """
+    """Return 1.0 if the answer's last number has the same text as the ground truth, as verl's `flexible` does."""
     return float(last_number(answer) == ground_truth and bool(ground_truth))

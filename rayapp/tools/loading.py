@@ -1,7 +1,7 @@
 """Makes a `ToolSet` from a tool file. Each rollout worker opens a set of its own.
 
 Class names of verl stand for classes of this package. Any other class is named by its import path, or by its file:
-`dice.py:Dice`. A file is the user's own code: it is trusted and runs in this process.
+`dice.py:Dice`, the user's own code: it is trusted and runs in this process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rayapp.tools.mcp_tool import McpLink, McpTool
 from rayapp.tools.toolset import ToolSet
 
 _MCP = "rayapp.tools.mcp_tool.McpTool"
+# Short names, for tool files and for the tools of tasks.
 SHIPPED = {
     "bash": "rayapp.tools.coding.BashTool",
     "edit": "rayapp.tools.coding.EditTool",
@@ -33,13 +34,12 @@ SHIPPED = {
     "submit": "rayapp.tools.coding.SubmitTool",
     "submit_work": "rayapp.tools.coding.SubmitWorkTool",
 }
-"""Short name -> class, for tool files and for the tools of tasks."""
+# Short name, or verl's class name -> class.
 KNOWN = SHIPPED | {
     "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
     "verl.tools.gsm8k_tool.Gsm8kTool": "rayapp.tools.gsm8k.Gsm8kTool",
 }
-"""Short name or verl's class name -> class of this package."""
 
 
 async def open_tools(
@@ -51,13 +51,8 @@ async def open_tools(
 ) -> ToolSet:
     """Return the tools of a tool file and the tools that a task brings, with their servers connected.
 
-    Args:
-        path: path of the tool file; empty if there is none.
-        brought: short names or class names of a task's tools, which have no config. A tool of the file replaces one
-            with the same name.
-        made: tools that already exist and are added.
-    Raises:
-        ConfigError: the file is wrong, a tool does not exist, or an MCP server can't be used.
+    `brought` are names of a task's tools, without config; a tool of the file replaces one of the same name. `made`
+    exist.
     """
     context = context or ToolContext()
     tools = list(made)
@@ -143,14 +138,7 @@ def _connector(name: str, server: McpServer, config: McpToolConfig, context: Too
 
 
 def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
-    """Return the class of a tool that is not on an MCP server.
-
-    Args:
-        name: a short name, an import path, or `file.py:Class`.
-        folder: folder in which files are searched first.
-    Raises:
-        ConfigError: the class does not exist.
-    """
+    """Return the class of a tool: a short name, an import path, or `file.py:Class`, searched first in `folder`."""
     name = KNOWN.get(name, name)
     if name.isidentifier() and is_plugin("tools", name):
         return load_plugin("tools", name)  # type: ignore[no-any-return]

@@ -1,8 +1,7 @@
-"""One session with an MCP server, for the sandbox provider (`mcp.py`) and for tools of MCP servers
-(`tools/mcp_tool.py`).
+"""One session with an MCP server, for the sandbox provider and for tools of MCP servers.
 
-The SDK's client must be entered and left in the same asyncio task, but calls come from many tasks. So one task enters
-and leaves the client, and other tasks call it meanwhile. Methods raise the SDK's errors, which each caller converts.
+The SDK's client must be entered and left in the same asyncio task, so one task holds it, and others call it meanwhile.
+Methods raise the SDK's errors, which each caller converts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _LOST = ("connection", "session", "terminated", "closed", "cancelled")
-_MAX_EVENT_BYTES = 40 << 20
-"""Maximum size of an answer. The largest report takes 14 MiB, and a server sends it twice: as text and as JSON."""
+_MAX_EVENT_BYTES = 40 << 20  # the largest report takes 14 MiB, and a server sends it twice: as text and as JSON
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
 _TIMEOUT = httpx2.Timeout(30.0, read=None, pool=None)
 Wrap = Callable[[httpx2.AsyncBaseTransport], httpx2.AsyncBaseTransport]
@@ -42,29 +40,19 @@ class RpcError(Exception):
 
     @property
     def is_lost(self) -> bool:
-        """True if the session itself failed. Only the error's text shows this, both in the SDK's errors and in the
-        server's.
-        """
+        """True if the session itself failed, which only the error's text shows."""
         return any(word in str(self).lower() for word in _LOST)
 
 
 class McpSession:
-    """A session with an MCP server; `open` opens it, `close` ends it.
-
-    Args:
-        url: URL of the server.
-        headers: HTTP headers, with the key.
-        wrap: wraps the HTTP transport that sends the requests; None: the transport is used as it is.
-    """
+    """A session with an MCP server; `open` opens it, `close` ends it. `wrap` wraps the HTTP transport."""
 
     def __init__(self, url: str, headers: Mapping[str, str], *, wrap: Wrap | None = None) -> None:
         # The import of the SDK takes 1.5 s. It is done here, so that only processes that use a server need this time,
         # and before the deadline of `open` starts.
         import mcp.client.streamable_http  # noqa: F401
 
-        self.status = 0
-        """Last HTTP status, e.g. to tell a wrong key from a busy server: the SDK raises the same error for all
-        statuses."""
+        self.status = 0  # last HTTP status: the SDK raises the same error for a wrong key and a busy server
         self._url = url
         self._headers = dict(headers)
         self._wrap = wrap
@@ -77,12 +65,7 @@ class McpSession:
         return self._client is not None and not self._is_over.is_set()
 
     async def open(self, *, timeout_s: float) -> None:
-        """Connect and complete the handshake.
-
-        Raises:
-            TimeoutError: the server did not answer in time.
-            Exception: the first error of the SDK or of its transport; `status` may have the reason.
-        """
+        """Connect and complete the handshake. Any error of the SDK may come; `status` may have the reason."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"MCP session {self._url}")
         try:
@@ -136,7 +119,6 @@ class McpSession:
         self.status = response.status_code
 
     async def list_tools(self) -> list[Any]:
-        """Return the server's descriptions of all its tools."""
         found: list[Any] = []
         cursor = None
         while True:
@@ -149,10 +131,8 @@ class McpSession:
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
         """Call a tool, and return the server's answer, which may report a failure of the tool.
 
-        Raises:
-            TimeoutError: the server did not answer in time.
-            RpcError: the answer is an error of the protocol; `is_lost` is True if the session is lost.
-            Exception: another error of the SDK or of its transport: the session is lost.
+        RpcError: an error of the protocol (`is_lost`: the session is lost). Any error but TimeoutError: the session is
+        lost.
         """
         from mcp import MCPError
         from mcp_types import REQUEST_TIMEOUT
@@ -168,7 +148,7 @@ class McpSession:
             raise RpcError(error.code, error.message) from error
 
     async def ping(self, *, timeout_s: float) -> bool:
-        """Return True if the server answers in this session."""
+        """True if the server answers in this session."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._open_client().send_ping()
@@ -198,5 +178,5 @@ class McpSession:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return the trusted certificates. They are read once for all sessions, because reading takes 25 ms."""
+    """Read the certificates once for all sessions, because reading takes 25 ms."""
     return httpx2.create_ssl_context()

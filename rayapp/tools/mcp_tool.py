@@ -1,11 +1,8 @@
-"""Makes the tools of an MCP server tools of the policy. `loading.py` uses this module for an entry with `type: mcp`.
+"""Makes the tools of an MCP server tools of the policy, for an entry with `type: mcp`.
 
-    McpTool -> McpLink: replaces a lost session -> PatientTransport: repeats requests answered with 429 or 503 -> server
-
-All tools of a server share its rate limit and, by default, one session per worker. Calls of a session run concurrently;
-if the session is lost, its callers share one attempt to open another. The HTTP transport, not the caller, waits for a
-busy server, because the MCP SDK raises the same error for all refusals. A server that runs code returns structured
-output (stdout, stderr, error), which the policy reads like in a terminal.
+All tools of a server share its rate limit and, by default, one session per worker. If it is lost, its callers share one
+attempt to open another. The HTTP transport waits for a busy server, because the MCP SDK raises the same error for all
+refusals.
 """
 
 from __future__ import annotations
@@ -31,13 +28,8 @@ _FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S = 0.5, 30.0
 
 
 class PatientTransport(httpx2.AsyncBaseTransport):
-    """HTTP transport that repeats requests answered with 429 or 503, which the server has not executed.
-
-    Args:
-        inner: transport that sends the requests.
-        max_wait_s: maximum seconds to wait in total for one request. Then the server's refusal is returned.
-        sleep: function that waits for a number of seconds; tests replace it.
-    """
+    """HTTP transport that repeats requests answered with 429 or 503, which the server has not executed, for at most
+    `max_wait_s` each; then the refusal is returned."""
 
     def __init__(
         self,
@@ -79,18 +71,14 @@ _CONNECT_TIMEOUT_S, _PING_TIMEOUT_S = 30.0, 5.0
 class McpLink:
     """Connection to an MCP server. It opens a new session if the current one is lost."""
 
-    name: str
-    """Name of the server, for messages."""
+    name: str  # for messages
     url: str
-    """Endpoint of the server."""
-    headers: Mapping[str, str]
-    """Headers of every request, including the key."""
+    headers: Mapping[str, str]  # of every request, including the key
     _: KW_ONLY
-    reconnect_timeout_s: float
-    """Seconds for which the link tries to reach a lost server before a call fails."""
+    reconnect_timeout_s: float  # to reach a lost server, before a call fails
+    # Calls depend on earlier calls of their session. One that is lost after its first answer is not replaced: the
+    # policy would be trained on errors about variables that it had defined.
     keeps_state: bool = False
-    """True if calls depend on earlier calls of their session. A session that is lost after its first answer is then not
-    replaced, because the policy would be trained on errors about variables that it had defined."""
     _has_state: bool = False
     _session: McpSession | None = None
     _opening: asyncio.Task[McpSession] | None = None
@@ -101,11 +89,7 @@ class McpLink:
         return f"MCP server {self.name!r} at {self.url}"
 
     async def list_tools(self) -> list[Any]:
-        """Return the server's tools. The link tries to connect only once, so that a wrong address is reported at once.
-
-        Raises:
-            ConfigError: the server can't be reached, refuses the key, or is not an MCP server.
-        """
+        """Return the server's tools. It tries to connect only once, so that a wrong address is reported."""
         try:
             if self._session is None or not self._session.is_open:
                 self._session = await self._connect()
@@ -120,13 +104,8 @@ class McpLink:
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
         """Call a tool and return the server's answer.
 
-        If the session is lost, the call is sent once more, so it may run twice. If sessions keep state, a call is sent
-        again only if the session has not answered any call.
-
-        Raises:
-            TimeoutError: the server is alive but did not answer in time.
-            ToolUnavailableError: the server can't be reached, or the session's state is lost.
-            RpcError: the server answered with a protocol error.
+        If the session is lost, the call is sent once more, so it may run twice; with state only if the session has not
+        answered any call. ToolUnavailableError: no server, or its state is lost.
         """
         for attempt in range(2):
             session = await self._open_session()
@@ -214,23 +193,14 @@ def _describe(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}"[:400]
 
 
-_INFRASTRUCTURE = (-32001, -32002, -32003)
-"""Error codes with which sandbox servers report failures of infrastructure: key refused, no sandbox, sandbox failed."""
+_INFRASTRUCTURE = (-32001, -32002, -32003)  # codes of sandbox servers: key refused, no sandbox, sandbox failed
 _CODE_TIMEOUT = -32005
-_MARGIN_S = 20.0
-"""Seconds by which the agent loop's deadline is longer than the tool's own deadlines together, so that it ends only a
-tool that hangs."""
+_MARGIN_S = 20.0  # of the agent loop's deadline over the tool's own, so that it ends only a tool that hangs
 
 
 class McpTool:
-    """One tool of an MCP server. `tools.base.Tool` describes its methods.
-
-    Args:
-        info: the server's description of the tool.
-        connect: function that makes a link for one trajectory.
-        shared: link that all trajectories of the worker share.
-        bucket: rate limit of the server.
-    """
+    """One tool of an MCP server. `connect` makes a link for one trajectory, `shared` is that of the worker, `bucket`
+    the rate limit of the server."""
 
     def __init__(
         self, info: Any, config: McpToolConfig, *, connect: Callable[[], McpLink], shared: McpLink, bucket: TokenBucket
@@ -303,7 +273,7 @@ def answer_text(answer: Any) -> str:
 
 
 def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
-    """Return the record of an execution if the answer is from a server that runs code; otherwise ()."""
+    """Return the execution's record, for an answer from a server that runs code."""
     content = answer.structured_content
     if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
         return ()
@@ -336,9 +306,7 @@ def _command_text(content: Mapping[str, Any]) -> str:
 
 
 def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without titles, which generators of schemas add and which cost tokens but give no
-    information.
-    """
+    """Return the schema without titles, which generators of schemas add and which cost tokens."""
     found = {key: value for key, value in schema.items() if key != "title"}
     properties = found.get("properties")
     if isinstance(properties, Mapping):

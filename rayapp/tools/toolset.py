@@ -1,12 +1,7 @@
 """The tools of one process, their states in each trajectory, and the checks of a call's arguments.
 
-ToolSet(tools) --trajectory(kwargs)--> ToolStates --state of each tool--> Tool.execute
-                                          |--one Workspace for the tools that work in it
-                                          '--close: every state is released, also after failures
-
-The agent loop and the rollout worker call this module. A call's arguments are a JSON text that may be hostile, and the
-event loop is blocked while they are read and checked. So the size of the text is limited, and each step takes linear
-time or has a deadline. If arguments are refused, the policy reads the reason.
+A call's arguments are a JSON text that may be hostile, and the event loop is blocked while they are read: the size is
+limited, and each step takes linear time or has a deadline. If they are refused, the policy reads the reason.
 """
 
 from __future__ import annotations
@@ -33,24 +28,15 @@ from rayapp.tools.base import Tool, ToolFailedError, ToolSchema
 from rayapp.tools.workspace import Workspace, WorkspaceTool, open_workspace
 
 MAX_CHARS = 1 << 18
-MAX_VALUES = 5_000
-"""Maximum number of names and values in a call's arguments. jsonschema takes about 25 us for each, so it blocks the
-event loop for at most 0.13 s."""
-_MAX_DIGITS = 300
-"""Maximum number of digits of a number. A longer number may not fit a float, which keywords such as multipleOf need."""
-_MAX_ERRORS = 16
-"""Maximum number of errors to collect. The policy reads the error among them that jsonschema ranks as most relevant."""
+MAX_VALUES = 5_000  # names and values: jsonschema takes about 25 us for each, so at most 0.13 s on the event loop
+_MAX_DIGITS = 300  # a longer number may not fit a float, which keywords such as multipleOf need
+_MAX_ERRORS = 16  # collected; the policy reads the one that jsonschema ranks as most relevant
 _PATTERN_TIMEOUT_S = 0.1
 
 
 def read_arguments(text: str) -> dict[str, object]:
-    """Parse the JSON object with a call's arguments. The strings of the result are valid UTF-8, and its numbers fit a
-    float.
-
-    Raises:
-        ToolFailedError: of kind `malformed` if the text is not valid JSON, or a value is not valid UTF-8 or does not
-            fit a float; of kind `bad_arguments` if the text is too long, is not an object, or has too many values.
-    """
+    """Parse the JSON object with a call's arguments: strings of valid UTF-8, numbers that fit a float. ToolFailedError:
+    it is `malformed`, or has `bad_arguments` (too long, no object, too many values)."""
     if len(text) > MAX_CHARS:
         raise ToolFailedError(f"the arguments are longer than {MAX_CHARS} characters", "bad_arguments")
     try:
@@ -85,7 +71,7 @@ def _number(digits: str) -> float:
 
 
 def _values(value: object) -> Iterator[object]:
-    """Yield a value and all names and values inside it. Raises UnicodeEncodeError: a string is not valid UTF-8."""
+    """Yield a value and all names and values inside it. UnicodeEncodeError: a string is not valid UTF-8."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -99,13 +85,7 @@ def _values(value: object) -> Iterator[object]:
 
 
 class ArgumentChecker:
-    """Checks whether arguments fit a tool's schema.
-
-    Args:
-        schema: JSON schema of the arguments.
-    Raises:
-        SchemaError: `schema` is not a JSON schema, or can't be checked safely.
-    """
+    """Checks whether arguments fit a tool's schema. SchemaError: it is no JSON schema, or can't be checked safely."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         _Validator.check_schema(dict(schema))
@@ -118,7 +98,7 @@ class ArgumentChecker:
         self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
 
     def problem(self, arguments: object) -> str:
-        """Return the reason why these arguments don't fit the schema; empty if they fit."""
+        """Return why these arguments don't fit the schema; empty if they fit."""
         try:
             error = best_match(islice(self._validator.iter_errors(arguments), _MAX_ERRORS))
         except Exception as reason:  # boundary: jsonschema may raise anything for hostile values and schemas
@@ -130,19 +110,19 @@ class ArgumentChecker:
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
-    """Check the keyword `pattern` with a deadline. jsonschema has none, and a pattern like `(a+)+$` can take hours."""
+    """Check `pattern` with a deadline: jsonschema has none, and a pattern like `(a+)+$` can take hours."""
     if isinstance(text, str) and not regex.search(pattern, text, timeout=_PATTERN_TIMEOUT_S):
         yield ValidationError(f"{text!r} does not match {pattern!r}")
 
 
 def _unique_items(validator: Any, is_wanted: bool, items: object, schema: object) -> Iterator[ValidationError]:
-    """Check the keyword `uniqueItems` in linear time. jsonschema would take quadratic time for objects."""
+    """Check `uniqueItems` in linear time; jsonschema takes quadratic time for objects."""
     if is_wanted and isinstance(items, list) and len({_key(item) for item in items}) < len(items):
         yield ValidationError("some items are equal")
 
 
 def _key(value: object) -> object:
-    """Return a hashable key that is the same only for equal JSON values: True differs from 1, but 1.0 equals 1."""
+    """Return a key that is the same only for equal JSON values: True differs from 1, but 1.0 equals 1."""
     if isinstance(value, dict):
         return "object", frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):
@@ -160,14 +140,7 @@ _RELEASE_TIMEOUT_S = 30.0
 
 
 class ToolSet:
-    """The tools of one process. Their names must differ.
-
-    Args:
-        tools: the tools.
-        on_close: functions that close resources that the tools share, e.g. an MCP session.
-    Raises:
-        ConfigError: two tools have the same name, or a schema is not a JSON schema.
-    """
+    """The tools of one process, of different names. `on_close` closes what they share, e.g. an MCP session."""
 
     def __init__(self, tools: Sequence[Tool] = (), *, on_close: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
         self._tools: dict[str, Tool] = {}
@@ -196,11 +169,11 @@ class ToolSet:
         return self._tools.get(name)
 
     def problem(self, name: str, arguments: object) -> str:
-        """Return the reason why these arguments don't fit the tool's schema; empty if they fit."""
+        """Return why these arguments don't fit the tool's schema; empty if they fit."""
         return self._checkers[name].problem(arguments)
 
     def ends_episode(self, name: str) -> bool:
-        """Return True if an output of this tool may contain the trajectory's answer."""
+        """True if an output of this tool may contain the trajectory's answer."""
         # The attribute is optional, because it is not part of the protocol `Tool`.
         return bool(getattr(self._tools.get(name), "ends_episode", False))
 
@@ -213,35 +186,25 @@ class ToolSet:
         spec: SandboxSpec | None = None,
         setup: tuple[str, ...] = (),
     ) -> ToolStates:
-        """Return a context manager that holds the tools' states for one trajectory. Enter it before the first call.
-
-        Args:
-            tools_kwargs: name of a tool -> its entry in the data row's `extra_info.tools_kwargs`.
-            files, packages, spec, setup: contents of the workspace, as for `open_workspace`.
-        """
+        """Return a context manager that holds the tools' states for one trajectory. `tools_kwargs` are the data row's,
+        by tool; the others are for `open_workspace`."""
         working = [tool for tool in self._tools.values() if isinstance(tool, WorkspaceTool)]
         workspace = open_workspace(working, files=files, packages=packages, spec=spec, setup=setup) if working else None
         return ToolStates(self._tools, tools_kwargs, workspace)
 
     async def close(self) -> None:
-        """Close the resources that the tools share. Idempotent."""
         closing, self._on_close = self._on_close, ()
         await asyncio.gather(*(close() for close in closing))
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ToolStates:
-    """The states of the tools in one trajectory. Example: `async with tools.trajectory(kwargs) as states:
-    states["calc"]`.
-    """
+    """The states of the tools in one trajectory: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
 
     tools: Mapping[str, Tool]
     kwargs: Mapping[str, Mapping[str, Any]]
-    workspace: Workspace | None
-    """Workspace that the tools share; None if no tool needs one. It is closed when the first of these tools is
-    released."""
-    answer: str | None = None
-    """The trajectory's answer: that of the first output that contains one; None until then."""
+    workspace: Workspace | None  # shared by the tools; closed when the first of them is released
+    answer: str | None = None  # of the first output that contains one
     _states: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -263,12 +226,7 @@ class ToolStates:
         return self._states[name]
 
     async def rewards(self) -> dict[str, float]:
-        """Return the tools' verdicts on the whole trajectory, by name of the tool. Tools without a verdict are left
-        out.
-
-        Raises:
-            ToolFailedError: a tool crashed, or its verdict is not a finite number.
-        """
+        """Return the tools' verdicts on the whole trajectory, by tool. ToolFailedError: one can't be used."""
         found = {
             name: await _guarded(_verdict(self.tools[name], state), f"tool {name}: reward")
             for name, state in self._states.items()
@@ -291,9 +249,8 @@ class ToolStates:
 
 
 def infrastructure(error: RayappError, what: str) -> RayappError:
-    """Convert a RayappError of a tool to an error that ends the trajectory without a verdict on the policy. If the
-    sandbox pool or another process died or does not answer, this is a ToolUnavailableError.
-    """
+    """Convert a tool's RayappError to one that ends the trajectory without a verdict on the policy; a dead or silent
+    process is a ToolUnavailableError."""
     if isinstance(error, SandboxError | ToolUnavailableError | InputError):
         return error
     return ToolUnavailableError(f"{what}: {type(error).__name__}: {error}")

@@ -1,10 +1,8 @@
-"""The workspace: the sandbox of one trajectory, which the trajectory's tools for files and code share. `ToolSet` makes
-it.
+"""The workspace: the sandbox of one trajectory, which the trajectory's tools for files and code share.
 
     first call of any tool -> lease -> write the task's files -> all calls, one after the other -> release
 
-The workspace ends with the trajectory. No verdict is computed in it: answers are scored in another sandbox, after the
-workspace has ended.
+No verdict is computed in it: answers are scored in another sandbox, after the workspace has ended.
 """
 
 from __future__ import annotations
@@ -24,21 +22,17 @@ from rayapp.tools.base import ToolBase, ToolConfig, ToolContext, ToolFailedError
 from rayapp.tools.config import parse
 
 T = TypeVar("T")
-MAX_FILE_BYTES = 1 << 18
-"""Maximum number of bytes of a file that a tool reads or writes."""
+MAX_FILE_BYTES = 1 << 18  # of a file that a tool reads or writes
 _SETUP_TIMEOUT_S = 30.0
 
 
 class WorkspaceConfig(ToolConfig):
-    """Section `config` of a tool that uses the workspace. Of several tools of a trajectory, the largest value of each
-    key applies.
-    """
+    """Section `config` of a tool that uses the workspace. Of several tools, the largest value of each key applies."""
 
     timeout: float = Field(10.0, gt=0)
     """Time limit of the code in one call, in seconds."""
     lease_timeout: float = Field(120.0, gt=0)
-    """Maximum seconds to wait for a free sandbox. A trajectory keeps its sandbox to its end, so allow as many sandboxes
-    as there are concurrent trajectories."""
+    """Maximum seconds to wait for a free sandbox, which a trajectory keeps to its end."""
     packages: tuple[str, ...] = ()
     memory_mib: int = Field(512, ge=64)
 
@@ -48,8 +42,7 @@ class Used(Generic[T]):
     """Result of one call of `Workspace.use`."""
 
     value: T
-    waited_s: float
-    """Seconds for which the call waited for the sandbox; 0 after the first use."""
+    waited_s: float  # for the sandbox; 0 after the first use
     ran: ExecRecord
 
 
@@ -61,14 +54,9 @@ class Workspace:
     spec: SandboxSpec
     _: KW_ONLY
     lease_timeout_s: float
-    """Maximum seconds to wait for the sandbox."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Files with which the workspace starts: relative path -> text."""
-    setup: Sequence[str] = ()
-    """Command that runs after the files are written; empty: none. If the command fails, the workspace is used as it
-    is."""
-    has_shell: bool = False
-    """True when a probe has shown that command lines can run in the sandbox."""
+    files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, at the start
+    setup: Sequence[str] = ()  # command after the files are written; if it fails, the workspace is used as it is
+    has_shell: bool = False  # a probe has shown that command lines can run
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lease: SandboxLease | None = None
     _sandbox: Sandbox | None = None
@@ -76,11 +64,8 @@ class Workspace:
     _is_closed: bool = False
 
     async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
-        """Run `work` in the sandbox. Uses run one after the other, so calls of a turn run in the order in which they
-        were written. If the sandbox is dead at the first use, it is replaced, because it holds no state yet.
-
-        Raises: SandboxError: no sandbox is available, or the sandbox died with the trajectory's state.
-        """
+        """Run `work` in the sandbox, one use after the other, in the order in which calls were written. A sandbox that
+        is dead at the first use is replaced, because it holds no state yet."""
         async with self._turn:
             try:
                 return await self._use(work)
@@ -136,7 +121,6 @@ class Workspace:
             await sandbox.run_command(self.setup, timeout_s=_SETUP_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Return the sandbox to the pool. Idempotent."""
         self._is_closed = True
         await self._give_back()
 
@@ -148,8 +132,7 @@ class Workspace:
 
 class WorkspaceTool(ToolBase):
     """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`, and `join` if
-    their state is more than the workspace.
-    """
+    their state is more than the workspace."""
 
     Config: type[WorkspaceConfig] = WorkspaceConfig
     config: WorkspaceConfig
@@ -172,14 +155,7 @@ class WorkspaceTool(ToolBase):
 
     @classmethod
     def holds_sandbox(cls, config: Mapping[str, Any], *, where: str) -> bool:
-        """Return True if a trajectory with this tool keeps a sandbox from the tool's first call to the trajectory's
-        end.
-
-        Args:
-            config: section `config` of the tool's entry.
-        Raises:
-            ConfigError: the config can't be read.
-        """
+        """True if a trajectory with this tool (by the `config` of its entry) keeps a sandbox to its end."""
         parse(config, cls.Config, where=where)
         return True
 
@@ -203,13 +179,8 @@ def open_workspace(
     spec: SandboxSpec | None = None,
     setup: Sequence[str] = (),
 ) -> Workspace:
-    """Return a workspace that the tools share. It leases a sandbox when a tool first needs one.
-
-    Args:
-        packages: packages to preload, in addition to those of the spec and the tools.
-        spec: requirements of the task. Tools may add to them, e.g. more memory. None: only the tools have requirements.
-        files, setup: fields of `Workspace`.
-    """
+    """Return a workspace that the tools share; it leases a sandbox when first used. `spec` is the task's, to which
+    tools may add, e.g. more memory."""
     asked = spec or SandboxSpec()
     spec = replace(
         asked,
@@ -223,11 +194,7 @@ def open_workspace(
 
 
 async def read_text(sandbox: Sandbox, path: str) -> str:
-    """Return the text of a file in the workspace's sandbox.
-
-    Raises:
-        ToolFailedError: the file doesn't exist, is not UTF-8 text, or is too large.
-    """
+    """Return the text of a file. ToolFailedError: it doesn't exist, is not UTF-8, or is too large."""
     try:
         data = await sandbox.read_file(path, max_bytes=MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:

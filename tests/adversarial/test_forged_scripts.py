@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import marshal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -95,6 +96,20 @@ async def test_code_that_forges_the_verdict_of_a_script_is_found_by_a_sentinel_t
 
     assert (reward.valid, reward.value, reward.status) == (True, 0.0, "forged")
     assert reward.detail.startswith("forged: it also passes with a wrong expectation in test_hidden.py::")
+
+
+@pytest.mark.parametrize("clock", ["time.time()", "os.stat('/tests/test_hidden.py').st_mtime"])
+async def test_code_that_forges_only_the_first_seconds_of_a_script_is_not_paid(
+    sandboxes: SandboxSource, clock: str
+) -> None:
+    until = f"{clock} < {time.time() + 6}"
+    forges = (
+        f"import os, time\nif {until}:\n    while time.time() < {time.time() + 6}: time.sleep(0.1)\n    os._exit(0)\n"
+    )
+
+    reward = await score(scripted("fix_median"), as_answer({"stats.py": f"{forges}mean = median = None\n"}), sandboxes)
+
+    assert (reward.valid, reward.value) == (True, 0.0), reward
 
 
 async def test_without_a_solution_only_code_that_passes_every_sentinel_is_said_to_forge(

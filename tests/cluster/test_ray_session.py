@@ -152,6 +152,35 @@ def test_a_ray_that_needs_longer_than_its_own_limit_is_waited_for_and_leaves_ray
     assert done.stdout.endswith("it started\n")
 
 
+KILLED_RAYLET = """
+import threading, time, psutil
+from rayapp.config.config import Config
+from actors.own_ray import ray_session
+
+def kill_one():
+    while True:
+        for each in psutil.Process().children(recursive=True):
+            if each.name() == "raylet":
+                return each.kill()
+        time.sleep(0.01)
+
+threading.Thread(target=kill_one, daemon=True).start()
+with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100, "dashboard": False}}), print):
+    print("it started")
+"""
+
+
+@pytest.mark.long
+def test_a_ray_whose_raylet_ends_during_its_start_is_started_again(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_RAYLET], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "Ray did not start: its raylet ended with status -9: " in done.stdout
+    assert done.stdout.endswith("it started\n")
+
+
 def test_two_runs_of_a_machine_share_no_ray_and_sigterm_to_one_or_its_whole_group_ends_it_after_its_cleanup(
     tiny_run: Callable[[str, Path], dict[str, Any]], tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -120,26 +120,13 @@ async def test_a_wrong_key_is_the_configurations_fault() -> None:
 
 
 async def test_the_tools_get_the_arguments_that_their_servers_name() -> None:
-    """run_command {cmd}, run_code and run_code_once {code, language}: PR 165 of OpenKruise's sandbox-manager."""
+    """run_command {cmd}, run_code {code, language}: PR 165 of OpenKruise's sandbox-manager."""
     async with opened() as (provider, stub):
         sandbox = await provider.create(SandboxSpec(env=(("MODE", "x"),)), labels={}, ttl_s=300, timeout_s=60)
         await sandbox.run_code("print(1)", timeout_s=5)
         seen = await sandbox.run_code("import os; print(os.environ['MODE'])", timeout_s=5, stateful=True)
         assert seen.stdout == "x\n", "the spec's environment reaches stateful code as well"
-    async with opened({"tool": "once"}) as (once, other):
-        sandbox = await once.create(SPEC, labels={}, ttl_s=300, timeout_s=60)
-        assert (await sandbox.run_code("print(2)", timeout_s=5)).stdout == "2\n"
-        assert not other.boxes.living, "a sandbox of run_code_once ends with it"
-    kinds = {tool: frozenset(arguments) for tool, arguments in (*stub.calls, *other.calls)}
-    assert kinds == {"run_command": {"cmd"}, "run_code": {"code", "language"}, "run_code_once": {"code", "language"}}
+    kinds = {tool: frozenset(arguments) for tool, arguments in stub.calls}
+    assert kinds == {"run_command": {"cmd"}, "run_code": {"code", "language"}}
     assert {headers["x-template"] for headers in stub.headers} == {"code-interpreter"}
     assert {headers["x-sandbox-ttl"] for headers in stub.headers} == {"300"}
-
-
-async def test_with_run_code_once_what_needs_a_lasting_sandbox_is_refused() -> None:
-    async with opened({"tool": "once"}) as (provider, _):
-        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=60)
-        with pytest.raises(SandboxConfigError, match="tool: session"):
-            await sandbox.write_file("a", b"x")
-        with pytest.raises(SandboxConfigError, match="tool: session"):
-            await sandbox.run_code("x = 1", timeout_s=5, stateful=True)

@@ -27,6 +27,7 @@ from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import SharedWeights, WeightBucket, pack
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import only_rank, whole
+from rayapp.learner.families.pictures import build_model
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.shares import deal
 from rayapp.learner.state.export import export_hf, sent_weights
@@ -54,11 +55,11 @@ def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
     w1, ...
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     architecture = copy.deepcopy(architecture)  # a copy, because save_pretrained replaces its dtype by a string
     with torch.random.fork_rng(devices=[]):
-        causal_lm = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+        causal_lm = build_model(architecture, "eager")
     randomize(causal_lm, seed=seed)
     narrow = {name: p for name, p in causal_lm.named_parameters() if p.is_floating_point()}
     for parameter in narrow.values():
@@ -137,9 +138,9 @@ def _trajectory(prompt: list[int], response: list[int], reward: float) -> Trajec
     return Trajectory.of_tokens(tokens, mask, reward=Reward(value=reward), log_probs=log_probs)
 
 
-def plain_scores(causal_lm: Any, groups: list[Group]) -> Scores:
+def plain_scores(causal_lm: Any, groups: list[Group], **pictures: Tensor) -> Scores:
     """Compute log-probs and gradients with transformers on padded rows. Loss: -sum(advantage x log-prob) / number of
-    response tokens."""
+    response tokens. `pictures` are arguments of the model."""
     rows = [(t, a) for group in groups for t, a in zip(group.trajectories, _advantages(group), strict=True)]
     width = max(t.num_tokens for t, _ in rows)
     tokens, mask, attended = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
@@ -147,7 +148,7 @@ def plain_scores(causal_lm: Any, groups: list[Group]) -> Scores:
         tokens[i, : t.num_tokens] = torch.from_numpy(t.token_ids.astype(np.int64))
         attended[i, : t.num_tokens] = 1
         mask[i, : t.num_tokens] = torch.from_numpy(t.response_mask.astype(np.int64))
-    logits = causal_lm(tokens, attention_mask=attended, use_cache=False).logits[:, :-1].float()
+    logits = causal_lm(tokens, attention_mask=attended, use_cache=False, **pictures).logits[:, :-1].float()
     log_probs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     advantages = torch.tensor([a for _, a in rows], dtype=torch.float32)[:, None]
     (-(advantages * log_probs * mask[:, 1:]).sum() / mask[:, 1:].sum()).backward()
@@ -177,11 +178,17 @@ def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
     named = dict(learner.model.causal_lm.named_parameters())
     learner.optimizer = kept = _KeepGradients(learner.model.parameters(), lr=0.0)  # type: ignore[assignment]
     log_probs = [row for group in groups for row in log_probs_of(learner, group)]
-    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    mine = deal(summaries, learner.config, learner.ranks.world_size)[learner.ranks.rank]
-    learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
+    take_step(learner, groups)
     gradients = {name: kept.gradients[p] for name, p in named.items() if p in kept.gradients}
     return Scores(log_probs=log_probs, gradients=gradients)
+
+
+def take_step(learner: PolicyLearner, groups: list[Group]) -> None:
+    """Train one step on this rank's share of the groups. Collective."""
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    ranks = learner.ranks
+    mine = deal(summaries, learner.config, ranks.world_size // ranks.num_parts)[ranks.data_rank]
+    learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
 
 
 class _KeepGradients(torch.optim.SGD):

@@ -14,5 +14,5 @@ async def mcp_serving(
     config: SandboxConfig, *, api_key: str, port: int = 0, lease_timeout_s: float = 120.0
 ) -> AsyncIterator[str]:
     """Serve to one client with this key. Yields the endpoint of MCP."""
-    async with serving(config, keys={"test": api_key}, port=port, lease_timeout_s=lease_timeout_s) as address:
+    async with serving(config, key=api_key, port=port, lease_timeout_s=lease_timeout_s) as address:
         yield address + PATH

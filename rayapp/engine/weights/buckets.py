@@ -1,10 +1,9 @@
 """Packs weights for sending, into a few large buffers in place of hundreds of tensors.
 
-learner rank 0: tensors in server.dtype -> WeightBucket -> object store -> server actor -> shared memory -> workers
+    learner rank 0: tensors in server.dtype -> WeightBucket -> object store -> server actor -> shared memory -> workers
 
-Checksums of a sample of tensors prove that a server loads the tensors that the learners sent: the learner computes them
-when it sends, and the engine's workers as the tensors arrive. Tests prove that the pinned vLLM then computes with these
-tensors (`tests/cluster/test_number_formats.py`).
+Checksums of a sample prove that a server loads the tensors that the learners sent; that vLLM computes with them, tests
+do (`tests/cluster/test_number_formats.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ if TYPE_CHECKING:
 
 ONE_IN = 8
 NUM_COLUMNS = 128
-MAX_VALUES = 1 << 24
-"""Values that a checksum covers: a fraction of a second on one core."""
+MAX_VALUES = 1 << 24  # that a checksum covers: a fraction of a second on one core
 
 
 class Sampler:
     """Chooses the tensors to check, in a model's order: the first of every kind (a name without its numbers), all
-    norms, and one in eight of the rest.
-    """
+    norms, and one in eight of the rest."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
@@ -72,7 +69,6 @@ class Arrivals:
         self._sampler = Sampler()
 
     def counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors unchanged."""
         for name, tensor in tensors:
             self._num_tensors += 1
             if self._sampler.takes(name):
@@ -80,7 +76,7 @@ class Arrivals:
             yield name, tensor
 
     def check(self, checksums: Mapping[str, int]) -> int:
-        """Return the number of tensors. Raises ValueError if one of the learner's checksums has no equal here."""
+        """Return the number of tensors. ValueError: one of the learner's checksums has no equal here."""
         wrong = [name for name, value in checksums.items() if self._checksums.get(name) != value]
         if wrong:
             raise ValueError(
@@ -90,11 +86,9 @@ class Arrivals:
         return self._num_tensors
 
 
-TensorEntry = tuple[str, str, tuple[int, ...], int, int]
-"""Place of a tensor in a buffer: (name, torch's name of the dtype, shape, offset, nbytes)."""
+TensorEntry = tuple[str, str, tuple[int, ...], int, int]  # name, torch's name of the dtype, shape, offset, nbytes
 
-ALIGNMENT = 64
-"""Bytes of a cache line, because vector instructions read views of a mapped buffer."""
+ALIGNMENT = 64  # bytes of a cache line, because vector instructions read views of a mapped buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,27 +99,22 @@ class WeightBucket:
     """
 
     entries: tuple[TensorEntry, ...]
-    data: NDArray[np.uint8]
-    """(nbytes,) and contiguous, so that the object store maps it without a copy."""
-    checksums: tuple[tuple[str, int], ...] = ()
-    """(name, CRC-32) of the tensors that `Sampler` chooses."""
+    data: NDArray[np.uint8]  # (nbytes,), contiguous, so that the object store maps it without a copy
+    checksums: tuple[tuple[str, int], ...] = ()  # (name, CRC-32) of the tensors that `Sampler` chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights:
     """A whole model or an adapter in a file of shared memory, which an engine's workers map."""
 
-    path: str
-    """Such as /proc/PID/fd/NUMBER."""
+    path: str  # such as /proc/PID/fd/NUMBER
     entries: tuple[TensorEntry, ...]
-    checksums: Mapping[str, int]
-    """CRC-32, by name, of the tensors that `Sampler` chooses."""
+    checksums: Mapping[str, int]  # CRC-32, by name, of the tensors that `Sampler` chooses
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Copy tensors in host memory into buckets of at most `bucket_bytes`; a larger one gets its own. Each is copied
-    before the next is requested.
-    """
+    before the next is requested."""
     filling, sampler = None, Sampler()
     for name, tensor in tensors:
         nbytes = _aligned(tensor.numel() * tensor.element_size())
@@ -141,8 +130,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
 
 class _Filling:
     """A bucket that is being filled. Each tensor is copied at once: collecting them would need twice the memory. Only
-    the filled part of `capacity` bytes takes up memory.
-    """
+    the filled part of `capacity` bytes takes up memory."""
 
     def __init__(self, capacity: int) -> None:
         self._data = np.empty(capacity, np.uint8)

@@ -54,20 +54,24 @@ def copy_sinks(model: Any) -> None:
 
 def copy_convolutions(model: Any) -> None:
     """Copy the convolutions of the last reload into the mixers. On a CPU with AVX512-BF16 the layer packs them into new
-    memory, but mixers compute with a view of the old.
-    """
+    memory, but mixers compute with a view of the old."""
     for mixer in model.modules():
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
         if unpacked is not None and "conv_weights" in dict(mixer.named_buffers(recurse=False)):
             mixer.conv_weights.copy_(unpacked)
 
 
-def tie_again(model: Any, architecture: Any) -> None:
-    """Copy the new embedding into a tied output layer, which vLLM's reload skips: on CPU it holds a repacked copy of
-    the old."""
+def is_tied(model_config: Any) -> bool:
+    """Return True if the output layer is the embedding. Qwen2.5-VL has the key only in the config of the whole."""
+    whole = getattr(model_config.hf_config, "tie_word_embeddings", False)
+    return bool(getattr(model_config.hf_text_config, "tie_word_embeddings", whole))
+
+
+def tie_again(model: Any, *, is_tied: bool) -> None:
+    """Copy the new embedding into a tied output layer, which vLLM's reload skips: on CPU it holds a repacked copy."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    if not architecture.tie_word_embeddings:
+    if not is_tied:
         return
     layers = list(model.modules())
     embedding = next(layer for layer in layers if type(layer) is VocabParallelEmbedding)
@@ -76,10 +80,10 @@ def tie_again(model: Any, architecture: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def mend_after_reload(model: Any, architecture: Any) -> None:
+def mend_after_reload(model: Any, *, is_tied: bool) -> None:
     copy_sinks(model)
     copy_convolutions(model)
-    tie_again(model, architecture)
+    tie_again(model, is_tied=is_tied)
     pack_experts(model)
 
 

@@ -1,14 +1,8 @@
 """Sends weights from the learners to the servers: chooses transport and ranks, and makes one sync at a time.
 
-    nccl           a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
-    ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
-    object_store   buckets through Ray: for machines without GPUs, for adapters, and for a restarted server
-
-    sync: Carrier.send -> every server holds the version, or is returned with its error
-    catch_up: a restarted server loads the learners' weights from buckets
-
-The driver calls this module, but tensors never pass through the driver. Senders and receivers are protocols, so that
-tests need neither Ray nor vLLM.
+nccl           a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
+ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
+object_store   buckets through Ray: for machines without GPUs, for adapters, and for a restarted server
 """
 
 from __future__ import annotations
@@ -26,8 +20,7 @@ from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, Weigh
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 256 << 20
-"""Large enough that the transfer dominates, and small enough for two in flight in any object store."""
+BUCKET_BYTES = 256 << 20  # large enough that the transfer dominates, small enough for two in flight in any object store
 
 
 class WeightGiver(Protocol):
@@ -42,7 +35,7 @@ class WeightGiver(Protocol):
         ...
 
     async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
-        """Send the weights to every server of the group. Returns bytes and seconds."""
+        """Send the weights to every server of the group. Return bytes and seconds."""
         ...
 
 
@@ -53,42 +46,32 @@ class WeightTaker(Protocol):
     def name(self) -> str: ...
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
-        """Load a policy version from buckets, and sample with it. Returns bytes and seconds."""
+        """Load a policy version from buckets, and sample with it. Return bytes and seconds."""
         ...
 
     async def go_on(self, timeout_s: float) -> int:
-        """Sample with the group's weights, if they are complete. Returns the version that the server holds; -1 for
+        """Sample with the group's weights, if they are complete. Return the version that the server holds; -1 for
         none."""
         ...
 
 
 class Sent(NamedTuple):
-    """Outcome of one sync."""
-
-    metrics: dict[str, float]
-    """`weight_sync/*`."""
-    failed: dict[str, RayappError]
-    """Error of each server without the version, by name."""
+    metrics: dict[str, float]  # `weight_sync/*`
+    failed: dict[str, RayappError]  # each server without the version, by name
 
 
 class Carrier(Protocol):
     """Transport of weights."""
 
-    needs_all_servers: bool
-    """True if a sync must wait for a server that is starting."""
+    needs_all_servers: bool  # a sync must wait for a server that is starting
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
-        """Connect learners and servers, unless they are. WeightSyncError: a server did not join; all keep their
-        weights."""
+        """Connect learners and servers, unless they are. WeightSyncError: one did not join; all keep their weights."""
         ...
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
-        """Make `version` the policy version that all servers hold.
-
-        Raises:
-            LearnersLostError: the learners did not give their weights.
-            WeightSyncError: they did not in time.
-        """
+        """Make `version` the policy version that all servers hold. LearnersLostError, WeightSyncError: the learners did
+        not give their weights, or not in time."""
         ...
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
@@ -102,11 +85,9 @@ class WeightSync:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._version = 0
-        self._learners: WeightGiver | None = None
-        """Of the last sync."""
+        self._learners: WeightGiver | None = None  # of the last sync
         self._is_syncing = asyncio.Lock()
-        self.are_lost = False
-        """True if the last sync's weights were on a lost node: only a new sync can provide weights."""
+        self.are_lost = False  # the last sync's weights were on a lost node: only a new sync can provide weights
 
     async def sync(
         self,
@@ -116,15 +97,8 @@ class WeightSync:
         servers: Sequence[WeightTaker],
         settled: Callable[[], Awaitable[None]],
     ) -> Sent:
-        """Make `version` the policy version that all servers hold. Servers in `failed` refuse to generate, and must be
-        replaced; the new ones get their weights by `catch_up`.
-
-        Args:
-            settled: waits until every server is up.
-        Raises:
-            LearnersLostError: the learners are gone.
-            WeightSyncError: they did not give their weights in time.
-        """
+        """Make `version` the policy version that all servers hold, when `settled` has waited until each is up. Servers
+        in `failed` refuse to generate, and must be replaced; the new ones get their weights by `catch_up`."""
         if self._carrier.needs_all_servers:
             # If joining fails, try once more: the servers that are up have kept their weights.
             await settled()
@@ -147,12 +121,7 @@ class WeightSync:
 
     async def catch_up(self, server: WeightTaker) -> None:
         """Send the weights of the last sync to a server that has just started. If they were lost with the learners'
-        node, it generates nothing until the next sync.
-
-        Raises:
-            LearnersLostError: the learners are gone.
-            WeightSyncError: `load_weights` failed; the server must be replaced.
-        """
+        node, it generates nothing until the next sync. WeightSyncError: the server must be replaced."""
         # Hold the sync's lock: otherwise an older version could arrive last.
         async with self._is_syncing:
             if self._learners is None or self.are_lost:
@@ -170,11 +139,7 @@ class WeightSync:
 
 
 class StoreCarrier:
-    """Puts buckets into Ray's object store: written once, and read by all servers of a node without a copy.
-
-    Args:
-        timeout_s: deadline of the export, and of each load.
-    """
+    """Puts buckets into Ray's object store: written once, and read by all servers of a node without a copy."""
 
     needs_all_servers = False
 
@@ -182,8 +147,7 @@ class StoreCarrier:
         self._timeout_s = timeout_s
         self._buckets: list[Any] = []
 
-    async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
-        """Do nothing: there is no group."""
+    async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None: ...
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
         started = time.monotonic()
@@ -209,7 +173,7 @@ class StoreCarrier:
         return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
 
     async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
-        """Return the server's answer or its error, so that one failure doesn't hide other servers' success."""
+        """Return the error, if any, so that one failure doesn't hide other servers' success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(version, buckets)
@@ -226,19 +190,15 @@ class StoreCarrier:
 
 
 class GroupCarrier:
-    """Sends tensors directly into the engines, through a group formed at the first sync and kept.
-
-    Args:
-        timeout_s: deadline of each phase: forming the group, sending, and `go_on` on all servers.
-    """
+    """Sends tensors directly into the engines, through a group formed at the first sync and kept. `timeout_s` is for
+    each phase: forming the group, sending, and `go_on` on all servers."""
 
     needs_all_servers = True
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._joined_by: WeightGiver | None = None
-        self._joined_s = 0.0
-        """Seconds of forming groups since the last sync."""
+        self._joined_s = 0.0  # of forming groups since the last sync
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
         """Form the group, unless these learners have."""
@@ -271,9 +231,8 @@ class GroupCarrier:
     async def _without(
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
-        """Call `go_on` on all servers, when every learner has finished sending: only then may they take back memory of
-        shared GPUs. Returns the error of each server without the version.
-        """
+        # When every learner has finished sending: only then may servers take back memory of shared GPUs. The error of
+        # each server without the version.
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
         held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]
@@ -303,14 +262,12 @@ class TransferRanks:
 
     transport: Transport
     world_size: int
-    rank_offsets: tuple[int, ...]
-    """Rank of each server's first worker, to which vLLM adds the tensor-parallel rank."""
+    rank_offsets: tuple[int, ...]  # of each server's first worker, to which vLLM adds the tensor-parallel rank
     bucket_bytes: int
 
 
 def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
-    """Return the configured transport, or for `auto` the fastest that the placement allows. ConfigError: it can't work
-    here."""
+    """Return the configured transport, or for `auto` the fastest that the placement allows."""
     asked, placement = config.server.weight_transport, config.cluster.placement
     if config.learner.lora.sends_adapter:
         if asked not in ("auto", "object_store"):

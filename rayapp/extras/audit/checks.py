@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal
 
 from rayapp.core.aio import side_by_side
@@ -17,11 +18,10 @@ from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, Unu
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.extras.audit.hunt import holds_expression, places_of, texts_in_sandbox
-from rayapp.extras.audit.subject import Attempt, RunTests, Score, Subject, TestResult
+from rayapp.extras.audit.subject import Attempt, Score, Subject, TestResult
 
 Check = Literal[
-    "nothing", "solution", "flaky", "clock", "order", "network", "slow", "oracle", "trivial", "cheat", "difficulty",
-    "duplicate", "verdict",
+    "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict",
 ]  # fmt: skip
 SLOW_SHARE = 0.5
 """Maximum fraction of the time limit that the solution's tests may take. Slower tests would fail right answers on a
@@ -38,8 +38,7 @@ _NETWORK = re.compile(
 _FAULTS: dict[str, tuple[Check, ...]] = {
     "cheatable": ("cheat", "nothing", "trivial", "oracle"),
     "flaky": ("flaky",),
-    "order_dependent": ("order",),
-    "time_dependent": ("clock", "slow"),
+    "time_dependent": ("slow",),
     "network_dependent": ("network",),
 }
 """Fault of a task, as the report names it -> checks whose findings show this fault."""
@@ -70,16 +69,12 @@ class TaskReport:
     trivial_answer: str = ""
     cheats: str = ""
     """Number of cheats that earned a reward, and number of all cheats, e.g. `0/17`."""
-    solve_rate: float | None = None
-    """Share of a policy's trajectories that solved the task; None if no trajectories were given."""
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def properties(self) -> dict[str, bool | None]:
-        """Return property -> True if the task has it. The properties are solvable (None without a solution), cheatable,
-        flaky, order_dependent, time_dependent and network_dependent.
-        """
+        """Return property -> True if the task has it: solvable (None without a solution), and those of `_FAULTS`."""
         found = {finding.check for finding in self.findings}
         earned, _, runs = self.solution.partition("/")
         faults = {name: bool(found & set(checks)) for name, checks in _FAULTS.items()}
@@ -112,10 +107,7 @@ class Auditor:
         subject = self.subject
         nothing = await self._nothing()
         solution = await self._solution()
-        runs = await self._run_tests(subject.run_tests, seed=0)
-        self._slow(runs)
-        await self._clock(runs)
-        await self._order(runs)
+        self._slow(await self._run_tests(seed=0))
         share, guess = await self._trivial()
         cheats = await self._cheats(max(0.0, nothing))
         await self._oracle()
@@ -163,8 +155,6 @@ class Auditor:
     async def _solution(self) -> str:
         if self.subject.solution is None:
             return "none"
-        for contradiction in self.subject.contradictions:
-            self._found("solution", contradiction)
         answer = Attempt(name="the solution", text=self.subject.solution)
         rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
         failed = [seed for seed, reward in enumerate(rewards) if reward.valid and not _is_solved(reward)]
@@ -177,8 +167,7 @@ class Auditor:
         return f"{sum(map(_is_solved, rewards))}/{self.runs}"
 
     async def _failed_tests(self, seeds: Sequence[int]) -> str:
-        run_tests = self.subject.run_tests
-        runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(run_tests, seed)]
+        runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(seed)]
         if offline := [run.name for run in runs if _NETWORK.search(run.problem)]:
             self._found(
                 "network", f"tests need the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
@@ -186,11 +175,11 @@ class Auditor:
         named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
         return f"; {'; '.join(named)}" if named else ""
 
-    async def _run_tests(self, run_tests: RunTests | None, seed: int) -> tuple[TestResult, ...]:
-        if run_tests is None or self.subject.solution is None:
+    async def _run_tests(self, seed: int) -> tuple[TestResult, ...]:
+        if self.subject.run_tests is None or self.subject.solution is None:
             return ()
         try:
-            return await run_tests(self.subject.solution, self.sandboxes, seed)
+            return await self.subject.run_tests(self.subject.solution, self.sandboxes, seed)
         except SandboxConfigError:
             raise
         except SandboxError as error:
@@ -205,19 +194,6 @@ class Auditor:
         for run in runs:
             if limit_s and run.seconds > limit_s * SLOW_SHARE:
                 self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
-
-    async def _clock(self, runs: Sequence[TestResult]) -> None:
-        later = await self._run_tests(self.subject.run_later, seed=0)
-        names = [then.name for now, then in zip(runs, later, strict=False) if then.problem and not now.problem]
-        if names:
-            told = "; ".join(names[:_MOST_NAMED])
-            self._found("clock", f"the solution passes today and fails with the clock a year ahead: {told}")
-
-    async def _order(self, runs: Sequence[TestResult]) -> None:
-        problems = {run.name: run.problem for run in await self._run_tests(self.subject.run_reversed, seed=0)}
-        if names := [run.name for run in runs if problems.get(run.name) and not run.problem]:
-            told = "; ".join(names[:_MOST_NAMED])
-            self._found("order", f"the solution passes in the tests' order and fails in reverse: {told}")
 
     async def _trivial(self) -> tuple[float | None, str]:
         shares: dict[str, float] = {}
@@ -288,28 +264,6 @@ def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> lis
     return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
 
 
-def with_solve_rates(
-    reports: Sequence[TaskReport], rates: Mapping[str, float], *, least: float, most: float
-) -> list[TaskReport]:
-    """Return the reports with a policy's solve rates, and a finding for each rate below `least` or above `most`.
-
-    Args:
-        rates: name of a task -> share of the policy's trajectories that solved it.
-    """
-
-    def one(report: TaskReport) -> TaskReport:
-        rate = rates.get(report.task)
-        if rate is None:
-            return report
-        if least <= rate <= most:
-            return replace(report, solve_rate=rate)
-        detail = f"the policy solves it in {rate:.0%} of its trajectories, outside {least:.0%} to {most:.0%}"
-        finding = AuditFinding(task=report.task, check="difficulty", detail=detail)
-        return replace(report, solve_rate=rate, findings=(*report.findings, finding))
-
-    return list(map(one, reports))
-
-
 async def audit(
     subjects: Sequence[Subject],
     sandboxes: SandboxSource,
@@ -317,11 +271,17 @@ async def audit(
     runs: int = 20,
     max_trivial: float = 0.5,
     at_once: int = 4,
+    progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[TaskReport]:
     """Return one report per subject, in order. A task that can't be audited has a finding with the reason."""
-    turns = asyncio.Semaphore(at_once)
+    turns, done = asyncio.Semaphore(at_once), count(1)
 
     async def one(subject: Subject) -> TaskReport:
+        report = await audited(subject)
+        progress(next(done))
+        return report
+
+    async def audited(subject: Subject) -> TaskReport:
         if subject.cannot_run:
             return _unusable(subject, subject.cannot_run)
         async with turns:

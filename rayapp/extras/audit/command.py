@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rayapp.extras.audit.checks import TaskReport
 
 app = typer.Typer(help="Work with tasks.", no_args_is_help=True)
-_YES = {True: "yes", False: "no", None: ""}
 _MOST_LINES = 50
 """Tables of more tasks than this show only tasks with findings."""
 
@@ -34,7 +33,7 @@ def _group() -> None:
     "  rayapp task audit sort_numbers max_subarray_sum\n\n"
     "  rayapp task audit my_task.yaml --runs 100\n\n"
     "  rayapp task audit data/taco/train.parquet --limit 200 --json > audit.json\n\n"
-    "  rayapp task audit 'swe:rows.parquet?mirrors=clones' --html audit.html --kept kept.txt --max-bad-ratio 0.1"
+    "  rayapp task audit 'swe:rows.parquet?mirrors=clones' --kept kept.txt --max-bad-ratio 0.1"
 )
 def audit(
     tasks: Annotated[
@@ -51,19 +50,12 @@ def audit(
         float, typer.Option(min=0, max=1, help="Highest reward that an obvious guess may earn")
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
-    json_file: Annotated[Path | None, typer.Option(help="Also write the report as JSON to this file")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write the report as an HTML page to this file")] = None,
     kept: Annotated[
         Path | None, typer.Option(help="Write the names of the tasks without findings to this file, one a line")
     ] = None,
     max_bad_ratio: Annotated[
         float, typer.Option(min=0, max=1, help="Exit with 0 if at most this share of the tasks has findings")
     ] = 0.0,
-    run: Annotated[
-        Path | None, typer.Option(help="Folder of a run: report the share of its trajectories that solved each task")
-    ] = None,
-    min_solved: Annotated[float, typer.Option(min=0, max=1, help="With --run: lowest share that is no finding")] = 0.0,
-    max_solved: Annotated[float, typer.Option(min=0, max=1, help="With --run: highest share that is no finding")] = 1.0,
     config: Annotated[Path | None, typer.Option(help="Take sandbox and reward settings from this config")] = None,
 ) -> None:
     """Score the answers that a policy may try (an empty answer, guesses, cheats), and the solution many times. Exits
@@ -78,32 +70,16 @@ def audit(
     from rayapp.config.loading import load_config
     from rayapp.core.aio import run_until_done
     from rayapp.core.files import write_text
-    from rayapp.extras.audit.checks import with_solve_rates
 
-    rates = _solve_rates(run)
     reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
-    reports = with_solve_rates(reports, rates, least=min_solved, most=max_solved)
     if kept is not None:
         write_text(kept, "".join(f"{report.task}\n" for report in reports if not report.findings))
-    if html is not None:
-        write_text(html, _page(reports))
-    told = json.dumps([asdict(report) | {"properties": report.properties} for report in reports], indent=2)
-    if json_file is not None:
-        write_text(json_file, f"{told}\n")
     if as_json:
-        typer.echo(told)
+        typer.echo(json.dumps([asdict(report) | {"properties": report.properties} for report in reports], indent=2))
     else:
         _print(reports)
     num_bad = sum(bool(report.findings) for report in reports)
     raise typer.Exit(EXIT_FAILED if num_bad > max_bad_ratio * len(reports) else 0)
-
-
-def _solve_rates(run: Path | None) -> dict[str, float]:
-    if run is None:
-        return {}
-    from rayapp.runs.trajectories import solve_rates
-
-    return solve_rates(run)
 
 
 async def _audited(
@@ -111,6 +87,7 @@ async def _audited(
 ) -> list[TaskReport]:
     import os
 
+    from rayapp.cli.data import progress_bar
     from rayapp.extras.audit.checks import audit as run_audit
     from rayapp.extras.audit.subjects import subjects_of
     from rayapp.rollout.sources import answer_rewards
@@ -118,39 +95,13 @@ async def _audited(
 
     rewards, cache = answer_rewards(config), config.data.cache_dir
     subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)
-    async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
-        return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)
-
-
-def _page(reports: Sequence[TaskReport]) -> str:
-    """Return the reports as one HTML page, tasks with findings first."""
-    from html import escape
-
-    from rayapp.core.logs import visible
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(visible(cell))}</{tag}>' for cell in cells)}</tr>"
-
-    rows = []
-    for report in sorted(reports, key=lambda report: not report.findings):
-        guess = f"{report.trivial:.2f} {report.trivial_answer}" if report.trivial is not None else ""
-        nothing = "" if report.nothing is None else f"{report.nothing:g}"
-        found = "; ".join(f"{finding.check}: {finding.detail}" for finding in report.findings)
-        notes = "; ".join(f"{what}: {note}" for what, note in report.notes.items())
-        usable = "no" if report.findings else "yes"
-        has = [_YES[value] for value in report.properties.values()]
-        rate = "" if report.solve_rate is None else f"{report.solve_rate:.0%}"
-        cells = [report.task, usable, *has, rate, nothing, report.solution, guess, report.cheats, found, notes]
-        rows.append(row("td", cells))
-    names = [name.replace("_", " ") for name in reports[0].properties] if reports else []
-    columns = ["nothing", "solution", "best guess", "cheats", "findings", "notes"]
-    head = row("th", ["task", "usable", *names, "solved by the policy", *columns])
-    bad = sum(bool(report.findings) for report in reports)
-    style = "body{font:14px sans-serif}td,th{border:1px solid #ccc;padding:4px;text-align:left;vertical-align:top}"
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>Audit</title><style>table{{border-collapse:collapse}}{style}'
-        f"</style><h1>{len(reports)} tasks audited, {bad} with findings</h1><table>{head}{''.join(rows)}</table>\n"
-    )
+    with progress_bar() as show:
+        show("tasks audited", 0, len(subjects))
+        async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
+            return await run_audit(
+                subjects, sandboxes, runs=runs, max_trivial=max_trivial,
+                progress=lambda done: show("tasks audited", done, len(subjects)),
+            )  # fmt: skip
 
 
 def _print(reports: Sequence[TaskReport]) -> None:

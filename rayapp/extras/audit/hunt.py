@@ -3,15 +3,13 @@
     workspace filled as for an agent -> program inside reads files, environment, processes -> texts -> compared outside
 
 No secret enters the sandbox: the program searches for public words, such as the function's name, and returns the files
-that contain them. The search also finds secrets that are in base64 or hex, have other white space, or are Python
-functions whose names were changed.
+that contain them. The search also finds secrets that have other white space, or are Python functions whose names were
+changed.
 """
 
 from __future__ import annotations
 
 import ast
-import base64
-import binascii
 import builtins
 import copy
 import json
@@ -31,8 +29,6 @@ _MIN_WORD_CHARS = 4
 """Minimum length of a search word: shorter ones occur in files of any system."""
 _MIN_NODES = 20
 """Minimum number of syntax nodes of a function that is compared: smaller functions may be equal by chance."""
-_ENCODED = re.compile(r"(?:[A-Za-z0-9+/_-]{16,}\n)*[A-Za-z0-9+/_-]{4,}={0,2}")
-_MIN_ENCODED_CHARS = 24
 _PYTHONS_NAMES = frozenset(vars(builtins))
 _PROGRAM = """
 import json, os, sys
@@ -111,7 +107,7 @@ def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[st
     known = {_bare(secret) for secret in secrets}
     shapes = {shape for secret in secrets for shape in _shapes(secret)}
     shapes -= {shape for text in public for shape in _shapes(text)}
-    return [path for path, text in texts.items() if any(_holds(reading, known, shapes) for reading in _readings(text))]
+    return [path for path, text in texts.items() if _holds(text, known, shapes)]
 
 
 def holds_expression(text: str, expression: str) -> bool:
@@ -127,22 +123,6 @@ def _holds(text: str, known: set[str], shapes: set[str]) -> bool:
 
 def _bare(text: str) -> str:
     return "".join(text.split())
-
-
-def _readings(text: str) -> Iterator[str]:
-    """Yield the text itself, and each part of it that is base64 or hex, decoded."""
-    yield text
-    for found in _ENCODED.finditer(text):
-        encoded = _bare(found[0])
-        if len(encoded) < _MIN_ENCODED_CHARS:
-            continue
-        if re.fullmatch(r"(?:[0-9a-fA-F]{2})+", encoded):
-            yield bytes.fromhex(encoded).decode(errors="replace")
-        data = encoded.rstrip("=").replace("-", "+").replace("_", "/")
-        try:
-            yield base64.b64decode(data + "=" * (-len(data) % 4)).decode(errors="replace")
-        except binascii.Error:
-            continue
 
 
 def _shapes(text: str) -> Iterator[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.clock import CLOCK, a_year_later
 from rayapp.extras.audit.subject import PROSE, Attempt, Subject, TestResult, cheats, score_of
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
@@ -56,8 +54,6 @@ def repository_subject(task: Any) -> Subject:
         trivial=tuple(_trivial(task)),
         cheats=tuple(_cheats(task)),
         run_tests=partial(_run_hidden_tests, task),
-        run_later=None if folder.script else partial(_run_hidden_tests, task, is_later=True),
-        run_reversed=partial(_run_hidden_tests, task, in_reverse=True) if folder.named else None,
         limit_s=folder.timeout_s,
         is_limit_of_all=True,
         secrets=tuple(_secrets(task)),
@@ -68,20 +64,10 @@ def repository_subject(task: Any) -> Subject:
     )
 
 
-async def _run_hidden_tests(
-    task: Any,
-    answer: str,
-    sandboxes: SandboxSource,
-    seed: int,
-    *,
-    is_later: bool = False,
-    in_reverse: bool = False,
-) -> tuple[TestResult, ...]:
+async def _run_hidden_tests(task: Any, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestResult, ...]:
     if task.folder.named is not None:
-        above = CLOCK if is_later else ""
-        return await _run_named_tests(task, task.folder.named, answer, sandboxes, above=above, in_reverse=in_reverse)
+        return await _run_named_tests(task, task.folder.named, answer, sandboxes)
     tests = task.folder.tests
-    tests = tuple(replace(test, source=a_year_later(test.source)) for test in tests) if is_later else tests
     repository = task.with_changes(read_answer(answer) or {})
     async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
         if task.folder.script is not None:
@@ -95,12 +81,10 @@ async def _run_hidden_tests(
     )
 
 
-async def _run_named_tests(
-    task: Any, tests: Any, answer: str, sandboxes: SandboxSource, *, above: str, in_reverse: bool
-) -> tuple[TestResult, ...]:
+async def _run_named_tests(task: Any, tests: Any, answer: str, sandboxes: SandboxSource) -> tuple[TestResult, ...]:
     files = read_answer(answer) or {}
     async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        run = await task.run_named_tests(tests, files, sandbox, above=above, in_reverse=in_reverse)
+        run = await task.run_named_tests(tests, files, sandbox)
     if isinstance(run, Reward):
         return (TestResult(name="test_patch", problem=run.detail, seconds=0.0),)
     # Report one duration for all tests together, because the time limit is for all of them.

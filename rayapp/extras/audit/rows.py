@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.clock import a_year_later
 from rayapp.extras.audit.subject import (
     NOTHING_OF_PROGRAM,
     PROSE,
@@ -21,7 +20,6 @@ from rayapp.extras.audit.subject import (
     TestResult,
     cheats_of_function,
     cheats_of_program,
-    fenced,
     nothing_of_function,
     score_of,
     trivial_of_function,
@@ -121,7 +119,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
         score_share=_share_of(by_share),
         run_tests=partial(_run_tests, problem, tests),
-        run_later=partial(_run_later, problem, tests, a_year_later(reference)),
         limit_s=problem.rules.test_timeout_s,
         secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
         notes=notes,
@@ -144,12 +141,6 @@ async def _run_tests(
         TestResult(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
         for number, (test, (why, seconds)) in enumerate(zip(tests.tests, ran, strict=True), start=1)
     )
-
-
-async def _run_later(
-    problem: CodeProblem, tests: CodeTests, code: str, _: str, sandboxes: SandboxSource, seed: int
-) -> tuple[TestResult, ...]:
-    return await _run_tests(problem, tests, fenced(code), sandboxes, seed)
 
 
 def _shown(test: Test) -> str:

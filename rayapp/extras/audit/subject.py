@@ -4,31 +4,21 @@
 reward, for functions and for programs: empty answers, trivial answers and cheats. In this process the answers are only
 strings; they run in sandboxes. A cheat (`cheats.yaml`) is inserted into a no-op answer, so that any reward above the
 no-op's is due to cheating.
-
-`examples_in` reads the examples in a coding task's prompt. The task's reference must agree with them. Their forms:
-
-    f([1, 2]) == 3      f([1, 2]) -> 3      f([1, 2]) returns 3      >>> f([1, 2])
-                                                                     3
 """
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
 
 import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from rayapp.core.protocols import SandboxSource, Task
-from rayapp.core.syntax import expression
 from rayapp.core.types import AgentStart, Prompt, Reward
-from rayapp.tasks.cases import Case
 from rayapp.tasks.verdict import task_verdict
 
 Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
@@ -96,11 +86,6 @@ class Subject:
     score_share: Score | None = None
     """Function that scores trivial answers instead of an all-or-nothing `score`: by the fraction of passed tests."""
     run_tests: RunTests | None = None
-    run_later: RunTests | None = None
-    """Function like `run_tests` that sets the clock a year ahead."""
-    run_reversed: RunTests | None = None
-    """Function like `run_tests` that runs the tests in reverse order; None if each test runs in a process of its
-    own."""
     limit_s: float = 0.0
     """Time limit in seconds for one test, or for all tests together; 0 if there is no limit."""
     is_limit_of_all: bool = False
@@ -111,8 +96,6 @@ class Subject:
     """Texts whose Python functions are not secret."""
     expression: str = ""
     """Expression that is the whole solution; it must not be in the prompt, even if it is short."""
-    contradictions: tuple[str, ...] = ()
-    """Contradictions between the reference and the task's own examples."""
     cannot_run: str = ""
     """Reason why the task can't be audited; empty if it can be audited."""
     workspace: AgentStart | None = None
@@ -197,43 +180,3 @@ TRIVIAL_OF_PROGRAM = (
     Attempt(name="prints its input", text=fenced("import sys\nprint(sys.stdin.read())")),
     Attempt(name="prints its first line", text=fenced("print(input())")),
 )
-
-
-_GIVES = re.compile(r"`?\s*(?:==|->|=>|→|returns?\b|gives\b|is\b)\s*`?|[ \t]*\n[ \t]*(?!>>>)")
-_ENDS = re.compile(r"`?(?:$|\n|[.;:)](?!\w)|,\s*[^\s\d\"'(\[{-]|\s+(?:and|but|because|since|as|while)\b)")
-_SCALAR = re.compile(r"True|False|None|-?[0-9]+|\"[^\"\\\n]*\"|'[^'\\\n]*'")
-_MOST_CHARS = 500
-
-
-def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
-    """Yield each example of the prompt, as it is written and as a test. Examples with floats are left out, because
-    floats may be rounded.
-    """
-    for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
-        text = prompt[found.end() : found.end() + _MOST_CHARS]
-        call = _bracketed(text)
-        gives = _GIVES.match(text, len(call))
-        if not call or gives is None:
-            continue
-        rest = text[gives.end() :]
-        scalar = _SCALAR.match(rest)
-        value = scalar[0] if scalar else _bracketed(rest)
-        if value and _ENDS.match(rest, len(value)) and "." not in value:
-            arguments = _literal(f"[{call[1:-1]}]")
-            yield f"{func_name}{call} gives {value}", Case(args=tuple(arguments), expected=_literal(value))
-
-
-def _literal(text: str) -> Any:
-    return ast.literal_eval(expression(text))
-
-
-def _bracketed(text: str) -> str:
-    """Return the shortest prefix of the text that is a literal in brackets; empty if there is none."""
-    for end in (place + 1 for place, letter in enumerate(text) if letter in ")]}"):
-        try:
-            # A call's arguments are read as a list, because `(1)` is not a tuple.
-            _literal(f"[{text[1 : end - 1]}]" if text[0] == "(" else text[:end])
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-        return text[:end]
-    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
 from rayapp.core.types import Reward, SandboxSpec
-from rayapp.extras.audit.clock import a_year_later
 from rayapp.extras.audit.repositories import repository_subject
 from rayapp.extras.audit.rows import benchmark_subjects, file_subjects
 from rayapp.extras.audit.subject import (
@@ -24,7 +23,6 @@ from rayapp.extras.audit.subject import (
     Subject,
     TestResult,
     cheats_of_function,
-    examples_in,
     fenced,
     guesses,
     nothing_of_function,
@@ -66,13 +64,11 @@ def coding_subject(task: CodingTask) -> Subject:
         cheats=cheats_of_function(name, parameters),
         score_cheat=score_of(free),
         run_tests=partial(_run_tests, task),
-        run_later=partial(_run_tests, task, is_later=True),
         limit_s=task.timeout_s,
         is_limit_of_all=True,
         secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
         workspace=task.agent_start(),
         expression=task.reference.strip() if _is_telling(task.reference) else "",
-        contradictions=tuple(_contradictions(task)),
         public_words=(f"def {name}",),
         notes=_notes(task),
     )
@@ -82,19 +78,9 @@ def _notes(task: CodingTask) -> dict[str, str]:
     if task.demonstrations:
         return {}
     notes = {"solution": "the reference, scored without banned names"}
-    if not task.public_tests and not any(examples_in(task.prompt, task.func_name)):
-        notes["reference"] = "not checked: there is no demonstration, no public test, no example in the prompt"
+    if not task.public_tests:
+        notes["reference"] = "not checked: there is no demonstration and no public test"
     return notes
-
-
-def _contradictions(task: CodingTask) -> Iterator[str]:
-    """Yield the examples of the prompt that the reference fails."""
-    for told, case in examples_in(task.prompt, task.func_name):
-        if len(case.args) == len(task.parameters):
-            try:
-                task.cases.check(case, f"the prompt's example, {told}")
-            except InputError as error:
-                yield str(error)
 
 
 def _is_telling(expression: str) -> bool:
@@ -117,12 +103,9 @@ def _reference(task: CodingTask) -> str:
     )
 
 
-async def _run_tests(
-    task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int, *, is_later: bool = False
-) -> tuple[TestResult, ...]:
+async def _run_tests(task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestResult, ...]:
     """Run each test in a separate execution."""
     code = extract_code(answer, task.func_name) or ""
-    code = a_year_later(code) if is_later else code
     async with sandboxes.lease(SandboxSpec(packages=task.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
         runs = []
         for number, case in enumerate(task.cases.draw(seed), start=1):

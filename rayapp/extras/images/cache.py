@@ -27,7 +27,7 @@ class ImageSource:
         *,
         folder: str = "",
         max_gib: float = 50.0,
-        mirrors: Mapping[str, Sequence[str]] | None = None,
+        wanted: Wanted | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -35,7 +35,7 @@ class ImageSource:
         pinned.
         """
         self._folder, self._max_gib = folder, max_gib
-        self._wanted = Wanted(mirrors=mirrors)
+        self._wanted = wanted
         self._aliases = aliases or {}
         self._opened: Store | None = None
         self._pulls: dict[str, asyncio.Future[None]] = {}

@@ -11,8 +11,9 @@ import typer
 
 from rayapp.config.loading import load_config
 from rayapp.config.sandbox import LocalConfig
+from rayapp.core.errors import InputError
 from rayapp.core.logs import visible
-from rayapp.extras.images.pull import TOOLS, Wanted, build, pull
+from rayapp.extras.images.pull import Wanted, pull
 from rayapp.extras.images.store import Store, open_store
 from rayapp.sandbox.images import parse
 
@@ -24,18 +25,25 @@ ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder
 @app.command(
     name="pull",
     epilog="Examples:\n\n  rayapp images pull python:3.12-slim\n\n"
-    "  rayapp images pull registry.example/team/env@sha256:… oci:./layout archive:saved.tar",
+    "  rayapp images pull registry.example/team/env@sha256:… oci:./layout archive:saved.tar\n\n"
+    "  docker build -t my_task my_task/environment && docker save -o my_task.tar my_task\n\n"
+    "  rayapp images pull archive:my_task.tar --name my_task",
 )
 def pull_images(
     images: Annotated[list[str], typer.Argument(help="REGISTRY/NAME:TAG, …@sha256:…, oci:FOLDER or archive:FILE.tar")],
+    name: Annotated[str, typer.Option(help="Also store the image as image:build:NAME, which a task NAME uses")] = "",
     config: ConfigOption = None,
 ) -> None:
     """Download images into the cache; print the digest of each name."""
+    if name and len(images) > 1:
+        raise InputError(f"--name {name} names one image, but {len(images)} are given: pull them one by one")
     section = _local_section(config)
     store = _store(section)
-    for name in images:
+    for image in images:
         wanted = Wanted(mirrors=section.image_mirrors, progress=2)  # standard error
-        with pull(store, parse(name), wanted) as hold:
+        with pull(store, parse(image), wanted) as hold:
+            if name:
+                store.put(hold.image, parse(f"build:{name}"))
             print(visible(f"image:{hold.image.name}"), flush=True)
 
 
@@ -54,22 +62,6 @@ def prune(
         return
     for image in store.prune(unused_s=3600 * unused_h):
         print(visible(f"removed {image.name}"))
-
-
-@app.command(name="build", epilog="Example:\n\n  rayapp images build my_task/environment --name my_task")
-def build_image(
-    folder: Annotated[Path, typer.Argument(help="Folder with a Dockerfile, or a task folder in Harbor's layout")],
-    name: Annotated[str, typer.Option(help="Name of the image; default: the folder's name, which tasks use")] = "",
-    tool: Annotated[str, typer.Option(help=f"{', '.join(TOOLS)}; default: the first that is installed")] = "",
-    config: ConfigOption = None,
-) -> None:
-    """Build a Dockerfile into the cache, as image:build:NAME. The build tool runs the Dockerfile's commands, without
-    rayapp's isolation.
-    """
-    inner = folder / "environment"
-    context = inner if (inner / "Dockerfile").is_file() else folder
-    image = build(_store(_local_section(config)), context, name or folder.resolve().name, tool=tool)
-    print(visible(f"image:build:{name or folder.resolve().name} {image.digest}"))
 
 
 def _local_section(config: Path | None) -> LocalConfig:

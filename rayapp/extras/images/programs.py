@@ -64,7 +64,8 @@ class Watch:
                 problem = self._problem()
             except subprocess.TimeoutExpired:
                 started = time.monotonic()
-                problem = self._problem() if started < until else f"it took more than {_TIMEOUT_S:g} s"
+                late = f"{self.what} is refused: it took more than {_TIMEOUT_S:g} s"
+                problem = self._problem() if started < until else late
                 # Looking takes at most a fifth of the time.
                 pause_s = max(0.2, 5 * (time.monotonic() - started))
             if problem or child.returncode is not None:

@@ -3,8 +3,7 @@
     name -> skopeo inspect: its digest -> skopeo copy: a folder in OCI's layout -> umoci: a tree -> record
 
 skopeo knows registries, credentials (Docker's `config.json`), folders and archives. umoci unpacks as an
-unprivileged user that can write to one folder only (`tree.py`). `pull` blocks; `cache.py` calls it in threads. `build`
-builds a Dockerfile into the cache.
+unprivileged user that can write to one folder only (`tree.py`). `pull` blocks; `cache.py` calls it in threads.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import json
 import shutil
 import subprocess
 import tarfile
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,10 +21,15 @@ from typing import IO, Any
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
 from rayapp.extras.images.store import Hold, Store, tree_of
-from rayapp.sandbox.images import Image, Reference, parse
+from rayapp.sandbox.images import Image, Reference, is_image, parse
 
 _SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+PUBLIC = (
+    "docker.io", "ghcr.io", "quay.io", "gcr.io", "mcr.microsoft.com", "nvcr.io", "public.ecr.aws",
+    "registry.gitlab.com",
+)  # fmt: skip
+"""Registries from which every task's images may come."""
 _GUESSED_RATIO = 3
 """Estimated size of an image's tree, as a multiple of the downloaded bytes. This much room is made before unpacking."""
 _MAX_DOCUMENT_BYTES = 8 << 20
@@ -39,8 +42,22 @@ class Wanted:
 
     mirrors: Mapping[str, Sequence[str]] | None = None
     """Registry -> mirrors that are tried before it; `http://HOST` is used without TLS."""
+    registries: Collection[str] | None = None
+    """Hosts that may be asked besides `mirrors`; None: any host, for names that a person typed."""
     progress: IO[str] | int = subprocess.DEVNULL
     """File or descriptor to which skopeo writes what it is doing."""
+
+
+def wanted_by_tasks(
+    mirrors: Mapping[str, Sequence[str]], registries: Collection[str], aliases: Mapping[str, str]
+) -> Wanted:
+    """Return the settings for images that tasks name: only hosts of the config are asked.
+
+    Args:
+        aliases: image that a task names -> image that the config gives in its place.
+    """
+    given = {parse(image).registry for image in aliases.values() if is_image(image)}
+    return Wanted(mirrors=mirrors, registries={*PUBLIC, *registries, *given})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +75,7 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
     first asked for the digest.
 
     Raises:
-        ImageError: the image is missing, damaged, too large, or for another platform.
+        ImageError: the image is missing, damaged, too large, for another platform, or its registry must not be asked.
         SandboxUnavailableError: the registry can't be reached.
     """
     wanted = wanted or Wanted()
@@ -83,23 +100,29 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
     )
 
 
-def resolve(reference: Reference, mirrors: Mapping[str, Sequence[str]] | None = None) -> Reference:
+def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
     """Return the name with its current digest, without downloading the image. A name that has a digest is also looked
     up.
 
     Raises:
-        ImageError: the image is missing.
+        ImageError: the image is missing, or its registry must not be asked.
         SandboxUnavailableError: the registry can't be reached.
     """
     if reference.kind != "registry":
         return reference
-    return reference.pinned(_resolved(reference, Wanted(mirrors=mirrors))[1])
+    return reference.pinned(_resolved(reference, wanted or Wanted())[1])
 
 
 def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
     """Return the first place that has the image, and the image's digest."""
     problem: Exception | None = None
-    for source in _sources(reference, wanted.mirrors or {}):
+    mirrors, registry = wanted.mirrors or {}, reference.registry.lower()
+    if registry and wanted.registries is not None and registry not in {*wanted.registries, *mirrors}:
+        raise ImageError(
+            f"image {reference} is refused: its registry {registry} is not in sandbox.providers[].image_registries. A "
+            "task may not choose which hosts are asked. Add the registry there, or run `rayapp images pull` for it"
+        )
+    for source in _sources(reference, mirrors):
         flags = ["--tls-verify=false"] if source.is_plain else []
         try:
             raw = skopeo("inspect", reference, [*flags, "--raw", source.name])
@@ -110,7 +133,9 @@ def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
         if reference.digest not in ("", digest):
             raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
         return source, digest
-    raise problem or ImageError(f"image {reference} is not in the cache: build it with `rayapp images build`")
+    raise problem or ImageError(
+        f"image {reference} is not in the cache: build it, and run `rayapp images pull archive:FILE --name NAME`"
+    )
 
 
 def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iterator[_Source]:
@@ -129,6 +154,8 @@ def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iter
 
 def _archive(reference: Reference) -> str:
     """Return skopeo's name of an image in an archive, which `docker save` or a tool for OCI archives wrote."""
+    if not Path(reference.name).is_file():
+        raise ImageError(f"image {reference} can't be read: there is no file {reference.name}")
     try:
         with tarfile.open(reference.name) as archive:
             names = {name.removeprefix("./") for name in archive.getnames()}
@@ -193,54 +220,3 @@ def _config(layout: Path, what: str) -> dict[str, Any]:
     if not all(isinstance(word, str) and "\0" not in word for word in words) or not workdir.startswith("/"):
         raise ImageError(f"{what} is malformed: its environment, user and working folder must be texts, without NUL")
     return dict(config)
-
-
-TOOLS = ("buildah", "podman", "docker")
-"""Tools that build Dockerfiles, in the order in which they are looked for. The tool runs the Dockerfile's commands with
-its own network and isolation, so build only Dockerfiles that you trust."""
-
-
-def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
-    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool writes to this
-    process's stdout and stderr.
-
-    Args:
-        tool: one of `TOOLS`; empty: the first that is installed.
-        options: passed to the tool's build command.
-    Raises:
-        ImageError: no tool is installed, or the build failed.
-    """
-    reference = parse(f"build:{name}")
-    if not (folder / "Dockerfile").is_file():
-        raise ImageError(f"image {reference}: there is no file {folder / 'Dockerfile'}")
-    chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
-    if not chosen or shutil.which(chosen) is None:
-        known = ", ".join(TOOLS)
-        raise ImageError(
-            f"image {reference} can't be built: {f'{chosen} is not' if chosen else f'none of {known} is'} installed"
-        )
-    with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
-        tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
-        for argv in _commands(chosen, folder, tag, archive, options):
-            _run(argv, f"image {reference}")
-        with pull(store, parse(f"archive:{archive}")) as hold:
-            store.put(hold.image, reference)
-            return hold.image
-
-
-def _commands(tool: str, folder: Path, tag: str, archive: str, options: Sequence[str]) -> list[list[str]]:
-    """Return the commands that build an image and write it to an archive."""
-    if tool == "buildah":
-        return [
-            ["buildah", "build", "-t", tag, *options, str(folder)],
-            ["buildah", "push", tag, f"oci-archive:{archive}"],
-        ]
-    form = ["--format", "oci-archive"] if tool == "podman" else []
-    return [[tool, "build", "-t", tag, *options, str(folder)], [tool, "save", *form, "-o", archive, tag]]
-
-
-def _run(argv: Sequence[str], what: str) -> None:
-    try:
-        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ImageError(f"{what} can't be built: {one_line(error)}") from error

@@ -15,58 +15,47 @@ import importlib
 import math
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rayapp.config.sandbox import DaytonaConfig
-from rayapp.core.errors import (
-    SandboxConfigError,
-    SandboxDeadlineError,
-    SandboxError,
-    SandboxGoneError,
-    SandboxProtocolError,
-)
+from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
-from rayapp.extras.providers.service import DAYTONA, ServiceProvider, error_of
+from rayapp.extras.providers.service import DAYTONA, SdkChannel, ServiceProvider, error_of, raised_as
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
-T = TypeVar("T")
 _NAMES = ("daytona", "daytona_sdk")
 _CREATE = "create"
 
 
-class ControlPlane(Protocol):
-    """The control plane's calls about one sandbox that the channel needs."""
+class DaytonaChannel(SdkChannel):
+    """Data plane of one sandbox, in the worker's process. `remote.Channel` describes its methods."""
 
-    async def get(self, sandbox_id: str) -> Any: ...
-
-    async def kill(self, sandbox_id: str, *, timeout_s: float = ...) -> None: ...
-
-
-class DaytonaChannel:
-    """Data plane of one sandbox, in the worker's process. `providers.remote.Channel` describes its methods."""
-
-    def __init__(self, sandbox_id: str, service: ControlPlane) -> None:
-        self._id = sandbox_id
+    def __init__(self, sandbox_id: str, service: DaytonaService) -> None:
+        super().__init__(sandbox_id, service)
         self._service = service
         self._found: Any = None
+
+    def converted(self, error: Exception, what: str) -> SandboxError:
+        return daytona_error(error, f"{what}: status {_status_of(error)}")
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         sandbox = await self._sandbox()
 
         async def write(path: str) -> None:
             upload = sandbox.fs.upload_file(program.encode(), path, timeout=math.ceil(timeout_s))
-            await self._guard(upload, "upload a program")
+            await self.guard(upload, "upload a program")
 
         command = await command_of(program, write)
-        answer = await self._guard(sandbox.process.exec(command, timeout=math.ceil(timeout_s)), "exec")
+        answer = await self.guard(sandbox.process.exec(command, timeout=math.ceil(timeout_s)), "exec")
         return str(answer.result)
 
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
@@ -80,7 +69,7 @@ class DaytonaChannel:
                 # This time limit is a backup: the call's own deadline is shorter, and closes the connection.
                 timeout=math.ceil(timeout_s) + 1,
             )
-            failed = (await self._guard(call, "run_code")).error
+            failed = (await self.guard(call, "run_code")).error
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
         return await run_session(
@@ -90,63 +79,34 @@ class DaytonaChannel:
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
         """Run a program and exchange lines with it, as `relay.Converse` describes."""
         process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
-        await self._guard(process.create_session(session), "create_session")
+        await self.guard(process.create_session(session), "create_session")
         # The program runs in a subshell, because the session's shell must stay alive. Input is not echoed as output.
         command = sdk().SessionExecuteRequest(
             command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
         )
-        ran = await self._guard(process.execute_session_command(session, command), "execute_session_command")
+        ran = await self.guard(process.execute_session_command(session, command), "execute_session_command")
 
         async def say(text: str) -> None:
-            await self._guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
+            await self.guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
 
         started(say)
         logs = process.get_session_command_logs_async(session, ran.cmd_id, hear, lambda text: None)
-        await self._guard(logs, "listen to a relay")
+        await self.guard(logs, "listen to a relay")
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         sandbox = await self._sandbox()
-        await self._guard(sandbox.fs.upload_file(data, path, timeout=math.ceil(timeout_s)), "upload a file")
+        await self.guard(sandbox.fs.upload_file(data, path, timeout=math.ceil(timeout_s)), "upload a file")
 
     async def alive(self, *, timeout_s: float) -> bool:
         try:
-            await self._service.get(self._id)
+            return await self._service.is_running(self._id)
         except SandboxError:
             return False
-        return True
-
-    async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
-        sandbox = await self._sandbox()
-        await self._guard(sandbox.set_ttl(max(1, math.ceil(ttl_s / 60)), request_timeout=timeout_s), "set_ttl")
-        # Daytona also stops a sandbox without activity, here after its time to live.
-        await self._guard(sandbox.refresh_activity(request_timeout=timeout_s), "refresh_activity")
-
-    async def kill(self, *, timeout_s: float) -> None:
-        await self._service.kill(self._id, timeout_s=timeout_s)
 
     async def _sandbox(self) -> Any:
         if self._found is None:
             self._found = await self._service.get(self._id)
         return self._found
-
-    async def _guard(self, call: Coroutine[object, object, T], what: str) -> T:
-        try:
-            return await call
-        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise errors of many types
-            raise await self._translated(error, what) from error
-
-    async def _translated(self, error: Exception, what: str) -> SandboxError:
-        mapped = daytona_error(error, what)
-        try:
-            await self._service.get(self._id)
-        except SandboxGoneError as gone:
-            return gone
-        except SandboxError:
-            return SandboxDeadlineError(f"{mapped} (whether the sandbox is alive could not be checked)")
-        # The sandbox is alive, so only this call failed: the answer was malformed or late.
-        if isinstance(mapped, SandboxDeadlineError):
-            return mapped
-        return SandboxProtocolError(f"sandbox {self._id}: status {_status_of(error)}: {mapped}")
 
 
 @cache
@@ -236,11 +196,12 @@ class DaytonaService:
     ) -> Connection:
         # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
         waited_s = timeout_s + _LATE_ANSWER_S
-        try:
-            made = await self.client().create(self._params(spec, labels, ttl_s), timeout=waited_s)
-        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise errors of many types
-            await self._end_half_made(error)
-            raise daytona_error(error, "create") from error
+        with raised_as(daytona_error, "create"):
+            try:
+                made = await self.client().create(self._params(spec, labels, ttl_s), timeout=waited_s)
+            except Exception as error:  # boundary: any error may name a sandbox that starts late
+                await self._end_half_made(error)
+                raise
         return Connection(sandbox_id=made.id)
 
     def _params(self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float) -> Any:
@@ -274,31 +235,33 @@ class DaytonaService:
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
         states = [state for state in sdk().SandboxState if state.value not in _ENDED]
         query = sdk().ListSandboxesQuery(labels=dict(labels), states=states)
-        try:
+        with raised_as(daytona_error, "list"):
             async for found in self.client().list(query, request_timeout=timeout_s):
                 yield str(found.id)
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            raise daytona_error(error, "list") from error
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        try:
+        with suppress(SandboxGoneError), raised_as(daytona_error, "delete"):
             found = await self.client().get(sandbox_id, request_timeout=timeout_s)
             await found.delete(timeout=timeout_s)
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            mapped = daytona_error(error, "delete")
-            if not isinstance(mapped, SandboxGoneError):
-                raise mapped from error
+
+    async def is_running(self, sandbox_id: str) -> bool:
+        try:
+            await self.get(sandbox_id)
+        except SandboxGoneError:
+            return False
+        return True
+
+    async def extend(self, sandbox_id: str, ttl_s: float) -> None:
+        found = await self.get(sandbox_id)
+        with raised_as(daytona_error, "extend"):
+            await found.set_ttl(max(1, math.ceil(ttl_s / 60)), request_timeout=_CALL_TIMEOUT_S)
+            # Daytona also stops a sandbox without activity, here after its time to live.
+            await found.refresh_activity(request_timeout=_CALL_TIMEOUT_S)
 
     async def get(self, sandbox_id: str) -> Any:
-        """Return the SDK's object of a living sandbox.
-
-        Raises:
-            SandboxGoneError: the sandbox does not exist or has ended.
-        """
-        try:
+        """Return the SDK's object of a living sandbox. Raises SandboxGoneError: there is none."""
+        with raised_as(daytona_error, "get"):
             found = await self.client().get(sandbox_id, request_timeout=_CALL_TIMEOUT_S)
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            raise daytona_error(error, "get") from error
         state = str(getattr(found.state, "value", found.state))
         if state != "started":
             raise SandboxGoneError(f"sandbox {sandbox_id} is {state}")

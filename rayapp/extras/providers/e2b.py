@@ -21,9 +21,8 @@ import math
 import re
 import urllib.parse
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import e2b
 import httpx
@@ -39,20 +38,25 @@ from rayapp.core.errors import (
     SandboxError,
     SandboxGoneError,
     SandboxProtocolError,
-    SandboxRateLimitError,
     SandboxUnavailableError,
 )
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
-from rayapp.extras.providers.service import E2B, ServiceProvider, error_of, error_of_status
+from rayapp.extras.providers.service import (
+    E2B,
+    Control,
+    SdkChannel,
+    ServiceProvider,
+    error_of,
+    error_of_status,
+    raised_as,
+)
 from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
-T = TypeVar("T")
-_PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
 """Function that makes the SDK's configuration from the HTTP headers for one sandbox."""
 
@@ -73,21 +77,13 @@ class _Counted:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lifecycle:
-    """The control plane's calls about one sandbox that the channel needs."""
+class E2BChannel(SdkChannel):
+    """Data plane of one sandbox, in the worker's process. `remote.Channel` describes its methods."""
 
-    is_running: Callable[[str], Awaitable[bool]]
-    extend: Callable[[str, float], Awaitable[None]]
-    kill: Callable[[str], Awaitable[None]]
+    passed = (e2b.CommandExitException, e2b.NotEnoughSpaceException, e2b.InvalidArgumentException)
 
-
-class E2BChannel:
-    """Data plane of one sandbox, in the worker's process. `providers.remote.Channel` describes its methods."""
-
-    def __init__(self, connection: Connection, make_config: MakeConfig, lifecycle: Lifecycle) -> None:
-        self._id = connection.sandbox_id
-        self._lifecycle = lifecycle
+    def __init__(self, connection: Connection, make_config: MakeConfig, control: Control) -> None:
+        super().__init__(connection.sandbox_id, control)
         headers = {"E2b-Sandbox-Id": self._id, "E2b-Sandbox-Port": str(ConnectionConfig.envd_port)}
         if connection.token:
             headers["X-Access-Token"] = connection.token
@@ -104,14 +100,14 @@ class E2BChannel:
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         async def write(path: str) -> None:
-            await self._guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
+            await self.guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
 
         command, output = await command_of(program, write), _Counted(max_chars)
         try:
             run = self._sandbox.commands.run(
                 command, timeout=timeout_s, request_timeout=timeout_s, on_stdout=output.take, on_stderr=output.take
             )
-            result = await self._guard(run, "run")
+            result = await self.guard(run, "run")
         except e2b.CommandExitException as error:
             return str(error.stdout)
         except SandboxError:
@@ -130,7 +126,7 @@ class E2BChannel:
                 # whether the code or the network was slow.
                 timeout=timeout_s + 60.0,
             )
-            failed = (await self._guard(call, "run_code")).error
+            failed = (await self.guard(call, "run_code")).error
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
         return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
@@ -140,14 +136,14 @@ class E2BChannel:
         run = self._sandbox.commands.run(
             shell_command(program), background=True, stdin=True, on_stdout=hear, timeout=0, retain_output=False
         )
-        handle = await self._guard(run, "start a relay")
+        handle = await self.guard(run, "start a relay")
 
         async def say(text: str) -> None:
-            await self._guard(handle.send_stdin(text), "say to a relay")
+            await self.guard(handle.send_stdin(text), "say to a relay")
 
         started(say)
         try:
-            await self._guard(handle.wait(), "listen to a relay")
+            await self.guard(handle.wait(), "listen to a relay")
         except e2b.CommandExitException:
             return
         finally:
@@ -155,48 +151,22 @@ class E2BChannel:
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         try:
-            await self._guard(self._sandbox.files.write(path, data, request_timeout=timeout_s), "write a file")
+            await self.guard(self._sandbox.files.write(path, data, request_timeout=timeout_s), "write a file")
         except (e2b.NotEnoughSpaceException, e2b.InvalidArgumentException) as error:
             raise OSError(f"sandbox {self._id}: {path!r} can't be written: {error}") from None
 
     async def alive(self, *, timeout_s: float) -> bool:
         try:
-            return await self._guard(self._sandbox.is_running(request_timeout=timeout_s), "health")
+            return await self.guard(self._sandbox.is_running(request_timeout=timeout_s), "health")
         except SandboxError:
             return False
 
-    async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
-        await self._lifecycle.extend(self._id, ttl_s)
+    def converted(self, error: Exception, what: str) -> SandboxError:
+        return control_error(error, what)
 
-    async def kill(self, *, timeout_s: float) -> None:
-        await self._lifecycle.kill(self._id)
-
-    async def _guard(self, call: Coroutine[object, object, T], what: str) -> T:
-        try:
-            return await call
-        except (e2b.CommandExitException, e2b.NotEnoughSpaceException, e2b.InvalidArgumentException):
-            raise
-        except Exception as error:  # boundary: the SDK, its transports and its decoders raise errors of many types
-            raise await self._translated(error, what) from error
-
-    async def _translated(self, error: Exception, what: str) -> SandboxError:
-        text = f"sandbox {self._id}: {what}: {type(error).__name__}: {error}"[:600]
-        says_gone = isinstance(error, e2b.SandboxNotRunningException | e2b.SandboxNotFoundException)
-        if says_gone or "sandbox was not found" in str(error).lower():
-            return SandboxGoneError(text)
-        if isinstance(error, e2b.RateLimitException):
-            return SandboxRateLimitError(text)
-        # A TimeoutException can mean a slow answer or a dead sandbox, so ask the control plane.
-        try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                is_running = await self._lifecycle.is_running(self._id)
-        except (SandboxError, TimeoutError):
-            return SandboxDeadlineError(f"{text} (whether the sandbox is alive could not be checked)")
-        if not is_running:
-            return SandboxGoneError(text)
-        if isinstance(error, e2b.TimeoutException | TimeoutError):
-            return SandboxDeadlineError(text)
-        return SandboxProtocolError(text)
+    def says_gone(self, error: Exception) -> bool:
+        kinds = e2b.SandboxNotRunningException | e2b.SandboxNotFoundException
+        return isinstance(error, kinds) or "sandbox was not found" in str(error).lower()
 
 
 _PAGE = 100
@@ -293,8 +263,7 @@ class KruiseService:
             raise SandboxGoneError(f"sandbox {sandbox_id} is gone")
 
     def channel(self, connection: Connection) -> E2BChannel:
-        lifecycle = Lifecycle(is_running=self.is_running, extend=self.extend, kill=self.kill)
-        return E2BChannel(connection, self._sdk_config, lifecycle)
+        return E2BChannel(connection, self._sdk_config, self)
 
     def _sdk_config(self, headers: dict[str, str]) -> KruiseConfig:
         return KruiseConfig(
@@ -389,7 +358,7 @@ class SdkService:
         self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float, timeout_s: float, key: str
     ) -> Connection:
         template = await self._template(spec.template)
-        try:
+        with raised_as(control_error, "create"):
             made = await AsyncSandbox.create(
                 template=template,
                 timeout=math.ceil(ttl_s),
@@ -402,9 +371,6 @@ class SdkService:
                 request_timeout=timeout_s + _LATE_ANSWER_S,
                 **self._options,
             )
-        # boundary: the errors of the SDK have three base classes, those of its transports others
-        except Exception as error:
-            raise control_error(error, "create") from error
         return Connection(
             sandbox_id=made.sandbox_id,
             endpoint=made.sandbox_domain or "",
@@ -453,47 +419,36 @@ class SdkService:
         query = SandboxQuery(metadata=dict(labels), state=[SandboxState.RUNNING, SandboxState.PAUSED])
         pages = AsyncSandbox.list(query=query, limit=_PAGE, request_timeout=timeout_s, **self._options)
         while pages.has_next:
-            try:
+            with raised_as(control_error, "list"):
                 found = await pages.next_items()
-            except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-                raise control_error(error, "list") from error
             for info in found:
                 yield info.sandbox_id
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        try:
+        with raised_as(control_error, "kill"):
             await AsyncSandbox.kill(sandbox_id, request_timeout=timeout_s, **self._options)
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            raise control_error(error, "kill") from error
 
     async def is_running(self, sandbox_id: str) -> bool:
-        """Return True if the control plane lists the sandbox as running.
-
-        Raises:
-            SandboxError: the control plane did not answer, or refused the call.
-        """
-        try:
-            info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
-        except e2b.NotFoundException:
-            return False
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            raise control_error(error, "get_info") from error
+        """Return True if the control plane lists the sandbox as running. Raises SandboxError: it did not answer."""
+        with raised_as(control_error, "get_info"):
+            try:
+                info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
+            except e2b.NotFoundException:
+                return False
         return bool(info.state == SandboxState.RUNNING)
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None:
         """Make the control plane end the sandbox `ttl_s` seconds from now."""
-        try:
-            await AsyncSandbox.set_timeout(
-                sandbox_id, math.ceil(ttl_s), request_timeout=_CALL_TIMEOUT_S, **self._options
-            )
-        except e2b.NotFoundException as error:
-            raise SandboxGoneError(f"sandbox {sandbox_id} is gone: {error}") from None
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            raise control_error(error, "set_timeout") from error
+        with raised_as(control_error, "set_timeout"):
+            try:
+                await AsyncSandbox.set_timeout(
+                    sandbox_id, math.ceil(ttl_s), request_timeout=_CALL_TIMEOUT_S, **self._options
+                )
+            except e2b.NotFoundException as error:
+                raise SandboxGoneError(f"sandbox {sandbox_id} is gone: {error}") from None
 
     def channel(self, connection: Connection) -> E2BChannel:
-        lifecycle = Lifecycle(is_running=self.is_running, extend=self.extend, kill=self.kill)
-        return E2BChannel(connection, self._sdk_config, lifecycle)
+        return E2BChannel(connection, self._sdk_config, self)
 
     def _sdk_config(self, headers: dict[str, str]) -> ConnectionConfig:
         return ConnectionConfig(extra_sandbox_headers=headers, **self._options)

@@ -1,4 +1,4 @@
-"""Sandboxes of a remote MCP server with the tools run_code, run_code_once and run_command.
+"""Sandboxes of a remote MCP server with the tools run_code and run_command.
 
     McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
 
@@ -32,13 +32,12 @@ from rayapp.core.errors import (
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.remote import RemoteSandbox, Sink, run_session
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
+from rayapp.sandbox.verdict.program import command_of
 from rayapp.tools.mcp_session import McpSession, RpcError
 
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
 """Error codes of OpenKruise's server that JSON-RPC does not define."""
 _CHUNK_BYTES = 48_000
-_NO_LASTING = "provider mcp has tool: once, with which a sandbox ends after each call: use tool: session"
 
 
 class McpProvider:
@@ -106,7 +105,7 @@ class McpProvider:
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpChannel:
-    """Data plane of one session's sandbox. `providers.remote.Channel` describes its methods."""
+    """Data plane of one session's sandbox. `remote.Channel` describes its methods."""
 
     id: str
     session: McpSession
@@ -122,8 +121,6 @@ class McpChannel:
                 f"the task needs {timeout_s:g} s, but the MCP server stops code after "
                 f"{self.config.execution_timeout_s} s. Raise sandbox.providers[].execution_timeout_s"
             )
-        if self.config.tool == "once":
-            return await self._run_once(program, timeout_s)
         command = await command_of(program, lambda path: self.write_file(path, program.encode(), timeout_s=timeout_s))
         return await self._command(command, timeout_s)
 
@@ -133,22 +130,7 @@ class McpChannel:
         answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
-    async def _run_once(self, program: str, timeout_s: float) -> str:
-        # The program runs in an interpreter of its own, because the server's is a notebook kernel, which captures
-        # prints.
-        code = (
-            "import os, subprocess, sys\n"
-            f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
-            "argv = [sys.executable, '-s', '-']\n"
-            f"ran = subprocess.run(argv, env=env, input={program!r}, stdout=-1, text=True)\n"
-            "for line in ran.stdout.splitlines():\n    print(line, flush=True)\n"
-        )
-        arguments = {"code": code, "language": "python"}
-        return _logs(await self._call("run_code_once", arguments, timeout_s=timeout_s), "stdout")
-
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
-        self._needs_session()
-
         async def run(text: str, out: Sink, err: Sink) -> str:
             await self._set_env(timeout_s)
             arguments = {"code": text, "language": "python"}
@@ -161,7 +143,6 @@ class McpChannel:
         return await run_session("mcp", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
-        self._needs_session()
         for start in range(0, max(1, len(data)), _CHUNK_BYTES):
             chunk = base64.b64encode(data[start : start + _CHUNK_BYTES]).decode()
             mode = "ab" if start else "wb"
@@ -173,8 +154,6 @@ class McpChannel:
     async def alive(self, *, timeout_s: float) -> bool:
         if time.monotonic() >= self.ends_at or not await self.session.ping(timeout_s=timeout_s):
             return False
-        if self.config.tool == "once":
-            return True
         try:
             return "here" in await self._command("echo here", timeout_s)
         except SandboxError:
@@ -217,10 +196,6 @@ class McpChannel:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
             self._is_env_set = True
-
-    def _needs_session(self) -> None:
-        if self.config.tool == "once":
-            raise SandboxConfigError(_NO_LASTING)
 
 
 def _text(answer: Mapping[str, object], key: str, tool: str) -> str:
@@ -278,7 +253,7 @@ def _tool_error(text: str, tool: str) -> SandboxError:
     """
     said = f"MCP tool {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
-        return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")
+        return SandboxConfigError(f"{said}. The server needs the tools run_code and run_command")
     if "template" in text.lower():
         return SandboxConfigError(f"{said}. Check sandbox.providers[].template and the task's template")
     return SandboxGoneError(said) if "not found" in text.lower() else SandboxProtocolError(said)

@@ -13,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rayapp.core.errors import (
     SandboxConfigError,
     SandboxDeadlineError,
     SandboxError,
+    SandboxGoneError,
     SandboxProtocolError,
     SandboxQuotaError,
     SandboxRateLimitError,
@@ -30,6 +32,8 @@ from rayapp.core.types import SandboxSpec
 from rayapp.extras.providers.remote import Channel, RemoteSandbox
 from rayapp.sandbox.leases import Connection
 
+T = TypeVar("T")
+_PROBE_TIMEOUT_S = 10.0
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
 """Python's own exceptions that an SDK raises if the server's answer has an unexpected form."""
@@ -89,6 +93,76 @@ def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float |
     if status in _HOPELESS:
         return SandboxConfigError(f"{text}. Check {wording.to_check}: trying again can't help")
     return SandboxUnavailableError(text) if status == 409 or status >= 500 else SandboxProtocolError(text)
+
+
+@contextmanager
+def raised_as(convert: Callable[[Exception, str], SandboxError], what: str) -> Iterator[None]:
+    """Raise every exception of the block as a SandboxError: SDKs, their clients and transports raise many types."""
+    try:
+        yield
+    except SandboxError:
+        raise
+    except Exception as error:  # boundary: see above
+        raise convert(error, what) from error
+
+
+class Control(Protocol):
+    """The control plane's calls about one sandbox."""
+
+    async def is_running(self, sandbox_id: str) -> bool: ...
+
+    async def extend(self, sandbox_id: str, ttl_s: float) -> None: ...
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = ...) -> None: ...
+
+
+class SdkChannel:
+    """Base of the data planes that an SDK reaches: finds out what a failed call means, and asks the control plane."""
+
+    passed: tuple[type[Exception], ...] = ()
+    """The SDK's errors about code or files, which are no failures of the sandbox."""
+
+    def __init__(self, sandbox_id: str, control: Control) -> None:
+        self._id = sandbox_id
+        self._control = control
+
+    def converted(self, error: Exception, what: str) -> SandboxError:
+        raise NotImplementedError
+
+    def says_gone(self, error: Exception) -> bool:
+        """Return True if the error itself says that the sandbox has ended."""
+        return False
+
+    async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
+        await self._control.extend(self._id, ttl_s)
+
+    async def kill(self, *, timeout_s: float) -> None:
+        await self._control.kill(self._id, timeout_s=timeout_s)
+
+    async def guard(self, call: Coroutine[object, object, T], what: str) -> T:
+        """Return the call's result, or raise the SandboxError that it means."""
+        try:
+            return await call
+        except self.passed:
+            raise
+        except Exception as error:  # boundary: SDKs, their transports and decoders raise errors of many types
+            raise await self._meaning(error, what) from error
+
+    async def _meaning(self, error: Exception, what: str) -> SandboxError:
+        found = self.converted(error, f"sandbox {self._id}: {what}")
+        if self.says_gone(error):
+            return SandboxGoneError(str(found))
+        if isinstance(found, SandboxRateLimitError):
+            return found
+        # A lost or late answer can mean a slow network or a dead sandbox.
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                is_running = await self._control.is_running(self._id)
+        except (SandboxError, TimeoutError):
+            return SandboxDeadlineError(f"{found} (whether the sandbox is alive could not be checked)")
+        if not is_running:
+            return SandboxGoneError(str(found))
+        return found if isinstance(found, SandboxDeadlineError) else SandboxProtocolError(str(found))
 
 
 log = logging.getLogger(__name__)

@@ -75,7 +75,7 @@ _CHILD = """
 import sys
 here = sys.path.pop(0)
 import json, os, pytest
-secret, files, report, in_reverse = json.loads(sys.stdin.readline())
+secret, files, report = json.loads(sys.stdin.readline())
 os.set_inheritable(report, False)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 def reporter(secret, write, dumps):
@@ -88,9 +88,6 @@ def reporter(secret, write, dumps):
             passed = report.outcome == 'passed' or hasattr(report, 'wasxfail')
             crash = getattr(report.longrepr, 'reprcrash', None)
             tell(report.nodeid, report.when, passed, str(getattr(crash, 'message', ''))[:200])
-        def pytest_collection_modifyitems(self, items):
-            if in_reverse:
-                items.reverse()
     return Report(), tell
 plugin, tell = reporter(secret, os.write, json.dumps)
 del secret
@@ -131,7 +128,7 @@ child = subprocess.Popen([job['python'], '-c', job['program']], stdin=subprocess
                          env=env, pass_fds=[theirs])
 os.close(theirs)
 try:
-    child.stdin.write((json.dumps([secret, job['tests'], theirs, job['in_reverse']]) + '\\n').encode())
+    child.stdin.write((json.dumps([secret, job['tests'], theirs]) + '\\n').encode())
     child.stdin.close()
 except BrokenPipeError:
     pass
@@ -288,16 +285,12 @@ class PreparedTests:
         *,
         timeout_s: float,
         sentinels: Sequence[Sentinel] = (),
-        above: str = "",
-        in_reverse: bool = False,
     ) -> TestRun:
         """Run the tests once, on the repository with these changes.
 
         Args:
             files: path -> text of each changed file; None for a deleted file.
             sentinels: expectations of the tests to replace by wrong ones.
-            above: Python code to run first in the tests' process.
-            in_reverse: True runs the tests in reverse order.
         Raises:
             SandboxError: the sandbox failed.
         """
@@ -311,8 +304,7 @@ class PreparedTests:
             "tests": self._tests.files,
             "python": self._python,
             "library": _LIBRARY if self._tests.brings_pytest else "",
-            "program": f"{above}\n{_CHILD}",
-            "in_reverse": in_reverse,
+            "program": _CHILD,
             "most": _MAX_REPORT_BYTES,
         }
         ran = await self._sandbox.run_code(

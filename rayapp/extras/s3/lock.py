@@ -18,10 +18,17 @@ import socket
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
-from rayapp.core.errors import RunFolderError, StorageCorruptError, StorageError, StorageExistsError
+from rayapp.core.errors import (
+    RunFolderError,
+    StorageCorruptError,
+    StorageError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
 from rayapp.storage.base import Storage
 
 log = logging.getLogger(__name__)
@@ -49,6 +56,18 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Content of a lock object that this version can't read. It is held, and has beaten if it changes."""
+
+    content: bytes
+    owner: ClassVar = ""
+    is_free: ClassVar = False
+
+    def __str__(self) -> str:
+        return "an unknown process"
+
+
 class RunLock:
     """The lock that this process holds; make one with `acquire`."""
 
@@ -59,8 +78,9 @@ class RunLock:
 
     async def beat(self, storage: Storage, *, released: bool = False) -> None:
         """Write a sign of life, or the release, unless another run took over. Raises StorageError."""
-        taker = await _look(storage, self.number + 1) or await _look(storage, self.number)
-        if taker is not None and taker.owner != self._holder.owner:
+        above, own = await _look(storage, self.number + 1), await _look(storage, self.number)
+        taker = above or (own if isinstance(own, Holder) else None)  # a damaged lock of its own is written again
+        if taker and taker.owner != self._holder.owner:
             self.lost = (
                 f"{storage.uri} was taken over by {taker}, because this run didn't renew its lock in time, or started "
                 "at the same moment. This run stops; its files stay on this machine."
@@ -101,27 +121,33 @@ async def acquire(storage: Storage, *, lease_s: float, settle_s: float) -> RunLo
 async def _wait_until_free(storage: Storage, number: int, lease_s: float) -> None:
     """Wait until the lock is free or its lease has ended. An unreadable lock counts as held."""
     first = now = await _look(storage, number)
-    said = first or "an unknown process"
-    if now is None or not now.is_free:
-        log.warning("%s is held by %s; waiting up to %g s for a sign of life", storage.uri, said, lease_s)
+    if now and not now.is_free:
+        log.warning("%s is held by %s; waiting up to %g s for a sign of life", storage.uri, now, lease_s)
     deadline = time.monotonic() + lease_s
-    while (now is None or not now.is_free) and time.monotonic() < deadline:
+    while now and not now.is_free and time.monotonic() < deadline:
         if now != first:
             raise RunFolderError(
-                f"{storage.uri} is in use by the run of {said}, which still renews its lock. Wait for that run to end, "
+                f"{storage.uri} is in use by the run of {now}, which still renews its lock. Wait for that run to end, "
                 "stop it, or choose another run.name."
             )
         await asyncio.sleep(min(2.0, lease_s / 4))
         now = await _look(storage, number)
 
 
-async def _look(storage: Storage, number: int) -> Holder | None:
-    """Return the content of a lock object; None if it is missing or unreadable."""
+async def _look(storage: Storage, number: int) -> Holder | Unreadable | None:
+    """Return the content of a lock object; None if it is missing."""
     try:
-        found = await storage.get_bytes(_key(number)) if await storage.exists(_key(number)) else b""
-        return Holder(**json.loads(found))
-    except (ValueError, TypeError, StorageCorruptError):
+        content = await storage.get_bytes(_key(number))
+    except StorageNotFoundError:
         return None
+    except StorageCorruptError as error:
+        return Unreadable(str(error).encode())  # with the checksum that was found
+    try:
+        holder = Holder(**json.loads(content))
+    except (ValueError, TypeError, RecursionError):
+        return Unreadable(content)
+    values = (getattr(holder, field.name) for field in fields(Holder))
+    return holder if [*map(type, values)] == [str, str, str, int, int, bool] else Unreadable(content)
 
 
 def _key(number: int) -> str:

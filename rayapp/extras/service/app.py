@@ -1,9 +1,8 @@
-"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and further routes.
+"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP.
 
 POST/GET/DELETE /mcp   streamable HTTP of MCP
-GET /metrics           metrics of clients and pool, for Prometheus
+GET /metrics           metrics of requests and pool, for Prometheus
 GET /health            the pool's metrics; the only route without a key
-further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.extras.service.fusion`)
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
 request's body, and counts the answer.
@@ -12,9 +11,10 @@ request's body, and counts the answer.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -28,9 +28,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import listen
-from rayapp.extras.service.clients import CALL_HEADER, CLIENT_HEADER, Clients
+from rayapp.extras.service.calls import CALL_HEADER, Calls
 from rayapp.extras.service.mcp_tools import SandboxTools, ServerLimits
-from rayapp.extras.service.sessions import SessionId, Sessions
+from rayapp.extras.service.sessions import Sessions
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
 
@@ -38,29 +38,24 @@ PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
 MAX_BODY_BYTES = 24 << 20
 _MAX_CONNECTIONS = 4096
 _STOP_GRACE_S = 5.0
-MoreRoutes = Callable[[Clients], Sequence[Route]]
 
 
 @asynccontextmanager
 async def serving(
     config: SandboxConfig,
     *,
-    keys: Mapping[str, str],
+    key: str,
     host: str = "127.0.0.1",
     port: int = 0,
     limits: ServerLimits | None = None,
     lease_timeout_s: float = 120.0,
-    max_leases_per_client: int = 0,
-    more_routes: MoreRoutes = lambda clients: (),
 ) -> AsyncIterator[str]:
     """Serve for the length of the block, and then end every sandbox. Yield the address, e.g. `http://127.0.0.1:8082`.
 
     Args:
-        keys: keys by client name; empty accepts every client.
+        key: key that clients send; empty accepts every client.
         port: port to listen on; 0 for any free port.
         lease_timeout_s: maximum seconds to wait for a sandbox.
-        max_leases_per_client: maximum number of sandboxes of one client at the same time; 0: no limit.
-        more_routes: function that returns further routes, which `_Guard` also protects.
     Raises:
         ConfigError: the address is not available.
         SandboxConfigError: a provider's package or key is missing.
@@ -69,9 +64,8 @@ async def serving(
     with _listening(host, port) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
         async with open_pool(config, f"sandbox-service-{address}") as (sandboxes, pool):
-            clients = Clients(keys, sandboxes, pool, max_leases=max_leases_per_client)
-            sessions = Sessions(clients, lease_timeout_s=lease_timeout_s)
-            app = _Guard(_application(sessions, limits, pool, clients, host, more_routes(clients)), clients, sessions)
+            calls, sessions = Calls(pool), Sessions(sandboxes, lease_timeout_s=lease_timeout_s)
+            app = _Guard(_application(sessions, limits, pool, calls, host), key, calls, sessions)
             server = _Server(_uvicorn_config(app))
             running = asyncio.create_task(server.serve(sockets=[listener]), name="sandbox service")
             try:
@@ -82,7 +76,6 @@ async def serving(
                 server.should_exit = True
                 await asyncio.wait({running}, timeout=_STOP_GRACE_S)
                 running.cancel()
-                clients.rest()
                 await asyncio.shield(sessions.close())
 
 
@@ -112,11 +105,9 @@ def _listening(host: str, port: int) -> socket.socket:
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}. Choose another --port") from error
 
 
-def _application(
-    sessions: Sessions, limits: ServerLimits, pool: LeasePool, clients: Clients, host: str, more: Sequence[Route]
-) -> Starlette:
+def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, calls: Calls, host: str) -> Starlette:
     server = MCPServer("rayapp-sandboxes", instructions="Runs code in isolated sandboxes.", log_level="WARNING")
-    tools = SandboxTools(sessions, limits)
+    tools = SandboxTools(sessions, calls, limits)
     for tool in (tools.run_code, tools.run_code_once, tools.run_command):
         server.add_tool(tool, structured_output=True)
 
@@ -124,14 +115,12 @@ def _application(
         return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
 
     async def metrics(request: Request) -> Response:
-        return Response(clients.metrics(), media_type="text/plain; version=0.0.4")
+        return Response(calls.metrics(), media_type="text/plain; version=0.0.4")
 
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
     server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
     # Answers are JSON, not an event stream, because each call has one answer and clients limit the size of events.
-    app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
-    app.router.routes.extend(more)
-    return app
+    return server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
 
 
 class _Guard:
@@ -142,9 +131,10 @@ class _Guard:
     `/mcp%0A` reaches `/mcp`.
     """
 
-    def __init__(self, app: Starlette, clients: Clients, sessions: Sessions) -> None:
+    def __init__(self, app: Starlette, key: str, calls: Calls, sessions: Sessions) -> None:
         self._app = app
-        self._clients = clients
+        self._key = key.encode()
+        self._calls = calls
         self._sessions = sessions
         self._paths = {route.path for route in app.routes if isinstance(route, Route)}
 
@@ -154,8 +144,7 @@ class _Guard:
             return
         request = Request(scope)  # a websocket can't come here: uvicorn is configured to refuse them
         is_open = (request.method, scope["path"]) == ("GET", HEALTH_PATH)
-        client = "" if is_open else self._client(request)
-        if client is None:
+        if not is_open and not self._admits(request):
             await _refusal(401, "missing or wrong key: send it as E2B-API-KEY or as a bearer token")(
                 scope, receive, send
             )
@@ -163,16 +152,16 @@ class _Guard:
         if (refusal := _size_refusal(request)) is not None:
             await refusal(scope, receive, send)
             return
-        await self._counted(scope, receive, send, client)
+        await self._counted(scope, receive, send)
         if request.method == "DELETE":
-            await self._sessions.end(SessionId(client, request.headers.get("mcp-session-id", "")))
+            await self._sessions.end(request.headers.get("mcp-session-id", ""))
 
-    def _client(self, request: Request) -> str | None:
+    def _admits(self, request: Request) -> bool:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = (request.headers.get("e2b-api-key", ""), bearer)
-        return self._clients.named(given, request.client.host if request.client else "")
+        return not self._key or any(hmac.compare_digest(self._key, each.encode()) for each in given)
 
-    async def _counted(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.monotonic(), 500
 
         async def sent(message: Message) -> None:
@@ -182,23 +171,19 @@ class _Guard:
             await send(message)
 
         try:
-            with self._clients.calling() as (call_id, hangup):
-                await self._app(_named(scope, client, call_id), _watched(receive, hangup), sent)
+            with self._calls.calling() as (call_id, hangup):
+                await self._app(_named(scope, call_id), _watched(receive, hangup), sent)
         finally:
             route = scope["path"] if scope["path"] in self._paths else "other"
-            if client:
-                self._clients.count(client, route, status, time.monotonic() - started)
+            if scope["path"] != HEALTH_PATH:
+                self._calls.count(route, status, time.monotonic() - started)
 
 
-def _named(scope: Scope, client: str, call_id: str) -> Scope:
-    """Return the request with the client's name in `CLIENT_HEADER` and the call's id in `CALL_HEADER`. Headers of these
-    names that the client sent are removed.
-    """
-    own = {CLIENT_HEADER.encode(): client.encode(), CALL_HEADER.encode(): call_id.encode()}
-    return {
-        **scope,
-        "headers": [*((key, value) for key, value in scope["headers"] if key.lower() not in own), *own.items()],
-    }
+def _named(scope: Scope, call_id: str) -> Scope:
+    """Return the request with the call's id in `CALL_HEADER`, in place of such a header of the client."""
+    name = CALL_HEADER.encode()
+    kept = ((key, value) for key, value in scope["headers"] if key.lower() != name)
+    return {**scope, "headers": [*kept, (name, call_id.encode())]}
 
 
 def _watched(receive: Receive, hangup: asyncio.Event) -> Receive:

@@ -27,8 +27,8 @@ from pydantic import Field
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.syntax import parse
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
-from rayapp.extras.service.clients import CALL_HEADER, CLIENT_HEADER, ONLY_CLIENT
-from rayapp.extras.service.sessions import SessionId, Sessions
+from rayapp.extras.service.calls import CALL_HEADER, Calls
+from rayapp.extras.service.sessions import Sessions
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_SHOWN_CODE_CHARS = 64_000
@@ -129,8 +129,9 @@ class SandboxTools:
     docstrings.
     """
 
-    def __init__(self, sessions: Sessions, limits: ServerLimits) -> None:
+    def __init__(self, sessions: Sessions, calls: Calls, limits: ServerLimits) -> None:
         self._sessions = sessions
+        self._calls = calls
         self._limits = limits
 
     async def run_code(self, code: Code, ctx: _Context, language: Language = "python") -> dict[str, Any]:
@@ -138,12 +139,12 @@ class SandboxTools:
         _check_language(language)
         asked = self._asked(ctx)
         shown, mark = with_last_value(code)
-        async with self._failures(session := _session(ctx, asked.client)):
+        async with self._failures(session := _session(ctx)):
             sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
             run = sandbox.run_code(
                 shown, timeout_s=asked.timeout_s, stateful=True, max_output_bytes=self._limits.max_output_bytes
             )
-            result = await self._sessions.clients.unless_hung_up(asked.call_id, run)
+            result = await self._calls.unless_hung_up(asked.call_id, run)
         _check_time(result, asked.timeout_s)
         return {**code_answer(result, sandbox.id, mark), "execution_count": self._sessions.count(session)}
 
@@ -154,12 +155,12 @@ class SandboxTools:
         shown, mark = with_last_value(code)
 
         async def run() -> tuple[str, ExecResult]:
-            async with self._sessions.once(asked.client, asked.spec) as sandbox:
+            async with self._sessions.once(asked.spec) as sandbox:
                 most = self._limits.max_output_bytes
                 return sandbox.id, await sandbox.run_code(shown, timeout_s=asked.timeout_s, max_output_bytes=most)
 
         async with self._failures(None):
-            sandbox_id, result = await self._sessions.clients.unless_hung_up(asked.call_id, run())
+            sandbox_id, result = await self._calls.unless_hung_up(asked.call_id, run())
         _check_time(result, asked.timeout_s)
         return code_answer(result, sandbox_id, mark)
 
@@ -173,10 +174,10 @@ class SandboxTools:
         """Run a shell command in this session's sandbox."""
         asked = self._asked(ctx)
         argv = ["/bin/sh", "-c", _shell_text(cmd, envs or {}, cwd)]
-        async with self._failures(session := _session(ctx, asked.client)):
+        async with self._failures(session := _session(ctx)):
             sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
             run = sandbox.run_command(argv, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes)
-            result = await self._sessions.clients.unless_hung_up(asked.call_id, run)
+            result = await self._calls.unless_hung_up(asked.call_id, run)
         _check_time(result, asked.timeout_s)
         return command_answer(result, sandbox.id)
 
@@ -186,9 +187,7 @@ class SandboxTools:
         timeout_s = _seconds(headers, "x-execution-timeout", limits.execution_timeout_s, limits.max_execution_timeout_s)
         ttl_s = _seconds(headers, "x-sandbox-ttl", limits.sandbox_ttl_s, limits.max_sandbox_ttl_s)
         template = headers.get("x-template", "") if limits.passes_templates else ""
-        client = headers.get(CLIENT_HEADER, ONLY_CLIENT)
         return _CallHeaders(
-            client=client,
             call_id=headers.get(CALL_HEADER, ""),
             timeout_s=timeout_s,
             ttl_s=ttl_s,
@@ -196,7 +195,7 @@ class SandboxTools:
         )
 
     @asynccontextmanager
-    async def _failures(self, session: SessionId | None) -> AsyncIterator[None]:
+    async def _failures(self, session: str | None) -> AsyncIterator[None]:
         """Raise a SandboxError of the block as an error of the protocol."""
         try:
             yield
@@ -219,7 +218,6 @@ class SandboxTools:
 class _CallHeaders:
     """Template, time to live and time limit that the headers of a call give."""
 
-    client: str
     call_id: str
     timeout_s: float
     ttl_s: float
@@ -237,11 +235,11 @@ def _seconds(headers: Mapping[str, str], name: str, default: float, most: float)
     return min(value, most)
 
 
-def _session(ctx: _Context, client: str) -> SessionId:
+def _session(ctx: _Context) -> str:
     mcp_id = next((v for k, v in (ctx.headers or {}).items() if k.lower() == "mcp-session-id"), "")
     if not mcp_id:
         raise ToolError("this tool needs an MCP session, but the client has none; use run_code_once")
-    return SessionId(client, mcp_id)
+    return mcp_id
 
 
 def _check_language(language: str) -> None:

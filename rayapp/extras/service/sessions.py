@@ -9,24 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from rayapp.core.errors import SandboxGoneError
-from rayapp.core.protocols import Sandbox, SandboxLease
+from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.core.types import SandboxSpec
-from rayapp.extras.service.clients import Clients
 
 log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000
 """Maximum number of sessions that are remembered, including ended ones. It is needed because clients that vanish never
 end their session."""
-
-
-class SessionId(NamedTuple):
-    """Id of an MCP session, with the name of its client, so that another client can't use the session."""
-
-    client: str
-    mcp_id: str
 
 
 @dataclass(slots=True)
@@ -45,57 +36,56 @@ class Sessions:
     """The sessions of one server and their sandboxes.
 
     Args:
-        clients: the service's clients, which lease the sandboxes.
         lease_timeout_s: maximum seconds to wait for a sandbox.
     """
 
-    def __init__(self, clients: Clients, *, lease_timeout_s: float) -> None:
-        self.clients = clients
+    def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
+        self._sandboxes = sandboxes
         self._lease_timeout_s = lease_timeout_s
-        self._bound: dict[SessionId, _Bound] = {}
+        self._bound: dict[str, _Bound] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def num_bound(self) -> int:
         return sum(bound.sandbox is not None for bound in self._bound.values())
 
-    def once(self, client: str, spec: SandboxSpec) -> SandboxLease:
+    def once(self, spec: SandboxSpec) -> SandboxLease:
         """Lease a sandbox for one execution."""
-        return self.clients.of(client).lease(spec, timeout_s=self._lease_timeout_s)
+        return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
 
-    async def sandbox(self, session: SessionId, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
+    async def sandbox(self, session: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
         """Return the session's sandbox.
 
         Raises:
-            SandboxGoneError: the sandbox has ended. The session gets no other sandbox, because the variables of its
-                code are lost. SandboxError: no sandbox is available.
+            SandboxGoneError: the sandbox has ended. The session gets no other one: its code's variables are lost.
+            SandboxError: no sandbox is available.
         """
         if len(self._bound) > _MAX_REMEMBERED:
             self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
         bound = self._bound.setdefault(session, _Bound())
         async with bound.lock:
             if bound.is_over:
-                raise SandboxGoneError(f"the sandbox of MCP session {session.mcp_id[:8]} has ended: open a new session")
+                raise SandboxGoneError(f"the sandbox of MCP session {session[:8]} has ended: open a new session")
             if bound.sandbox is None:
-                lease = self.once(session.client, spec)
+                lease = self.once(spec)
                 bound.sandbox = await lease.__aenter__()
                 bound.lease = lease
                 bound.expiry = asyncio.get_running_loop().call_later(ttl_s, self._expire, session)
             return bound.sandbox
 
-    def count(self, session: SessionId) -> int:
+    def count(self, session: str) -> int:
         """Count an execution, and return its number in the session, from 1."""
         bound = self._bound[session]
         bound.num_executions += 1
         return bound.num_executions
 
-    async def end(self, session: SessionId) -> None:
+    async def end(self, session: str) -> None:
         """Return the session's sandbox to the pool, because the client has ended the session. Idempotent."""
         bound = self._bound.pop(session, None)
         if bound is not None:
             await self._give_back(bound)
 
-    async def lose(self, session: SessionId) -> None:
+    async def lose(self, session: str) -> None:
         """End the lease of the session's sandbox, which is dead or expired. Later calls of the session raise
         SandboxGoneError.
         """
@@ -109,8 +99,8 @@ class Sessions:
         if self._ending:
             await asyncio.wait(self._ending, timeout=10.0)
 
-    def _expire(self, session: SessionId) -> None:
-        task = asyncio.create_task(self.lose(session), name=f"end of session {session.mcp_id}")
+    def _expire(self, session: str) -> None:
+        task = asyncio.create_task(self.lose(session), name=f"end of session {session}")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

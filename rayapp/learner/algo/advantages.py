@@ -141,7 +141,6 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    # gdpo puts each term on the last token itself
     import torch
 
     if not algorithm.gdpo_reward_terms:

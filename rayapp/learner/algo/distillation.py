@@ -59,7 +59,8 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    # With `kl_over: top_k` all other tokens are one outcome, with a probability spread in proportion to the policy's.
+    """Return the teacher's log-probs to compare: with `kl_over: top_k` all other tokens are one outcome, with a
+    probability spread in proportion to the policy's."""
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
         return log_q
     top = (log_p if section.kl == "reverse" else log_q).topk(section.top_k, dim=-1).indices
@@ -93,6 +94,7 @@ class VerdictReader:
                 routed_experts=None,  # the server has chosen no experts for this longer prompt
                 # A fork with after=-1 begins a new conversation, which must also begin with the message.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
+                media=tuple(replace(p, start=p.start + size, end=p.end + size) for p in trajectory.media),
             ),
         )
 
@@ -112,7 +114,13 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: no answer."""
+    """Return log-probs (R,) of response tokens under a teacher on a server, by row. LearnerError: no answer, or a
+    trajectory has pictures."""
+    if any(item.trajectory.media for item in items):
+        raise LearnerError(
+            "distillation.base_url: a teacher on a server can't score pictures. Set distillation.teacher to a model "
+            "folder, without base_url."
+        )
     try:
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:
@@ -132,7 +140,7 @@ async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ran
 
 
 async def _scored(item: TrainItem, section: DistillationSection, client: EndpointClient) -> FloatArray:
-    # a request for each branch with trained tokens -> (R,)
+    """Return log-probs (R,), with a request for each branch with trained tokens."""
     trajectory = item.trajectory
     log_probs = np.zeros(trajectory.num_tokens, np.float32)
     for path, responses in trained_branches(trajectory):
@@ -145,7 +153,7 @@ async def _scored(item: TrainItem, section: DistillationSection, client: Endpoin
 
 
 def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
-    # (T,); 0 for the first
+    """Return the tokens' log-probs (T,); 0 for the first."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], entries[1:], strict=True)

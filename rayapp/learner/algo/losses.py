@@ -174,7 +174,7 @@ def check_policy_loss(name: str) -> None:
 
 
 def _declared(options: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    # none is a field of two of verl's classes
+    """Return the options of `config_class`; none is a field of two of verl's classes."""
     names = {field.name for field in fields(config_class)}
     return {name: value for name, value in options.items() if name in names}
 

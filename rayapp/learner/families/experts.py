@@ -86,7 +86,7 @@ class _OwnExperts:
 def _experts_over_ranks(
     experts: Any, group: dist.ProcessGroup, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    # tokens (N, H), experts (N, k), their weights (N, k) -> (N, H)
+    """Compute tokens (N, H) with experts (N, k) and their weights (N, k) -> (N, H)."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     own, k = _OwnExperts(experts, group.size()), top_k_index.shape[1]

@@ -37,7 +37,7 @@ class RouterReplay:
         num_experts = num_experts_of(causal_lm.config.get_text_config())
         layers = [_Layer(number, num_experts) for number in range(len(causal_lm.get_decoder().layers))]
         self.num_layers = len(layers)
-        # layers with routers
+        # Layers with routers.
         self.routed = [
             own for own, layer in zip(layers, causal_lm.get_decoder().layers, strict=True) if own.join(layer)
         ]

@@ -86,7 +86,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    # each storage once, with a key that identifies it during its lifetime
+    """Yield each storage once, with a key that identifies it during its lifetime."""
     seen = set[int]()
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
@@ -101,6 +101,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    # copies to and from GPUs are only queued
+    """Wait for copies to and from GPUs, which are only queued."""
     for device in {storage.device for storage in storages if storage.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

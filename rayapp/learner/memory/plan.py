@@ -18,15 +18,15 @@ from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_s
 
 RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 0.8 GiB on an H100 without NCCL
 GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
-# resident before weights: a learner; a server's three processes (vLLM 0.30, torch 2.13)
+# Resident bytes before weights: a learner's; those of a server's three processes (vLLM 0.30, torch 2.13).
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
 WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB  # assumed: a rollout worker with its groups; Ray and the driver together
 PINNED_FACTOR = 1.5  # of pinned host memory for each byte kept there: torch rounds blocks up to powers of two
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9  # of a GPU, for learners' `auto` values
-# of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto
+# Largest share of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto.
 LARGEST_SHARE, AUTO_MARGIN = 0.95, 0.03
-# With as many, products are fast: layers are recomputed until a micro-batch may have them, if both are auto.
+# Tokens with which products are fast: layers are recomputed until a micro-batch may have as many, if both are auto.
 ENOUGH_TOKENS = 8192
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
 
@@ -175,13 +175,24 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
         weights=on_gpu * masters,
-        frozen={name: on_gpu * size for name, size in frozen.items()},
+        frozen={name: on_gpu * size for name, size in frozen.items()} | tower_bytes(shape, config),
         gradients=on_gpu * gradients,
         optimizer=on_gpu * optimizer,
         moments=learner_moments(shape, config),
         host=(1 - on_gpu) * (masters + sum(frozen.values()) + gradients + optimizer),
         is_parked=config.learner.offload_when_idle,
     )
+
+
+def tower_bytes(shape: ModelShape, config: Config) -> dict[str, int]:
+    """Return the bytes of a frozen vision tower, which each learner holds whole, and of a step's features of pictures,
+    if all prompts consist of pictures."""
+    if not shape.num_frozen_in_tower:
+        return {}
+    element, num_ranks = ELEMENT_BYTES[config.learner.compute_dtype], config.learner.num_learners
+    groups = 1 + -(-config.train.groups_per_step * config.learner.sequence_parallel // num_ranks)
+    features = groups * config.rollout.max_prompt_tokens * shape.num_picture_layers * shape.hidden
+    return {"vision tower": element * shape.num_frozen_in_tower, "features of pictures": element * features}
 
 
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
@@ -226,7 +237,8 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    # its head, last gathered layer and hidden states, if the loss needs its distribution
+    """Return the bytes of the teacher's head, last gathered layer and hidden states, if the loss needs its
+    distribution."""
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -309,7 +321,8 @@ def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     recomputed = learner.num_recomputed(shape.num_layers)
     inputs = recomputed * tokens * element * shape.hidden
-    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm
+    tower = tokens * element * shape.tower_values[min(1, recomputed)]
+    return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm + tower
 
 
 def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -385,7 +398,7 @@ def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int 
 
 
 def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
-    # log-probs of both, their ratio, and the gradient
+    """Return the bytes of log-probs of both, their ratio, and the gradient."""
     if not config.distillation.needs_logits:
         return 0
     rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
@@ -431,7 +444,8 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
 def server_weight_bytes(shape: ModelShape, server: ServerSection) -> int:
     """Return the bytes on each GPU. Quantization rounds the layers' matrices to a byte a value; scales take 1%."""
     in_layers = shape.num_layers * shape.num_layer_parameters if server.quantization != "none" else 0
-    whole = ELEMENT_BYTES[server.dtype] * max(0, shape.num_parameters - in_layers) + in_layers
+    beside = max(0, shape.num_parameters + shape.num_frozen_in_tower - in_layers)
+    whole = ELEMENT_BYTES[server.dtype] * beside + in_layers
     return whole // server.tensor_parallel_size
 
 
@@ -523,10 +537,12 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
+    each += sum(tower_bytes(shape, config).values())
     head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
     batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
-    serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
+    weights = ELEMENT_BYTES[server.dtype] * (shape.num_parameters + shape.num_frozen_in_tower)
+    serving = weights + server.tensor_parallel_size * rank
     return HostPlan(
         learners=shards + section.num_learners * (each + batch),
         activations=section.num_learners * batch,

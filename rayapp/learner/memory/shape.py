@@ -45,7 +45,7 @@ GPUS = {
         Gpu(name="mi300x", room=190 * GIB, tflops=1307, memory_gb_s=5300, link_gb_s=448),
     )
 }
-# keys by which a user describes a GPU -> fields of `Gpu`
+# Keys by which a user describes a GPU -> fields of `Gpu`.
 FIGURES = {"memory_gib": "room", "memory_gb_s": "memory_gb_s", "tflops": "tflops", "link_gb_s": "link_gb_s"}
 NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0  # GPUs; GB/s of each to other nodes (400 Gbit/s); over PCIe 4
 
@@ -110,6 +110,10 @@ class ModelShape:
     rows_elsewhere: float = 0.0  # sent away in a forward for each token, one for each expert elsewhere, over all layers
     num_adapter_parameters: int = 0  # 0 if all weights are trained
     adapter_rank_sum: int = 0  # values that one layer's adapters keep for each token
+    num_frozen_in_tower: int = 0  # of a frozen vision tower, whole on each learner; not among `num_parameters`
+    num_picture_layers: int = 0  # vectors that each token of a picture gets from the tower; 0 in a model for text
+    # values that a trained tower keeps for each token of a picture: without and with recomputed layers
+    tower_values: tuple[int, int] = (0, 0)
     teacher: ModelShape | None = None
 
     @property
@@ -141,9 +145,10 @@ class ModelShape:
 def model_shape(config: Config) -> ModelShape:
     """Return the shape of the model at `config.model.path` (a config.json is enough), built on the meta device."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from rayapp.learner.families.experts import check_expert_parallel
+    from rayapp.learner.families.pictures import build_model, tower_parameters
 
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code
@@ -154,13 +159,14 @@ def model_shape(config: Config) -> ModelShape:
     except (OSError, ValueError) as error:
         raise InputError(f"model.path {path!r} can't be read: {error}") from error
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(read, trust_remote_code=trusted)
+        model = build_model(read, "sdpa", trust_remote_code=trusted)
     modules = getattr(model.get_decoder(), "layers", None)
     if modules is None:
         raise InputError(f"model.path {path!r} is a {read.model_type}, a family that the learner does not support")
+    tower, read = sum(p.numel() for p in tower_parameters(model).values()), read.get_text_config()
     layers = [sum(p.numel() for p in layer.parameters()) for layer in modules]
     heads = read.num_attention_heads
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters()) - (tower if config.model.freeze_vision else 0)
     check_expert_parallel(model, config.learner)
     adapters = _adapters(model, config.learner)
     return ModelShape(
@@ -176,9 +182,22 @@ def model_shape(config: Config) -> ModelShape:
         norms_heads=any(".q_norm." in name for name, _ in model.named_parameters()),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
+        **(_tower(model.config.vision_config, tower, is_frozen=config.model.freeze_vision) if tower else {}),
         teacher=_teacher_shape(config),
         **_experts(model, config.learner.expert_parallel_size),
     )
+
+
+def _tower(vision: Any, num_parameters: int, *, is_frozen: bool) -> dict[str, Any]:
+    # Of the patches that make one token, each layer keeps what a decoder's layer keeps.
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    patches = layers * getattr(vision, "spatial_merge_size", 2) ** 2
+    kept = patches * (10 * vision.hidden_size + 3 * vision.intermediate_size), patches * vision.hidden_size
+    return {
+        "num_frozen_in_tower": num_parameters if is_frozen else 0,
+        "num_picture_layers": 1 + len(getattr(vision, "deepstack_visual_indexes", ())),
+        "tower_values": (0, 0) if is_frozen else kept,
+    }
 
 
 def _teacher_shape(config: Config) -> ModelShape | None:
@@ -189,7 +208,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 
 def _experts(model: Any, size: int) -> dict[str, Any]:
-    # each learner has 1 / size of the experts
+    """Return the fields about experts, of which each learner has 1 / size."""
     from rayapp.learner.families.router_replay import num_experts_of
 
     if not (num_experts := num_experts_of(model.config)):
@@ -205,7 +224,6 @@ def _experts(model: Any, size: int) -> dict[str, Any]:
 
 
 def _adapters(model: Any, learner: LearnerSection) -> list[Any]:
-    # both matrices of every adapter, on the meta device
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
     if learner.lora.rank == 0:

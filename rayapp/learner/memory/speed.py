@@ -28,13 +28,13 @@ from rayapp.learner.memory.plan import (
 )
 from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
 
-# of the manufacturer's figures: large products, flash attention, memory, NCCL
+# Shares of the manufacturer's figures: large products, flash attention, memory, NCCL.
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
 FORWARD_PASSES, BACKWARD_PASSES = 5, 11  # times that unfused operators read or write a layer's kept activations
-# with `learner.compile`, which fuses norms, rotary positions and gated MLPs; assumed
+# Passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs; assumed.
 COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
 HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18  # times that the logits, in float32, are read or written
-# of a decoding step with CUDA graphs and without, on an H100 (docs/results.md)
+# Overhead of a decoding step with CUDA graphs and without, on an H100 (docs/results.md).
 DECODE_S, EAGER_DECODE_S = 0.0035, 0.010
 HOST_GB_S = 20.0  # to host memory, for AdamW there and for weights through the object store
 ASSUMPTIONS = (
@@ -115,7 +115,6 @@ def seconds_on_cpu(shape: ModelShape, config: Config) -> tuple[float, float]:
 
 
 def _products_per_s(shape: ModelShape, dtype: str, rows: int = 128) -> float:
-    # of a linear layer's forward and backward on this process's cores
     import torch
 
     before = torch.get_num_threads()
@@ -258,7 +257,7 @@ def attention_flops(shape: ModelShape, num_attended: float) -> float:
 
 
 def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
-    # one micro-batch's collectives: weights for each pass, and gradients
+    """Return the seconds of a micro-batch's collectives: weights for each pass, and gradients."""
     section = learner
     if section.num_learners == 1:
         return 0.0

@@ -36,6 +36,7 @@ from rayapp.learner.memory.plan import (
     head_bytes_per_token,
     longest_part,
     plan_learner,
+    tower_bytes,
 )
 from rayapp.learner.memory.shape import GIB, model_shape
 from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
@@ -124,7 +125,7 @@ class CpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
 
 log = logging.getLogger(__name__)
 MIB = 2**20
-# of the free memory; on CPU others need some too, and allocators keep freed memory
+# Share of the free memory; on CPU others need some too, and allocators keep freed memory.
 ROOM_SHARE = {"cpu": 0.5, "cuda": 0.9}
 PROBE_TOKENS = {"cpu": 128, "cuda": 1024}  # of the shorter of two probes
 LARGEST = 65536  # products reach their full speed with far fewer tokens
@@ -151,6 +152,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     LearnerError: the longest trajectory does not fit."""
     longest, need = longest_part(config), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
+    room -= tower_bytes(model_shape(config), config).get("features of pictures", 0)
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
         raise LearnerError(
@@ -200,7 +202,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
 def _marks_of_layers(
     learner: LearnerSection, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
 ) -> NDArray[np.float64]:
-    # of a step's second micro-batch, without the head
+    """Return the bytes at each moment of a step's second micro-batch, without the head."""
     reduce_gradients(model, ranks.device, is_last=False)
     _run_layers(learner, ranks, model, 1)
     reduce_gradients(model, ranks.device, is_last=True)

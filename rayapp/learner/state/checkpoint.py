@@ -125,7 +125,7 @@ def _check_same_model(state: dict[str, Any], folder: str) -> None:
 
 
 def _state(learner: PolicyLearner) -> dict[str, Any]:
-    # by name, to save or to load in place
+    """Return the tensors by name, to save or to load in place."""
     state: dict[str, Any] = {}
     for name, parameter in named_weights(learner.model):
         if not parameter.requires_grad:
@@ -147,7 +147,7 @@ def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    # before the first step, as AdamW would make them
+    """Return AdamW's moments; before the first step, as AdamW would make them."""
     moments = optimizer.state[parameter]
     if not moments:
         moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -157,7 +157,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
 
 
 def _reason(error: BaseException) -> str:
-    # from DCP's report of all ranks
+    """Return the cause in one line, from DCP's report of all ranks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "Error" in line or "error" in line]
     return (causes or lines or [type(error).__name__])[-1]

@@ -19,6 +19,7 @@ from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
+from rayapp.learner.families.pictures import frozen_tower
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, PolicyModel, named_weights
 from rayapp.learner.state.hf_folder import HfFile, HfLayout, hf_layout, write_file
@@ -117,7 +118,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
 def _gathered_file(
     learner: LearnerSection, model: PolicyModel, file: HfFile, dtype: torch.dtype, *, is_own: bool
 ) -> dict[str, Tensor] | None:
-    # by the hub's names, on the rank that writes the file; collective
+    """Return tensors by the hub's names on the rank that writes the file. Collective."""
     parameters = dict(named_weights(model))
     names = {name.replace(BASE, ""): name for name in parameters}
     buffers = persistent_buffers(model.causal_lm)
@@ -157,7 +158,10 @@ def device_weights(
 
 
 def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    own = {name.replace(BASE, ""): name for name, _ in named_weights(model) if ADAPTER not in name}
+    # The servers have a frozen tower from model.path.
+    frozen = frozen_tower(model.causal_lm)
+    names = (name for name, _ in named_weights(model) if ADAPTER not in name and name not in frozen)
+    own = {name.replace(BASE, ""): name for name in names}
     for group in groups_of(model.causal_lm, own):
         yield from hub_tensors(model.causal_lm, {name: weight_of(own[name]) for name in group}).items()
 

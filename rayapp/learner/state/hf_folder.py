@@ -26,6 +26,7 @@ from rayapp.config.learner import LearnerSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
+from rayapp.learner.families.pictures import freeze_tower, frozen_tower
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
@@ -38,7 +39,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFile:
     name: str
-    # the model's tensors without adapters, in groups that are converted by themselves
+    # Tensors of the model without adapters, in groups that are converted by themselves.
     groups: tuple[tuple[str, ...], ...]
     hub: Mapping[str, Tensor]  # on the meta device, by the hub's names
 
@@ -114,7 +115,7 @@ def hf_layout(model: ModelSection, causal_lm: Any, dtype: torch.dtype, file_byte
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    # vLLM does not start a model with an image tower without them
+    """Copy the files without which vLLM does not start a model with an image tower."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -124,7 +125,7 @@ def _copy_processor(path: str, folder: Path) -> None:
 
 
 def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
-    # parameters, tied ones under their first name, and persistent buffers
+    """Yield parameters, tied ones under their first name, and persistent buffers."""
     left_out, seen = set(causal_lm._keys_to_ignore_on_save or ()), set[int]()  # noqa: SLF001
     for name, tensor in tensors_of(causal_lm).items():
         if id(tensor) not in seen and name not in left_out:
@@ -164,7 +165,10 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     if config.learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)
-    trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
+    if config.model.freeze_vision:
+        freeze_tower(causal_lm)
+    kept = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
+    trained = kept - frozen_tower(causal_lm)
     files = WeightFiles(config.model.path)
     sources = sources_of(causal_lm, files, tensors_of(causal_lm))
     layout = hf_layout(config.model, causal_lm, torch.float32)
@@ -186,7 +190,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    # of `group` and of their adapters, float32 by parameter name
+    """Read `group` and its adapters, float32 by parameter name."""
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
@@ -195,7 +199,6 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    # or the weight that an adapter's matrix changes
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 
@@ -203,7 +206,7 @@ def _weight_of(name: str) -> str:
 def _exported_group(
     causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
 ) -> dict[str, Tensor]:
-    # adapters merged in, parameters in float32
+    """Return the group with adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}

@@ -190,7 +190,7 @@ def _read(
 
 
 def _is_stack(converter: Any) -> bool:
-    # row k of its result depends only on the k-th tensors, as for fused experts
+    """Return True if row k of the result depends only on the k-th tensors, as for fused experts."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     first, *others = converter.operations

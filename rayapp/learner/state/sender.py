@@ -198,7 +198,7 @@ class WeightSender:
 
 
 def _same_stream() -> AbstractContextManager[object]:
-    # vLLM's `current_stream` changes it
+    """Restore the stream, which vLLM's `current_stream` changes."""
     return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
 
 
@@ -215,7 +215,6 @@ def _plain_segments() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    # without torch's C++ stack
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

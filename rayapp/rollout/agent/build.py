@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
-    """Return vLLM's tool parser with this name. Raises ConfigError: there is no such parser, or it can't be used."""
     from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM, which takes seconds
 
     given = tokenizer.of_transformers if isinstance(tokenizer, ModelTokenizer) else tokenizer
@@ -43,12 +42,8 @@ async def open_loop(
     made: Sequence[Tool] = (),
     reader: ToolCallParser | None = None,
 ) -> AgentLoop:
-    """Make the agent loop for the settings of section `agent`. Its tools get sandboxes from `sandboxes`.
-
-    Args:
-        brought, made: names of tools, and tools, in addition to those in the tool file; see `tools.loading.open_tools`.
-        reader: tool call parser for a policy whose prompt lists no tools, as in `open_agent_loop`.
-    """
+    """Make the agent loop for the settings of section `agent`, with sandboxes from `sandboxes`. `brought` and `made`
+    are tools besides those of the tool file; `reader` as in `open_agent_loop`."""
     agent = config.agent
     limits = AgentLimits(
         max_response_tokens=config.rollout.max_completion_tokens,
@@ -88,18 +83,8 @@ async def open_agent_loop(
 ) -> AgentLoop:
     """Make the agent loop of a process. Close it with `await loop.tools.close()`.
 
-    Args:
-        model: name of the model, for messages.
-        tool_file: path of a tool file (docs/tools.md); empty without one.
-        brought, made: names of tools, and tools, in addition to those in the tool file; see `tools.loading.open_tools`.
-        reader: tool call parser for a policy whose prompt lists no tools; tool results are then sent as user messages.
-            With None, the prompt lists the tools, and the parser `parser` is made.
-        parser: vLLM's name of a tool parser, or auto.
-        chat_template: a .jinja file or the name of a shipped template; empty for the model's own.
-        make_parser: function that makes the parser; tests and benchmarks replace it.
-    Raises:
-        ConfigError: the tool file is wrong, an MCP server can't be used, the template ignores tools, the parser does
-            not exist, or the parser doesn't find a call that the template writes.
+    With a `reader` (a tool call parser), the prompt lists no tools, and tool results are sent as user messages.
+    `chat_template` is a .jinja file or a shipped name; empty: the model's own.
     """
     tools = await open_tools(tool_file, context, brought=brought, made=made)
     try:
@@ -113,33 +98,20 @@ async def open_agent_loop(
 
 
 def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:
-    """Check, with one example tool, that the template lists tools. The run's own tools are not made, because they may
-    need a service.
-
-    Raises:
-        ConfigError: the template ignores tools.
-    """
+    """Check, with one example tool, that the template lists tools. The run's own may need a service."""
     template = load_template(chat_template) if chat_template else ""
     return ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
 
 
 def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
-    """Check the template as `check_template` does, and check the parser. This takes seconds, because it imports vLLM.
-
-    Returns:
-        The parser's name.
-    Raises:
-        ConfigError: the template ignores tools, or the parser can't read the calls that it writes.
-    """
+    """Check template and parser (which imports vLLM, for seconds). Return the parser's name."""
     chat = check_template(tokenizer, model=model, chat_template=chat_template)
     found = vllm_parser(parser, tokenizer, [_ANY_TOOL], sample_of(chat, parser))
     return str(getattr(found, "name", parser))
 
 
 def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:
-    """Return a call, as the template writes it, that the parser must find. If the template writes no calls, log a
-    warning and return None.
-    """
+    """Return a call, as the template writes it, that the parser must find; None, with a warning, if it writes none."""
     if not chat.has_tools:
         return None
     sample = chat.sample_call()

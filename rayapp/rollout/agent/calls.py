@@ -1,9 +1,7 @@
 """Runs one tool call for the agent loop: checks the call, runs it with a deadline, and cuts the result to length.
 
 Mistakes of the policy and failures of a tool become the call's result, with a kind that metrics count. Only failed
-infrastructure raises an exception: the trajectory then says nothing about the policy.
-
-`read_calls` and `read_turn` run a parser in a thread beside the event loop, for the agent loop and the gateway.
+infrastructure raises: the trajectory then says nothing about the policy.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import replace
 from rayapp.core.aio import guarded
 from rayapp.core.errors import RayappError
 from rayapp.core.trajectories import storable
-from rayapp.core.types import CallRecord, ExecRecord
+from rayapp.core.types import CallRecord
 from rayapp.rollout.agent.text import cut, readable
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.tools.base import MAX_CALLS, RawCall, Tool, ToolCallParser, ToolFailedError, ToolOutput
@@ -27,12 +25,7 @@ log = logging.getLogger(__name__)
 
 
 async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits) -> CallRecord:
-    """Run one call, or refuse it. Return the record of the call with its result.
-
-    Raises:
-        ToolUnavailableError, SandboxError: infrastructure failed.
-        InputError: the data row lacks a field that the tool needs.
-    """
+    """Run or refuse one call. Only failed infrastructure raises."""
     started_at_s, started = time.time(), time.perf_counter()
     record = CallRecord(name=call.name, arguments=call.arguments, output="", started_at_s=started_at_s)
     try:
@@ -81,30 +74,19 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 
 
 def _usable(output: ToolOutput) -> ToolOutput:
-    """Check that the fields of a tool's output have the declared types, and return the output. Raises TypeError,
-    ValueError or OverflowError: a field has another type, or a number is not finite.
-    """
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
-    if not isinstance(output.answer, str | None):
-        raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
-    if not all(isinstance(ran, ExecRecord) for ran in output.execs):
-        raise TypeError("ToolOutput.execs must be a sequence of ExecRecord")
     reward = None if output.reward is None else storable(output.reward)
     return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
 
 
+# One thread, because parsers keep state. They take up to a second for a policy's text, but their regular expressions
+# release the interpreter's lock.
 PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
-"""Thread that runs parsers, which take up to a second for a policy's text. Their regular expressions release the
-interpreter's lock, so other trajectories continue. There is only one thread, because parsers keep state."""
 
 
 async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCall, ...]:
-    """Return the tool calls in a turn's text. Calls within the thoughts don't count.
-
-    Args:
-        who: name of the request, for the log.
-    """
+    """Return the tool calls in a turn's text, outside the thoughts. `who` names the request in the log."""
     try:
         calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
     except Exception as error:  # boundary: a parser may raise anything on a policy's text

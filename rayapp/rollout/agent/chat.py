@@ -1,12 +1,8 @@
 """Renders the model's chat template to token ids: the prompt with its tools, and the tokens after a sampled turn.
 
-    prompt_ids(messages, tools)                    rendered once per trajectory
-    suffix_ids(sampled ids, tool messages)         end of the turn, tool results, generation prompt of the next turn
-
-The agent loop calls this module. Sampled tokens are never rendered again. The suffix is the text that the template
-writes after a placeholder for the assistant's message, so the prompt of turn n + 1 is exactly the prompt of turn n +
-sampled ids + suffix. Some templates (Mistral, gpt-oss) write tool results only after calls. For these templates the
-placeholder has calls.
+Sampled tokens are never rendered again: the prompt of turn n + 1 is exactly the prompt of turn n + sampled ids +
+suffix. The suffix is the text that the template writes after a placeholder for the assistant's message; the placeholder
+has calls for templates that write tool results only after calls (Mistral, gpt-oss).
 """
 
 from __future__ import annotations
@@ -26,17 +22,17 @@ from rayapp.tools.base import SampleCall, ToolSchema
 
 Message = Mapping[str, Any]
 _STAND_IN = "Stand-in-for-what-was-sampled"
+_END_TOKENS = 32
 _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
 _THOUGHT = "<think>\nStand-in-for-a-thought\n</think>\n\n"
 _BLANKS = "\n\n Answer \n"
+# Arguments as a policy may write them: without blanks, with a letter that is not ASCII.
 _ARGUMENTS = '{"place":"Zürich","days":1.0}'
-"""Arguments as a policy may write them: JSON without blanks, with a letter that is not ASCII."""
+# Limits of frames in the cache, of messages of a frame, and of characters of its names and ids, for hostile agents.
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
-"""Maximum number of frames in the cache, of messages of a frame, and of characters of a frame's names and ids. Without
-limits, an agent could make each of these numbers arbitrarily large."""
 _FRAMED = {"role", "name", "content", "tool_call_id"}
 
 
@@ -57,17 +53,8 @@ class ChatTokenizer(Protocol):
 
 
 class ChatFormat:
-    """Renders the chat template of a model, with one set of tools, to token ids.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        tools: all tools that the policy may call.
-        template: Jinja text of the chat template; empty for the tokenizer's own.
-        name: name of the model, for messages.
-        variables: values for variables of the template, in addition to those that the tokenizer sets.
-    Raises:
-        ConfigError: there is no template, or the template ignores tools or their results.
-    """
+    """Renders the chat template of a model, with one set of tools, to token ids. `template` is Jinja text (empty: the
+    tokenizer's own), `name` the model's. ConfigError: there is none, or it ignores tools or their results."""
 
     def __init__(
         self,
@@ -90,18 +77,16 @@ class ChatFormat:
         self._needs_calls = False
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
+        # Roles, names and call ids of messages -> the texts around their contents (`text.frame`); None if not
+        # cacheable.
         self._frames: dict[tuple[tuple[str | None, ...], ...], tuple[str, ...] | None] = {}
-        """(roles, names and call ids of messages) -> frame: the texts that the template writes around the contents of
-        such messages (`text.frame`); None if they can't be cached."""
         if tools:
             self._check_tools()
 
     def without_tools(self) -> ChatFormat:
-        """Return a copy of this format for prompts that list no tools."""
         return ChatFormat(self.tokenizer, (), template=self._template, name=self._name)
 
     def may_read(self, variable: str) -> bool:
-        """Return True if the template mentions this variable."""
         texts = self._template or getattr(self.tokenizer, "chat_template", None) or ""
         text = "\n".join(map(str, texts.values())) if isinstance(texts, dict) else str(texts)
         return re.search(rf"\b{re.escape(variable)}\b", text) is not None
@@ -111,17 +96,11 @@ class ChatFormat:
         return bool(self._schemas)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt: the tools, the conversation so far, and the generation prompt of the
-        policy's turn.
-        """
+        """Return the ids of a prompt: tools, conversation so far, and the beginning of the policy's turn."""
         return self._encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Return the text that `prompt_ids` encodes.
-
-        Raises:
-            ConfigError: the template refuses these messages.
-        """
+        """Return the text that `prompt_ids` encodes."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -135,37 +114,27 @@ class ChatFormat:
         return text
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a sampled turn. It includes special tokens, which tool parsers look for, but not the
-        tokens that end the turn.
-        """
+        """Return the text of a sampled turn, with special tokens (for tool parsers) but not those that end the turn."""
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
 
+    def end_of(self, prompt_ids: Sequence[int]) -> str:
+        """Return the end of a prompt's text. Some templates write `<think>` at the beginning of the policy's turn."""
+        return str(self.tokenizer.decode(list(prompt_ids[-_END_TOKENS:]), skip_special_tokens=False))
+
     def num_said(self, token_ids: Sequence[int]) -> int:
-        """Return the number of a turn's tokens before the tokens that end the turn. Last tokens that only begin the
-        template's end of a turn don't count either.
-        """
+        """Return the number of tokens before those that end the turn, or only begin the template's end of a turn."""
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
         return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
 
     def suffix_ids(
         self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()
     ) -> list[int]:
-        """Return the tokens between a sampled turn and the next one, for results of tools.
-
-        Args:
-            tool_texts: results in the order of the calls.
-            tool_names: names of the called tools, which some templates write.
-        """
+        """Return the tokens between a sampled turn and the next one, for results of tools in the order of the calls."""
         return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
 
     def continuation_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a sampled turn and the next one. They are not sampled, so they are not trained on.
-
-        Args:
-            sampled_ids: ids of the turn. If they already have part of the turn's end, this part is not repeated.
-            messages: messages of tools and users, not of the assistant. The model's control tokens in them are broken
-                up.
-        """
+        """Return the tokens between a sampled turn and the next one, which are not trained on. Control tokens in the
+        messages are broken up; a part of the turn's end that was sampled is not repeated."""
         ids = self._encode(self._written([self.harmless(message) for message in messages]))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
         if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
@@ -174,9 +143,7 @@ class ChatFormat:
         return ids[repeated:]
 
     def harmless(self, data: Any) -> Any:
-        """Return a copy of a message, or of other JSON data. In every string, the model's control tokens are broken
-        up.
-        """
+        """Return a copy of a message, or of other JSON data, with the model's control tokens broken up."""
         if isinstance(data, str):
             return self._neutralize(data)
         if isinstance(data, Mapping):
@@ -184,9 +151,7 @@ class ChatFormat:
         return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
 
     def rewritten(self) -> list[str]:
-        """Return descriptions of the parts of a turn that the template changes or leaves out once other messages
-        follow.
-        """
+        """Describe the parts of a turn that the template changes or leaves out once other messages follow."""
         parts = {
             "thoughts before a user's message": (_THOUGHT, [_assistant(f"{_THOUGHT}Answer"), _QUESTION]),
             "thoughts before a tool's result": (
@@ -205,9 +170,7 @@ class ChatFormat:
             return False  # the template has no such messages
 
     def sample_call(self) -> SampleCall | None:
-        """Return an example call of one of the tools, as the template writes it; None if the template writes no
-        calls.
-        """
+        """Return an example call of one of the tools, as the template writes it; None if it writes none."""
         tool = next((tool for tool in self._schemas if _sample_arguments(tool)), self._schemas[0])
         arguments = _sample_arguments(tool)
         texts = [
@@ -237,13 +200,11 @@ class ChatFormat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the last token is a special token other than the template's end of a turn. Such a token ends
-        the turn, because an engine stops only at tokens that end turns.
-        """
+        # An engine stops only at tokens that end turns, so any other special token at the end does so, too.
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def _written(self, messages: Sequence[Message]) -> str:
-        """Return the text of `_after_turn`, made from a cached frame if there is one."""
+        """Return the text of `_after_turn`, from a cached frame if there is one."""
         if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
@@ -271,9 +232,7 @@ class ChatFormat:
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
 
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render messages without the tools: templates write tools above the first message, and callers need only text
-        below it.
-        """
+        # Templates write tools above the first message; callers need only text below it.
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
@@ -315,9 +274,7 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return the template's text for two tool results after a turn. Try a turn with text first. If the template
-        fails on it, use a turn with calls, and set `_needs_calls` so that later calls do the same.
-        """
+        # Tries a turn with text first. If the template fails on it, later calls use a turn with calls, too.
         try:
             rest = self._after_turn(_results(_RESULTS))
             if self._is_whole(rest):
@@ -334,11 +291,7 @@ class ChatFormat:
 
 
 def load_template(name_or_path: str) -> str:
-    """Return the Jinja text of a file, or of a shipped template (`chatml_hermes`).
-
-    Raises:
-        ConfigError: there is no such file or template.
-    """
+    """Return the Jinja text of a file, or of a shipped template (`chatml_hermes`)."""
     folder = files("rayapp.rollout.agent") / "templates"
     shipped = {Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(".jinja")}
     if name_or_path in shipped:
@@ -366,15 +319,13 @@ def _added(tokenizer: ChatTokenizer) -> Mapping[int, Any]:
 
 
 def special_ids(tokenizer: ChatTokenizer) -> set[int]:
-    """Return the ids of all special tokens: tokens with a role, such as eos, and added tokens marked as special."""
+    """Return the ids of tokens with a role, such as eos, and of added tokens marked as special."""
     marked = (token_id for token_id, token in _added(tokenizer).items() if getattr(token, "special", False))
     return {*tokenizer.all_special_ids, *marked}
 
 
 def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
-    """Return the texts of all control tokens, including tokens that are not marked as special, such as DeepSeek's
-    <｜User｜>. Added tokens that are plain words or blanks are left out.
-    """
+    # Also control tokens that are not marked as special, such as DeepSeek's <｜User｜>; no plain words or blanks.
     tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
     return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
 
@@ -385,12 +336,11 @@ def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
 
 
 def _saying(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
-    """Return copies of the messages that have these texts as contents."""
     return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
 def _call_id(index: int) -> str:
-    """Return a call id of nine letters and digits: Mistral's templates require this form."""
+    # Mistral's templates require nine letters and digits.
     return f"call{index:05d}"
 
 
@@ -406,7 +356,7 @@ def _assistant(content: str, *calls: Message) -> Message:
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:
-    """Return example arguments for the tool's strings and integers, the types that every call format can write."""
+    """Return strings and integers, the types that every call format can write."""
     samples: Mapping[object, object] = {"string": "some text", "integer": 3}
     properties = tool.parameters.get("properties") or {}
     return {

@@ -1,12 +1,7 @@
-"""The agent loop: the policy samples a turn, and the turn's tool calls run, until a turn has no calls. Rollout workers
-call it.
-
-    prompt ids -> generate -> sampled ids -> tool calls? -- no --> answered
-                     ^                          | yes, side by side
-                     '--- suffix ids (results) <'
+"""The agent loop: the policy samples a turn, and the turn's tool calls run side by side, until a turn has no calls.
 
 Token in, token out: the engine reads exactly the tokens that it sampled before, and the tokens that the template adds.
-Mistakes of the policy and failures of a tool become text for the policy; if infrastructure fails, the trajectory fails.
+Mistakes of the policy and failures of a tool become text for the policy.
 """
 
 from __future__ import annotations
@@ -34,22 +29,13 @@ class AgentLoop:
     parser: ToolCallParser
     tools: ToolSet
     limits: AgentLimits
-    is_talk: bool = False
-    """True if tool results are sent as user messages, because the policy's prompt lists no tools."""
+    is_talk: bool = False  # tool results are sent as user messages, because the prompt lists no tools
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        """Play the prompt once. Only tool calls have deadlines; callers have to limit the time of the whole trajectory.
-
-        Args:
-            sampling: sampling settings of every turn. `max_tokens` is lowered to the number of tokens that the
-                trajectory has left.
-            request_id: id of the trajectory. Its turns are numbered from `prompt.first_turn` on.
-        Raises:
-            EngineError: the engine can't generate.
-            SandboxConfigError: this configuration can never provide a sandbox.
-        """
+        """Play the prompt once; turns are numbered from `prompt.first_turn` on. Only tool calls have deadlines: callers
+        limit the time of the trajectory. EngineError and SandboxConfigError pass through."""
         play = _Play(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
         try:
             opening = self.tools.trajectory(
@@ -83,8 +69,7 @@ class _Play:
     request_id: RequestId
     prompt: AgentPrompt
     recorder: Recorder = field(init=False)
-    _read_ids: Sequence[int] = field(init=False)
-    """Tokens that the policy reads before its next turn: the prompt, or the last results."""
+    _read_ids: Sequence[int] = field(init=False)  # before the next turn: the prompt, or the last results
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.prompt.token_ids)
@@ -123,8 +108,7 @@ class _Play:
 
     def _text_of(self, completion: Completion) -> str:
         chat = self.loop.chat
-        prompt_end = chat.tokenizer.decode(list(self._read_ids[-8:]), skip_special_tokens=False)
-        return spoken(chat.turn_text(completion.token_ids.tolist()), prompt_end)
+        return spoken(chat.turn_text(completion.token_ids.tolist()), chat.end_of(self._read_ids))
 
     def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
         results = [record.output for record in records]

@@ -1,8 +1,7 @@
-"""Cuts tool output to length, and makes it harmless for the chat template. Pure functions; the agent loop calls them.
+"""Cuts tool output to length, and makes it harmless for the chat template. Pure functions.
 
-The text that a template writes around the contents of messages is their frame. If the template copies contents without
-inspecting them, the frame is rendered once for the same roles and tools, and then reused: rendering takes longer than
-all other work of a turn.
+The text that a template writes around the contents of messages is their frame. If the template doesn't inspect
+contents, the frame is rendered once: rendering takes longer than all other work of a turn.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ CutSide = Literal["left", "middle", "right"]
 
 
 def cut(text: str, max_chars: int, side: CutSide) -> str:
-    """Return a text, cut to about `max_chars` characters. A mark replaces the removed part.
-
-    Args:
-        side: verl's name for the part to keep: `left` keeps the beginning, `right` the end, `middle` both.
-    """
+    """Return a text, cut to about `max_chars`. verl's `left` keeps the beginning, `right` the end, `middle` both."""
     if len(text) <= max_chars:
         return text
     if side == "left":
@@ -33,9 +28,7 @@ def cut(text: str, max_chars: int, side: CutSide) -> str:
 
 
 def readable(text: str) -> str:
-    """Return the text, with lone halves of surrogate pairs escaped. JSON can contain them, but UTF-8 and tokenizers
-    can't.
-    """
+    """Return the text with lone halves of surrogate pairs escaped: JSON can hold them, UTF-8 can't."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -51,15 +44,8 @@ def marks(parts: Iterable[str]) -> set[str]:
 
 
 class Neutralizer:
-    """Breaks up the model's control tokens, so that a tool that prints `<|im_end|>` can't end a turn or begin another
-    one.
-
-    A call takes linear time. A regex of all tokens would not: some tokenizers have thousands of tokens with the same
-    beginning.
-
-    Args:
-        tokens: texts of the control tokens.
-    """
+    """Breaks up the model's control tokens, so that a tool that prints `<|im_end|>` can't end a turn. A call takes
+    linear time; a regex of all tokens would not, as some tokenizers have thousands with the same beginning."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._tokens = frozenset(token for token in tokens if len(token) > 1)
@@ -84,8 +70,8 @@ class Neutralizer:
         return " ".join(text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
 
 
+# Contents that test whether a template trims, escapes or parses them; a unique text replaces @.
 _PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
-"""Contents of messages that test whether a template trims, escapes or parses contents. A unique text replaces @."""
 
 
 class LookedIntoError(Exception):
@@ -109,14 +95,8 @@ class Sealed(str):
 
 
 def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...] | None:
-    """Return a frame: the template's own texts before, between and after the contents of `number` messages.
-
-    Args:
-        write: function that renders messages with the given contents.
-
-    Returns:
-        `number + 1` texts; None if `write` inspects the contents or changes them.
-    """
+    """Return the `number + 1` texts before, between and after the contents of messages that `write` renders; None if it
+    inspects or changes the contents."""
     marks = [f"text-number-{i}-" for i in range(number)]
     try:
         around = tuple(re.split("|".join(marks), write(marks))) if marks else ()
@@ -131,5 +111,5 @@ def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...]
 
 
 def join(around: Sequence[str], texts: Sequence[str]) -> str:
-    """Return one text: the texts of the frame `around`, with `texts` between them."""
+    """Return the texts of the frame `around`, with `texts` between them."""
     return "".join([*around[:1], *map(add, texts, around[1:])])

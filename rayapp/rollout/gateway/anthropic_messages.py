@@ -103,8 +103,7 @@ class AnthropicMessages:
 class _Stream(StreamWriter):
     def __init__(self, begun: Begun, ask: Ask) -> None:
         super().__init__(begun, ask)
-        self._open: PartKind | None = None
-        """Kind of the content block that is open; None if none is."""
+        self._open: PartKind | None = None  # kind of the open content block
         self._num_blocks = 0
 
     def begin(self) -> bytes:
@@ -124,9 +123,7 @@ class _Stream(StreamWriter):
         return self._begun(kind) + _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _begun(self, kind: PartKind) -> bytes:
-        """Return the events that close the open block and open one of this kind; no events if the open block is of this
-        kind.
-        """
+        """Close the open block and open one of this kind, unless it is open."""
         if self._open == kind:
             return b""
         ended, self._open = self._ended(), kind
@@ -138,7 +135,6 @@ class _Stream(StreamWriter):
         return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _ended(self) -> bytes:
-        """Return the event that closes the open block; no event if none is open."""
         if self._open is None:
             return b""
         self._open = None
@@ -164,7 +160,6 @@ class _Stream(StreamWriter):
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object in a field of the body. For null, return an empty object."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise refuse(f"{name} must be an object, not {value!r:.40}")
@@ -172,7 +167,6 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    """Return the form of the tool calls that `tool_choice` demands; None if it leaves the policy the choice."""
     match choice.get("type", "auto"):
         case "auto" | "none":
             return None
@@ -184,7 +178,7 @@ def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, s
 
 
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Check that the agent runs a tool itself, and return the tool. Tools that Anthropic's servers run are refused."""
+    # Tools that Anthropic's servers run are refused.
     if given.get("type") not in (None, "custom"):
         raise refuse(
             f"tools[{index}]: type {given.get('type')!r:.40} is not supported, because Anthropic's servers would run "

@@ -1,10 +1,7 @@
 """API-independent types for calls and replies, and the tree of a session's recorded messages. Pure functions.
 
-The code for one API is a dialect. It reads a request's body into an `Ask`, and writes a `Reply` into a response's body.
-`Conversations` is a tree of messages; the recorder holds a tree of tokens. If the messages of a call begin with the
-messages of a recorded turn and its reply, the call continues from that turn's token ids.
-
-Every refused call raises a `RefusedError`, which each dialect writes in its API's form.
+A dialect (the code for one API) reads a request's body into an `Ask`, and writes a `Reply` into a response's. If the
+messages of a call begin with those of a recorded turn and its reply, the call continues from that turn's token ids.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ from typing import Any, Literal
 from rayapp.core.types import FinishReason
 from rayapp.tools.base import ToolSchema
 
-_PER_MESSAGE = 500
-"""Approximate size of a kept message in bytes, without its texts."""
-Key = tuple[object, ...]
-"""Hashable value of a message. Messages with equal keys count as the same message."""
+_PER_MESSAGE = 500  # bytes of a kept message without its texts
+Key = tuple[object, ...]  # messages with equal keys count as the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +30,7 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: str
-    """The call's arguments as JSON text."""
+    arguments: str  # JSON text
 
     @property
     def key(self) -> Key:
@@ -55,16 +49,12 @@ class ToolCall:
 class Said:
     """One message of a conversation, in the form that all dialects share."""
 
-    role: str
-    """system, user, assistant or tool."""
+    role: str  # system, user, assistant or tool
     text: str
-    calls: tuple[ToolCall, ...] = ()
-    """Tool calls of the assistant."""
-    call_id: str = ""
-    """Id of the tool call whose result this message is; empty for other messages."""
+    calls: tuple[ToolCall, ...] = ()  # of the assistant
+    call_id: str = ""  # of the call whose result this is
+    # Key without call ids and blanks around the assistant's text, which clients change when they send a message back.
     key: Key = field(init=False, repr=False)
-    """Key of this message. It leaves out call ids, and blanks around the assistant's text, because clients change both
-    when they send a message back."""
 
     def __post_init__(self) -> None:
         # Compute the key now, in the thread that reads messages. On demand it would be computed on the event loop.
@@ -76,14 +66,10 @@ class Said:
 class Form:
     """Form that an answer must have, such as a JSON schema."""
 
-    field: str
-    """Field of the request that demands the form."""
-    structured: Mapping[str, Any]
-    """Value of `SamplingParams.structured_outputs`."""
-    is_calls: bool = False
-    """True if the form is a list of tool calls, each with name and arguments."""
-    problem: str = ""
-    """Reason why no answer can have this form; empty if there is none."""
+    field: str  # of the request, that demands the form
+    structured: Mapping[str, Any]  # of `SamplingParams`
+    is_calls: bool = False  # a list of tool calls, each with name and arguments
+    problem: str = ""  # why no answer can have this form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,50 +78,36 @@ class Ask:
 
     messages: tuple[Said, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
-    model: str = "policy"
-    """Name of the model in the request. The reply repeats it; there is only one policy."""
+    model: str = "policy"  # in the request; the reply repeats it
     num_choices: int = 1
-    max_tokens: int | None = None
-    """Maximum tokens of each choice. None allows as many tokens as the session has left."""
+    max_tokens: int | None = None  # of each choice; None: as many as the session has left
     stop: tuple[str, ...] = ()
-    ignored_sampling: tuple[str, ...] = ()
-    """Names of the request's sampling fields, which are ignored: the policy samples as the run's config says."""
+    ignored_sampling: tuple[str, ...] = ()  # fields of the request; the policy samples as the run's config says
+    # Variables of the chat template; those that it doesn't read have no effect.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Values for variables of the chat template. Variables that the template doesn't read have no effect."""
     form: Form | None = None
-    reads_calls: bool = True
-    """False if text that looks like a tool call must stay text."""
-    several_calls: bool = True
-    """False if the reply may have only the first tool call of the turn."""
-    not_followed: tuple[str, ...] = ()
-    """Names of the request's fields that are ignored."""
-    is_freed: bool = False
-    """True if the request demanded a form, and the demand was dropped."""
-    echoed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that the reply repeats (Responses API only)."""
+    reads_calls: bool = True  # False if text that looks like a tool call must stay text
+    several_calls: bool = True  # False if the reply may have only the first tool call of the turn
+    not_followed: tuple[str, ...] = ()  # fields that are ignored
+    is_freed: bool = False  # the request demanded a form, and the demand was dropped
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that the reply repeats (Responses API)
     is_stream: bool = False
-    wants_usage: bool = True
-    """True if a stream has to end with token counts."""
-    wants_thoughts: bool = False
-    """True if the reply has thoughts as separate blocks (Anthropic's API only)."""
+    wants_usage: bool = True  # a stream has to end with token counts
+    wants_thoughts: bool = False  # as separate blocks (Anthropic's API)
+    # Id of the reply that this call continues; empty if it has the whole conversation (Responses API).
     previous: str = ""
-    """Id of the reply from which this call continues; empty if the call has the whole conversation (Responses API
-    only)."""
-    may_be_named: bool = False
-    """True if a later call may continue from this call's reply by the reply's id (Responses API only)."""
+    may_be_named: bool = False  # a later call may continue by this reply's id (Responses API)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One completion as an API represents it."""
 
-    text: str
-    """Text without thoughts and calls."""
+    text: str  # without thoughts and calls
     thoughts: str = ""
     calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason = "stop"
-    is_stopped_by: str = ""
-    """Stop text that ended the completion; empty if no stop text did."""
+    is_stopped_by: str = ""  # stop text that ended the completion
     num_tokens: int = 0
 
     @property
@@ -148,8 +120,7 @@ class Begun:
     """The part of a reply that is known before sampling."""
 
     num_prompt_tokens: int
-    num_cached_tokens: int
-    """Number of the prompt's tokens that an earlier call of the session has already recorded."""
+    num_cached_tokens: int  # of the prompt, recorded by an earlier call of the session
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -167,7 +138,6 @@ class Reply(Begun):
 
     @property
     def num_tokens(self) -> int:
-        """Number of sampled tokens."""
         return sum(choice.num_tokens for choice in self.choices)
 
 
@@ -176,34 +146,23 @@ class _TreePlace:
     """Node of the tree of messages: a message that follows the messages of its parents."""
 
     children: dict[Key, _TreePlace] = field(default_factory=dict)
-    prompt_end: int | None = None
-    """Index of the last token of the prompt that ends with this message; None if no prompt ends here."""
-    turn: int | None = None
-    """Number of the turn that sampled this message; None if the message was not sampled."""
-    turn_end: int = -1
-    """Index of the turn's last token; -1 without a turn."""
+    prompt_end: int | None = None  # last token of the prompt that ends with this message
+    turn: int | None = None  # that sampled this message
+    turn_end: int = -1  # index of the turn's last token; -1 without a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """The part of a call's messages that earlier calls have recorded."""
 
-    after: int = -1
-    """Index of the token that the call continues from; -1 if the call begins a new conversation."""
-    turn: int | None = None
-    """Number of the turn that the call continues from. If it is None and `after` is not -1, the same prompt was sent
-    before."""
-    num_messages: int = 0
-    """Number of the call's messages that are in this part."""
+    after: int = -1  # token that the call continues from; -1 for a new conversation
+    turn: int | None = None  # that the call continues from; None with an `after`: the same prompt was sent before
+    num_messages: int = 0  # of the call, in this part
 
 
 class Replies:
-    """Recent conversations, each up to and including a reply, by the reply's id.
-
-    Args:
-        max_chars: maximum characters of all kept conversations together. The oldest ones are dropped. A conversation
-            counts once for each of its replies.
-    """
+    """Recent conversations, each up to and including a reply, by the reply's id; the oldest are dropped beyond
+    `max_chars` (a conversation counts once for each of its replies)."""
 
     def __init__(self, max_chars: int = 64 << 20) -> None:
         self._max_chars = max_chars
@@ -219,7 +178,6 @@ class Replies:
             self._num_chars -= dropped
 
     def get(self, reply_id: str) -> tuple[Said, ...] | None:
-        """Return a conversation's messages up to and including a reply; None if the reply isn't kept."""
         return self._kept[reply_id][0] if reply_id in self._kept else None
 
 
@@ -228,14 +186,13 @@ class Conversations:
 
     def __init__(self) -> None:
         self._roots: dict[Key, _TreePlace] = {}
-        self._num_messages: dict[Key, int] = {}
-        """Number of messages of the longest recorded prompt, for each set of tools."""
+        self._num_messages: dict[Key, int] = {}  # of the longest recorded prompt, for each set of tools
 
     def find(self, tools: Key, messages: Sequence[Said]) -> Found:
-        """Return the recorded part that these messages continue from.
+        """Return the recorded part that these messages continue from: the same prompt, or up to the last recorded
+        reply.
 
-        If the same prompt was sent before, the recorded part is this prompt. Otherwise it ends with the last recorded
-        reply. If an assistant message after this reply was never sampled, the agent has edited the history: then a new
+        If an assistant message after this reply was never sampled, the agent has edited the history: then a new
         conversation begins.
         """
         place, found, number = self._roots.get(tools, _TreePlace()), Found(), 0
@@ -252,9 +209,7 @@ class Conversations:
         return Found() if is_edited else found
 
     def drift(self, tools: Key, messages: Sequence[Said]) -> Drift | None:
-        """Return the reason why these messages don't continue a recorded conversation; None if no conversation is
-        recorded.
-        """
+        """Return why these messages don't continue a recorded conversation; None if none is recorded."""
         if not self._roots:
             return None
         if tools not in self._roots:
@@ -271,9 +226,7 @@ class Conversations:
     def record(
         self, tools: Key, messages: Sequence[Said], *, prompt_end: int, reply: Said, turn: int, end: int
     ) -> None:
-        """Record a turn: the messages of its prompt, and its reply. If the same turn is recorded already, the new one
-        replaces it.
-        """
+        """Record a turn: the messages of its prompt, and its reply; an equal one is replaced."""
         place = self._roots.setdefault(tools, _TreePlace())
         self._num_messages[tools] = max(len(messages), self._num_messages.get(tools, 0))
         for said in messages:
@@ -286,9 +239,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The reason why a call begins a new conversation, with the recorded and the sent text around their first
-    difference.
-    """
+    """Why a call begins a new conversation, with the recorded and the sent text around their first difference."""
 
     reason: str
     recorded: str = ""
@@ -310,7 +261,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
-    """Return the difference between a message and the most similar message that is recorded in its place."""
+    """Return the difference to the most similar message that is recorded in its place."""
     known = [key for key in place.children if key[0] == said.role]
     if not known:
         other = "other_conversation" if is_first else "history_rewritten"
@@ -330,7 +281,6 @@ def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
 
 
 def _flat(key: Key) -> str:
-    """Return the texts in a message's key, one on each line."""
     return "\n".join(part if isinstance(part, str) else " ".join(map(str, part)) for part in key[1:])  # type: ignore[call-overload]
 
 
@@ -340,9 +290,7 @@ def _num_equal(first: str, second: str) -> int:
 
 
 def in_order(messages: Sequence[Said]) -> tuple[Said, ...]:
-    """Return the messages, with the results of each turn's calls in the order of the calls. Many templates match
-    results with calls only by their order.
-    """
+    """Return the messages with each turn's results in the order of its calls: many templates match them only so."""
     ordered = list[Said]()
     for is_result, members in groupby(messages, key=lambda said: said.role == "tool"):
         if not is_result:
@@ -358,11 +306,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def without_surrogates(data: Any) -> Any:
-    """Return JSON data with lone halves of surrogate pairs escaped, because UTF-8 can't encode them.
-
-    Raises:
-        ValueError, RecursionError: the data can't be written as JSON.
-    """
+    """Return JSON data with lone halves of surrogate pairs escaped, because UTF-8 can't encode them."""
     written = json.dumps(data, ensure_ascii=False)
     if not _SURROGATE.search(written):
         return data
@@ -370,10 +314,8 @@ def without_surrogates(data: Any) -> Any:
 
 
 def canonical(arguments: str) -> str:
-    """Return a JSON text in a form that is equal for equal arguments, however a client wrote them.
-
-    Numbers are compared as doubles: JavaScript writes 10.0 as 10, and 1e400 as null.
-    """
+    """Return a JSON text in a form that is equal for equal arguments, however a client wrote them. Numbers are compared
+    as doubles: JavaScript writes 10.0 as 10, and 1e400 as null."""
     try:
         return _sorted_json(_with_doubles(arguments))
     except (ValueError, RecursionError):
@@ -419,7 +361,6 @@ class RefusedError(Exception):
 
     @property
     def status(self) -> int:
-        """HTTP status code."""
         return STATUS[self.kind]
 
 

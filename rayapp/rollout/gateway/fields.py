@@ -1,8 +1,4 @@
-"""Sorts the fields of a request that a dialect does not read into harmless, ignored, unknown and refused ones.
-
-Each dialect (the code for one API) calls `other_fields` with the names of the fields that it reads itself. Pure
-functions.
-"""
+"""Sorts the fields of a request that a dialect does not read into harmless, ignored, unknown and refused ones."""
 
 from __future__ import annotations
 
@@ -15,19 +11,19 @@ from rayapp.rollout.gateway.conversation import RefusedError, not_in_training, n
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text that are separated by white space."""
     return frozenset(text.split())
 
 
+# Fields that concern the caller, or the storage and speed of a service.
 _HARMLESS = names("""
     access_programs betas billing_policy cache_control client_metadata diagnostics extra_headers inference_geo
     max_tool_calls metadata model moderation prediction priority prompt_cache_key prompt_cache_options
     prompt_cache_retention request_id safety_identifier service_tier speed store stream stream_options user
     user_profile_id workspace_id
     """)
-"""Harmless fields: they concern the caller, or the storage and speed of a service."""
+# Fields whose settings the chat template or the session determines.
 _NOT_FOLLOWED = names("context_management include reasoning thinking truncation verbosity")
-"""Ignored fields: the chat template or the session determines these settings."""
+# Field of an unsupported feature -> values that don't use the feature.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
@@ -44,10 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (0, False, "", [], {}),
     ),
 }
-"""Field of a feature that is not supported -> values with which the field is accepted, because they don't use the
-feature."""
+# Field of earlier versions of vLLM -> field that replaces it.
 _INSTEAD = {f"guided_{name}": f"structured_outputs: {{{name}: …}}" for name in ("json", "regex", "choice", "grammar")}
-"""Field of earlier versions of vLLM -> field that replaces it."""
 
 _MAX_FIELDS = 100
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -56,9 +50,8 @@ _Word = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class SamplingFields(BaseModel):
-    """Sampling fields of a request, with the names and bounds of vLLM's SamplingParams, and with limited sizes. The
-    default of each field outside `_DISTRIBUTION` has no effect on sampling.
-    """
+    """Sampling fields of a request, with the names and bounds of vLLM's SamplingParams, and with limited sizes.
+    Defaults of fields outside `_DISTRIBUTION` have no effect on sampling."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -81,17 +74,14 @@ class SamplingFields(BaseModel):
     thinking_token_budget: int | None = Field(None, ge=0, lt=1 << 31)
 
 
+# Most clients always send them, even if their users chose no value; training ignores them.
 _DISTRIBUTION = names("temperature top_p top_k seed")
-"""Fields that most clients always send, also if their users chose no value. Training ignores the given values."""
 SAMPLING_FIELDS = frozenset(SamplingFields.model_fields)
 
 
 def ignored_sampling(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the request's fields of `_DISTRIBUTION`, which have no effect.
-
-    Raises:
-        RefusedError: a value is out of bounds, or another field would change how the policy samples.
-    """
+    """Return the names of the request's fields of `_DISTRIBUTION`. RefusedError: a value is out of bounds, or another
+    field would change how the policy samples."""
     given = {name: value for name in SAMPLING_FIELDS if (value := body.get(name)) is not None}
     if not given:
         return ()
@@ -108,13 +98,7 @@ def ignored_sampling(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def other_fields(body: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the ignored fields, among those that a dialect does not read.
-
-    Args:
-        read: names of the fields that the dialect reads.
-    Raises:
-        RefusedError: a field asks for something that is not supported.
-    """
+    """Return the ignored fields among those that a dialect does not `read`. RefusedError: one is not supported."""
     if len(body) > _MAX_FIELDS:
         raise RefusedError("invalid", f"the body has {len(body)} fields: at most {_MAX_FIELDS} are allowed")
     not_followed = list[str]()

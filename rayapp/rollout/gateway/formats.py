@@ -1,7 +1,4 @@
-"""Prepares the chat template and the tool parser for each set of tools that agents bring, and caches them.
-
-All sessions of a process share one `Formats`, because an agent brings the same tools to all its trajectories.
-"""
+"""Prepares and caches the chat template and the tool parser for each set of tools that agents bring."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ from rayapp.rollout.gateway.conversation import Key, RefusedError, Said
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
-_MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20
-"""Maximum number of sets of tools in the cache, and maximum characters of all their JSON together."""
+_MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20  # of sets of tools in the cache, and of characters of their JSON
+# Number of new objects before a collection, and of collections before that of an older generation (Python: 700, 10,
+# 10).
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
-"""Thresholds for `gc.set_threshold`. The first is the number of new objects before a collection of the youngest
-generation; the others are numbers of collections before the next older generation is collected. Python's defaults are
-700, 10, 10."""
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -42,25 +37,10 @@ class Format:
     chat: ChatFormat
     parser: ToolCallParser
 
-    def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if the prompt ends with `<think>`, which some templates write at the beginning of the policy's
-        turn.
-        """
-        end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
-        return end.rstrip().endswith("<think>")
-
 
 class Formats:
-    """Makes a `Format` for each set of tools, for one model, and caches it.
-
-    Args:
-        model: name of the model, for messages.
-        parser: vLLM's name of the tool parser.
-        template: Jinja text of the chat template; empty for the tokenizer's own.
-        make_parser: function that makes the parser; tests and benchmarks replace it.
-    Raises:
-        ConfigError: the model has no chat template that can be used.
-    """
+    """Makes a `Format` for each set of tools, for one model, and caches it. `template` is Jinja text (empty: the
+    tokenizer's own). ConfigError: the model has no chat template that can be used."""
 
     def __init__(
         self,
@@ -78,18 +58,13 @@ class Formats:
 
     @classmethod
     def of(cls, config: Config) -> Formats:
-        """Make the object for the run's model, chat template and parser."""
         agent = config.agent
         template = load_template(agent.chat_template) if agent.chat_template else ""
         tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
         return cls(tokenizer, model=config.model.path, parser=agent.tool_parser, template=template)
 
     async def of_call(self, tools: Sequence[ToolSchema], variables: Mapping[str, Any] = _NONE) -> Format:
-        """Return the format for these tools and variables of the template.
-
-        Raises:
-            RefusedError: the model's template or the parser can't handle these tools.
-        """
+        """Return the format for these tools and variables of the template. RefusedError: it can't be."""
         read = {name: value for name, value in variables.items() if self.plain.chat.may_read(name)}
         if not tools and not read:
             return self.plain
@@ -128,11 +103,10 @@ class Formats:
 
 
 def _collect_less_garbage() -> None:
-    """Run Python's garbage collector less often.
+    """Run Python's garbage collector less often: vLLM's and transformers' nearly a million objects are never freed.
 
-    Importing vLLM and transformers makes nearly a million objects that are never freed, and sessions make many small
-    objects that last minutes. With Python's default thresholds, scanning all of them takes a third of a call's time.
-    Reference counting stays as it is, so only objects in reference cycles are freed later.
+    With Python's thresholds, scanning all of them takes a third of a call's time. Only objects in cycles are freed
+    later.
     """
     gc.freeze()
     atexit.unregister(gc.unfreeze)
@@ -141,11 +115,7 @@ def _collect_less_garbage() -> None:
 
 
 def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
-    """Return the token ids of a whole conversation in the model's template, up to the beginning of the policy's turn.
-
-    Raises:
-        RefusedError: the template or the tokenizer refuses it.
-    """
+    """Return the ids of a whole conversation in the model's template, up to the beginning of the policy's turn."""
     try:
         return chat.prompt_ids([chat.harmless(message) for message in as_template_reads(messages)])
     except Exception as error:  # boundary: a template is a program that may raise anything
@@ -153,11 +123,7 @@ def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
 
 
 def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, messages: Sequence[Said]) -> list[int]:
-    """Return the token ids of the messages that follow a sampled turn.
-
-    Raises:
-        RefusedError: the template or the tokenizer refuses it.
-    """
+    """Return the token ids of the messages that follow a sampled turn."""
     told = as_template_reads([reply, *messages])[1:]
     try:
         return chat.continuation_ids(sampled_ids, told)
@@ -172,8 +138,7 @@ def _unwritten(error: Exception) -> RefusedError:
 
 def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's form, with the calls' arguments as data. Call ids have nine letters and digits, as
-    Mistral's templates require.
-    """
+    Mistral's templates require."""
     ids, names, told = dict[str, str](), dict[str, str](), list[dict[str, Any]]()
     for said in messages:
         message: dict[str, Any] = {"role": said.role, "content": said.text}

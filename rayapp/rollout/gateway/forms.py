@@ -1,10 +1,8 @@
-"""Limits the forms that requests demand of answers (regular expressions, JSON schemas, grammars). vLLM compiles a form
-inside its engine, which serves all requests.
+"""Limits the forms that requests demand of answers (regular expressions, JSON schemas, grammars).
 
-xgrammar, which compiles forms, takes time and memory for every state of a form's automaton. With a vocabulary of
-120,000 tokens, `[a-z]{1,10000}` needs 1.7 s and 24 MB, and a JSON text of at most 10,000 characters needs 10 s.
-Therefore a form with too many states is refused. States are counted without building the automaton: a repetition
-multiplies the states of its content by the maximum number of repetitions. Pure functions.
+vLLM compiles a form inside its engine, which serves all requests: with 120,000 tokens, `[a-z]{1,10000}` needs 1.7 s and
+24 MB. A form with too many states is refused; they are counted without building the automaton: a repetition multiplies
+the states of its content.
 """
 
 from __future__ import annotations
@@ -14,15 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MAX_STATES = 4_096
-"""Approximate maximum number of a form's states. Each character of a pattern and each value of a JSON schema count as
-one state."""
+MAX_STATES = 4_096  # each character of a pattern and each value of a JSON schema count as one
 MAX_GRAMMAR_CHARS = 16 << 10
-MAX_DEPTH = 32
-"""Maximum depth of a JSON schema."""
-MAX_LOOPS = 2
-"""Maximum depth of nested unlimited repetitions. An automaton tracks every way in which nested repetitions can divide a
-text."""
+MAX_DEPTH = 32  # of a JSON schema
+MAX_LOOPS = 2  # nested unlimited repetitions: an automaton tracks every way in which they can divide a text
 _BOUNDS = ("maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties")
 _REPEATED = re.compile(r"\{(\d{1,9})(?:(,)(\d{1,9})?)?\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
@@ -33,11 +26,7 @@ class _TooLargeError(Exception):
 
 
 def too_large(structured: Mapping[str, Any]) -> str:
-    """Return the reason why a form is too large for the engine; empty if it is not too large.
-
-    Args:
-        structured: value of `SamplingParams.structured_outputs`.
-    """
+    """Return why `SamplingParams.structured_outputs` is too large for the engine; empty if it is not."""
     try:
         for name, value in structured.items():
             _check(name, value)
@@ -90,7 +79,6 @@ def _schema_states(value: Any, depth: int) -> int:
 
 
 def _pattern_states(pattern: str) -> int:
-    """Return the approximate number of states of a regular expression."""
     # An item is a pair (states, depth of nested unlimited repetitions). `open_groups` has an item for each open group,
     # and `last` is the item to which a repetition would apply.
     open_groups, last, place = [(0, 0)], (0, 0), 0

@@ -1,9 +1,7 @@
 """Passes calls that name another model on to an endpoint whose model is not trained, and the answers back to the agent.
 
-    agent -> Api -> Forwarder -> agent.external.endpoint -> its answer, piece by piece -> agent
-
-Bodies and answers are passed on unchanged, except the model's name. These calls are not part of the trajectory. The
-agent may be hostile: it gets neither the endpoint's key nor its address, and chooses only the body.
+These calls are not part of the trajectory. The agent may be hostile: it gets neither the endpoint's key nor its
+address, and chooses only the body.
 """
 
 from __future__ import annotations
@@ -27,12 +25,8 @@ _SENT_BACK = ("content-type", "retry-after")
 
 
 class Forwarder:
-    """Client of the endpoint (`agent.external.endpoint`). Each external agent of a rollout worker has one. Call `close`
-    at the end.
-
-    Raises:
-        ConfigError: the endpoint's key is not set.
-    """
+    """Client of the endpoint (`agent.external.endpoint`), one for each external agent of a rollout worker. ConfigError:
+    its key is not set."""
 
     def __init__(self, section: EndpointSection) -> None:
         self._section = section
@@ -40,20 +34,12 @@ class Forwarder:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def answer(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
-        """Send a call to the endpoint, and relay its answer to the agent piece by piece. Return the complete response.
-
-        Args:
-            request: the agent's call.
-            body: the call's body.
-        Raises:
-            RefusedError: the endpoint can't be reached, or did not answer in time.
-        """
+        """Send a call's body to the endpoint, and relay its answer piece by piece. RefusedError: no answer in time."""
         if server_named(self._section.base_url):
             raise _failed(
                 f"agent.external.endpoint.base_url is {self._section.base_url}: this model is served only in a "

@@ -1,8 +1,4 @@
-"""Serves an application over HTTP to clients that may be hostile: the number of connections is limited, and idle
-connections are closed.
-
-The gateway uses this module for its own port and for the loopbacks of sandboxes.
-"""
+"""Serves an application over HTTP to clients that may be hostile: connections are limited, idle ones closed."""
 
 from __future__ import annotations
 
@@ -20,28 +16,16 @@ from rayapp.sandbox.loopback import Accept
 
 log = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 60.0
-"""Maximum seconds to wait for a client that doesn't read its stream. Then it is disconnected."""
-IDLE_TIMEOUT_S = 30.0
-"""Maximum seconds that a connection may be idle. A connection is idle before the headers of its first request, and
-between two requests."""
+SEND_TIMEOUT_S = 60.0  # a client that doesn't read its stream is then disconnected
+IDLE_TIMEOUT_S = 30.0  # before the headers of the first request, and between two requests
 _MOST_CONNECTIONS = 1024
-_BACKLOG = 1024
-"""Length of the kernel's queue of new connections. It is long because all agents of a worker may connect at the same
-time."""
+_BACKLOG = 1024  # long, because all agents of a worker may connect at the same time
 _WAIT_S = 0.05
-_QUIET_S = 60.0
-"""Minimum time between two log lines about connections that could not be accepted."""
+_QUIET_S = 60.0  # between two log lines about connections that could not be accepted
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that are bound to an address but don't listen yet.
-
-    Args:
-        port: port number; 0 for any free port.
-    Raises:
-        ConfigError: the address can't be used.
-    """
+    """Return sockets that are bound to an address but don't listen yet; port 0 for any."""
     sockets = list[socket.socket]()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -75,17 +59,14 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
 class Listening:
     """Serves an application. Call `start` or `accept_from`, and `close` at the end.
 
-    Args:
-        max_connections: maximum connections at once; 0 stands for half of this process's file descriptors, but at most
-            1024. At the maximum, a new connection closes the connection that has had no request for the longest time.
+    At `max_connections` (0: half of this process's file descriptors, at most 1024) a new connection closes the one that
+    has had no request for the longest time.
     """
 
     def __init__(self, app: web.Application, *, max_connections: int = 0) -> None:
-        self._busy = dict[object, int]()
-        """Connection -> number of its requests in progress."""
+        self._busy = dict[object, int]()  # connection -> number of its requests in progress
+        # Connection -> time on the loop's clock since when it is idle, longest first.
         self._idle = dict[web.RequestHandler, float]()
-        """Idle connection -> time at which it became idle, in seconds of the event loop's clock. The longest idle
-        connection is first."""
         app.middlewares.append(self._note_busy)
         # handler_cancellation cancels the turn of an agent that disconnects.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -95,11 +76,7 @@ class Listening:
         self.url = ""
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen on sockets from `bound`.
-
-        Raises:
-            ConfigError: another process listens on this address now.
-        """
+        """Listen on sockets from `bound`. ConfigError: another process listens on this address now."""
         loop = asyncio.get_running_loop()
         self._sockets += sockets
         for listener in sockets:
@@ -112,14 +89,12 @@ class Listening:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def accept_from(self, accept: Accept, name: str) -> None:
-        """Start a task of this name that serves the connections that `accept` returns."""
         if self._runner.server is None:
             await self._runner.setup()
             self._tasks.append(asyncio.create_task(self._close_silent(), name="close silent connections"))
         self._tasks.append(asyncio.create_task(self._accept(accept), name=name))
 
     async def close(self) -> None:
-        """Stop listening, and end all requests. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -164,7 +139,6 @@ class Listening:
                 self._close_longest()
 
     def _look(self, server: web.Server) -> None:
-        """Update `_idle`: a connection is idle if it has no request in progress."""
         now_s = asyncio.get_running_loop().time()
         idle = [each for each in server.connections if each not in self._busy]
         since = {each: self._idle.get(each, now_s) for each in idle}
@@ -179,9 +153,7 @@ class Listening:
 
 
 def _default_connections() -> int:
-    """Raise this process's limit of file descriptors if it is low. Return half of the limit, but at most 1024, so that
-    half is left for other uses.
-    """
+    # Raises a low limit of file descriptors; half of it is left for other uses.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 2 * _MOST_CONNECTIONS:
         soft = 2 * _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * _MOST_CONNECTIONS, hard)
@@ -190,7 +162,7 @@ def _default_connections() -> int:
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
-    """Return the next connection. If no file descriptor is left, wait, and log this at most once in `_QUIET_S`."""
+    """Accept a connection. Without a free descriptor wait, and log this at most once in `_QUIET_S`."""
     said_at_s = -_QUIET_S
     while True:
         try:

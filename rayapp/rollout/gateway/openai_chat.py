@@ -120,9 +120,7 @@ class _Stream(StreamWriter):
 
 
 def chosen_calls(choice: Any, brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    """Return the form of the tool calls that OpenAI's `tool_choice` demands; None if it leaves the policy the
-    choice.
-    """
+    """Return the form of the tool calls that `tool_choice` demands; None if it leaves the policy the choice."""
     if choice in (None, "auto", "none"):
         return None
     if choice == "required":
@@ -192,7 +190,6 @@ def _reason(choice: Choice) -> str:
 
 
 def usage(reply: Reply) -> dict[str, Any]:
-    """Return the counts of tokens, as OpenAI's chat completions write them."""
     return {
         "prompt_tokens": reply.num_prompt_tokens,
         "completion_tokens": reply.num_tokens,

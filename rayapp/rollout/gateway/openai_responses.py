@@ -103,11 +103,9 @@ class _Stream(StreamWriter):
     def __init__(self, begun: Begun, ask: Ask) -> None:
         super().__init__(begun, ask)
         self._numbers = count()
-        self._open: PartKind | None = None
-        """Kind of the output item that is open; None if none is."""
+        self._open: PartKind | None = None  # kind of the open output item
         self._num_items = 0
-        self._thoughts = list[str]()
-        """Pieces of thoughts that were already sent."""
+        self._thoughts = list[str]()  # already sent
 
     def _told(self, kind: str, **fields: Any) -> bytes:
         fields = {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
@@ -130,7 +128,6 @@ class _Stream(StreamWriter):
         return events + self._of_item("output_text.delta", said, content_index=0, delta=text, logprobs=[])
 
     def _begun(self, kind: PartKind) -> bytes:
-        """Return the events that open the item of this kind; no events if it is open."""
         if self._open == kind:
             return b""
         closed, self._open = self._thoughts_done(), kind
@@ -152,7 +149,6 @@ class _Stream(StreamWriter):
         return self._told("output_item.done", output_index=self._num_items - 1, item=item)
 
     def _thoughts_done(self) -> bytes:
-        """Return the events that close the item of thoughts; no events if it is not open."""
         if self._open != "thoughts":
             return b""
         item = _thoughts(self.begun, "".join(self._thoughts))
@@ -191,7 +187,7 @@ def _effort(reasoning: Any) -> Any:
 
 
 def _said(item: Mapping[str, Any], index: int) -> Said | None:
-    """Return an item of the input as a message; None for thoughts, which the policy does not read again."""
+    """Return an item as a message; None for thoughts, which the policy does not read again."""
     where, kind = f"input[{index}]", item.get("type", "message")
     if kind == "reasoning":
         return None
@@ -214,7 +210,7 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
 
 
 def _joined(messages: list[Said]) -> Iterator[Said]:
-    """Yield the messages, with the items of each turn of the assistant joined into one message."""
+    """Yield the messages, with the items of each turn of the assistant as one."""
     waiting: Said | None = None
     for said in messages:
         if said.role == "assistant" and waiting is not None:
@@ -267,11 +263,6 @@ def _function_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _response(begun: Begun, ask: Ask, items: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
-    """Return a response object of the API.
-
-    Args:
-        reply: the complete reply; None while it is being sampled.
-    """
     is_cut = reply is not None and reply.choices[0].finish_reason == "length"
     return {
         "id": f"resp_{begun.id}",

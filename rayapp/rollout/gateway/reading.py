@@ -1,6 +1,4 @@
-"""Functions that the dialects (one for each API) share: they read fields of a JSON body or refuse them, and write
-stream events. No I/O.
-"""
+"""Functions that the dialects (one for each API) share: they read fields of a JSON body or refuse them. No I/O."""
 
 from __future__ import annotations
 
@@ -12,10 +10,9 @@ from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, 
 from rayapp.rollout.gateway.streams import StreamWriter
 from rayapp.tools.base import ToolSchema
 
-MAX_STOPS, MAX_STOP_CHARS = 16, 200
-"""Maximum number and maximum length of a request's stop texts. The engine checks each stop text at every token."""
-MAX_TOOL_CHARS = 256 << 10
-"""Maximum characters of all tools of a request together, as JSON."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine checks each stop text at every token
+MAX_TOOL_CHARS = 256 << 10  # all tools of a request together, as JSON
+# Field of vLLM's StructuredOutputsParams that a request may set -> type of its value.
 _FORMS: dict[str, Any] = {
     "json": (str, dict),
     "regex": (str,),
@@ -24,14 +21,13 @@ _FORMS: dict[str, Any] = {
     "json_object": (bool,),
     "structural_tag": (str,),
 }
-"""Field of vLLM's StructuredOutputsParams that a request may set -> type of its value."""
 _MAX_VARIABLES = 16
+# Arguments of `apply_chat_template`, and special tokens.
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
     "eos_token", "max_length", "messages", "padding", "return_dict", "return_tensors", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
-"""Names that template variables of a request can't have: arguments of `apply_chat_template`, and special tokens."""
 
 
 class Dialect(Protocol):
@@ -61,11 +57,7 @@ def refuse(message: str) -> RefusedError:
 
 
 def parsed(data: bytes) -> Mapping[str, Any]:
-    """Return a request's body as data. Lone halves of surrogate pairs are escaped, because tokenizers can't read them.
-
-    Raises:
-        RefusedError: the body is not a JSON object.
-    """
+    """Return a request's body as data. Lone halves of surrogate pairs are escaped, for tokenizers."""
     try:
         written = data.decode(json.detect_encoding(data), "surrogatepass")
         body = json.loads(written)
@@ -79,7 +71,7 @@ def parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:
-    """Check that a field's value is a list of objects, and return the list. For null, return an empty list."""
+    """Return a field's list of objects; empty for null."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -88,7 +80,7 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def text(value: Any, name: str) -> str:
-    """Check that a field's value is a string, and return it. For null, return an empty string."""
+    """Return a field's string; empty for null."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -117,11 +109,7 @@ def positive(value: Any, name: str) -> int | None:
 
 
 def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content, which is a string or a list of parts. Parts are joined with line breaks.
-
-    Args:
-        kinds: allowed types of parts.
-    """
+    """Return the text of a message's content: a string, or parts of these kinds, joined with line breaks."""
     if value is None or isinstance(value, str):
         return value or ""
     parts = list[str]()
@@ -133,13 +121,7 @@ def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> tuple[ToolSchema, ...]:
-    """Return the tools that an agent brings.
-
-    Args:
-        read: function of an entry and its index in the list that returns the tool.
-    Raises:
-        RefusedError: an entry is not a tool, or the tools together are too long.
-    """
+    """Return the tools that an agent brings; `read` makes one from an entry and its index."""
     given = objects(value, "tools")
     size = len(json.dumps(given, ensure_ascii=False)) if given else 0
     if size > MAX_TOOL_CHARS:
@@ -148,13 +130,8 @@ def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> t
 
 
 def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
-    """Return the form that a field of the request demands of the answer; None if it demands none.
-
-    Args:
-        value: OpenAI's `response_format` or `text.format`, or Anthropic's `output_config.format`.
-        field: name of the field, for messages.
-        schema: key of the JSON schema in `value`.
-    """
+    """Return the form that `field` demands of the answer: OpenAI's `response_format` or `text.format`, or Anthropic's
+    `output_config.format`. `schema` is the key of the JSON schema in it."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
@@ -191,17 +168,11 @@ def structured_form(value: Any) -> Form | None:
     return Form(field="structured_outputs", structured=given)
 
 
-_DEFS = ("$defs", "definitions")
-"""Keys of a JSON schema for definitions, today's and that of older drafts."""
+_DEFS = ("$defs", "definitions")  # today's key of a JSON schema, and that of older drafts
 
 
 def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -> Form:
-    """Return the form of an answer that must call tools.
-
-    Args:
-        name: name of the tool; None for any tool.
-        several: True if the answer may have more than one call.
-    """
+    """Return the form of an answer that must call the tool `name` (None: any tool), or `several`."""
     chosen = [tool for tool in tools if name in (None, tool.name)]
     if not chosen:
         wanted = f"the tool {name!r:.60}, which is not in tools" if name else "a call, but tools is empty"
@@ -225,13 +196,13 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
 
 
 def _apart(parameters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tool's schema without its definitions, and the definitions under names that no other tool has."""
+    """Return a tool's schema, and its definitions under names that no other tool has."""
     own = _renamed(dict(parameters), number)
     return own, {f"{key}_{number}": value for part in _DEFS for key, value in (own.pop(part, None) or {}).items()}
 
 
 def _renamed(value: Any, number: int) -> Any:
-    """Return a part of a schema in which references name the definitions of tool `number`."""
+    """Return a schema in which references name the definitions of tool `number`."""
     if isinstance(value, list):
         return [_renamed(each, number) for each in value]
     if not isinstance(value, dict):
@@ -244,11 +215,7 @@ def _renamed(value: Any, number: int) -> Any:
 
 
 def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters") -> ToolSchema:
-    """Return the tool that a definition of an agent's tool describes.
-
-    Args:
-        parameters: key of the JSON schema in the definition.
-    """
+    """Return the tool of an agent's definition; `parameters` is the key of its JSON schema."""
     name = text(function.get("name"), f"{where}.name")
     schema = function.get(parameters) or {"type": "object", "properties": {}}
     if not name:
@@ -263,13 +230,8 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
 
 
 def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
-    """Return the variables of the chat template that a request sets, with their values.
-
-    Args:
-        given: the request's `chat_template_kwargs`.
-        effort: the request's `reasoning_effort`. As in vLLM, it also sets `enable_thinking`, to False for `none` and
-            else to True.
-    """
+    """Return the chat template's variables from `chat_template_kwargs` and `reasoning_effort`, which, as in vLLM, also
+    sets `enable_thinking`: False for `none`, else True."""
     variables = {} if given is None else given
     if not isinstance(variables, dict) or len(variables) > _MAX_VARIABLES:
         raise refuse(f"chat_template_kwargs must be an object with at most {_MAX_VARIABLES} fields")

@@ -1,11 +1,9 @@
-"""The gateway: serves the sessions of external agents over HTTP, in the usual APIs for language models. Each rollout
-worker has one.
+"""The gateway: serves the sessions of external agents over HTTP, in the usual APIs for language models.
 
     POST /<session>/v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
     GET  /<session>/v1/models | /v1/models/<model>
 
-A session's key (in the header Authorization: Bearer, or x-api-key) is valid only for that session. The server has no
-other routes. Streams send text while it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
+A session's key (Authorization: Bearer, or x-api-key) is valid only for that session.
 """
 
 from __future__ import annotations
@@ -42,18 +40,14 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 120.0
-NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
-"""Response header with the names of the request's fields that had no effect."""
-PATIENCE_S = 10.0
-"""Seconds without new tokens after which a stream sends a comment, so that clients don't time out."""
+NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"  # names the request's fields that had no effect
+PATIENCE_S = 10.0  # without new tokens; a stream then sends a comment, so that clients don't time out
 _REMEMBERED = 4096
-_MAX_OF_SANDBOX = 48
-"""Maximum connections of one sandbox. Each connection holds at most one request body in memory."""
+_MAX_OF_SANDBOX = 48  # connections of one sandbox; each holds at most one request body in memory
 _PING = b": the policy is sampling\n\n"
 _CHAT, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAIResponses(), AnthropicMessages()
+# Context with the session of a request, in which it is answered; RefusedError without one.
 Door = Callable[[web.Request], AbstractContextManager[Session]]
-"""Function that returns a context manager with the session of a request. The request is answered inside the context.
-Entering it raises RefusedError if the request gets no session."""
 
 
 class Api:
@@ -143,23 +137,19 @@ class Gateway:
         self._listening = Listening(Api(self._door).application("/{session}"))
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback address."""
         await self._listening.start(bound("127.0.0.1", 0))
 
     async def close(self) -> None:
-        """End all sessions, and stop listening. Idempotent."""
         for session in self._sessions.values():
             session.end()
         await self._listening.close()
 
     @property
     def url(self) -> str:
-        """URL of the gateway."""
         return self._listening.url
 
     @property
     def num_sessions(self) -> int:
-        """Number of open sessions."""
         return len(self._sessions)
 
     @contextmanager
@@ -195,10 +185,7 @@ class Gateway:
 
     @asynccontextmanager
     async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
-        """Serve only this session, during a block, to the clients whose connections `accept` returns.
-
-        The clients may be hostile: they are programs in a sandbox.
-        """
+        """Serve only this session, during a block, to the connections of a sandbox, whose programs may be hostile."""
         app = Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)
         listening = Listening(app, max_connections=_MAX_OF_SANDBOX)
         await listening.accept_from(accept, f"accept {session.request_id}")
@@ -240,7 +227,7 @@ def _unknown(session_id: str) -> RefusedError:
 
 
 def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:
-    """Return the request's key if it is one of `keys`. Raises RefusedError: the key is missing or wrong."""
+    """Return the request's key if it is one of `keys`, else raise a RefusedError."""
     sent = given_key(request.headers)
     # Compare with every key, so that the duration reveals nothing about the keys.
     if not (found := [key for key in keys if hmac.compare_digest(sent, key.encode())]):
@@ -269,7 +256,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _sending(request: web.Request, body: bytes) -> Sending:
-    """Return what the headers of an SDK tell about a call's transmission: retries and timeout."""
+    """Return retries and timeout, from the headers of an SDK."""
     headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
     timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
     return Sending(
@@ -289,14 +276,12 @@ def _read(dialect: Dialect, body: Mapping[str, Any]) -> Ask:
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
-    """Return the response header that names the request's fields without effect; no header if there are none."""
     ignored = [*ask.not_followed, *ask.ignored_sampling]
     ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
 
 
 def _unread(session: Session, ask: Ask) -> list[str]:
-    """Return the template variables of a call that the chat template doesn't read."""
     unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
     if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
         # Both variables express the same setting, and a template reads only one of them.
@@ -335,9 +320,6 @@ async def _stream(
 
 
 def _begun(writer: StreamWriter | None, dialect: Dialect, begun: Begun, ask: Ask) -> tuple[StreamWriter, bytes]:
-    """Return the writer of the stream, and the events with which the stream begins. If the writer exists already, there
-    are no such events.
-    """
     if writer is not None:
         return writer, b""
     writer = dialect.stream(begun, ask)

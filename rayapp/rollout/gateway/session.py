@@ -2,9 +2,7 @@
 
     Ask -> recorded part (Conversations) -> recorded ids + new ids -> engine -> Recorder, Conversations -> Reply
 
-The gateway makes one session for each trajectory and ends it with the trajectory. An agent's mistake raises a
-`RefusedError`. A failure of the engine raises a `RefusedError` too; it also puts the engine's error into `trouble`,
-which ends the trajectory.
+An agent's mistake raises a `RefusedError`. A failure of the engine also ends the trajectory, through `trouble`.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.syntax import spoken
 from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.gateway.conversation import (
     Ask,
@@ -50,71 +49,54 @@ if TYPE_CHECKING:
     from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
 
 MOST_TURNS_AT_ONCE = 64
-_MAX_TOOL_SETS = 32
-"""Maximum number of sets of tools of a session. Each set is prepared in the only thread that all sessions of a worker
-share."""
+_MAX_TOOL_SETS = 32  # each is prepared in the only thread that all sessions of a worker share
 _SIDE_CALLS_A_TURN = 4
-_MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
-"""Maximum number of abandoned calls that are kept, because their clients may retry them; and the seconds for which each
-is kept."""
+_MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0  # abandoned calls that are kept, because their clients may retry them
 _MOST_NOTES = 20
 _DESCRIBE = ", describe the form of the answer in the prompt, or set agent.external.structured"
-_SMALL = 16 << 10
-"""Maximum bytes or characters of input that is read on the event loop. This takes milliseconds."""
+_SMALL = 16 << 10  # bytes or characters of input that is read on the event loop, in milliseconds
+# Threads that read bodies and render prompts; a session uses at most one at a time.
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
-"""Threads that read bodies and render prompts. Each session uses at most one of them at a time."""
 _T = TypeVar("_T")
 Structured = Literal["refuse", "free", "guide"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Conversations of one trajectory with the policy."""
-
     formats: Formats
     engine: RolloutEngine
-    sampling: SamplingParams
-    """Sampling settings of every turn. They fix the sampling distribution: the agent can only set the number of tokens,
-    the number of choices, and stop texts."""
+    sampling: SamplingParams  # of every turn; the agent can only set the number of tokens and choices, and stop texts
     limits: SessionLimits
-    request_id: RequestId
-    """Id of the trajectory. Turns are numbered from 1 on."""
+    request_id: RequestId  # of the trajectory; turns are numbered from 1 on
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
-    limit: Literal["", "turns", "tokens"] = ""
-    """Limit by which the last call was refused or its answer was cut; empty after a call within the limits."""
-    replies: Replies = field(default_factory=Replies)
-    """Conversations that calls may continue by a reply's id (Responses API only)."""
+    limit: Literal["", "turns", "tokens"] = ""  # by which the last call was refused or its answer was cut
+    replies: Replies = field(default_factory=Replies)  # continued by a reply's id (Responses API)
+    # Treatment of calls that name a model other than MODEL; see `agent.external.models`.
     other_models: Literal["train", "untrained", "refuse"] = "train"
-    """Treatment of calls that name a model other than MODEL; see `agent.external.models`."""
-    forwarder: Forwarder | None = None
-    """Client of the endpoint that answers calls under other models' names; None if there is none."""
-    structured: Structured = "refuse"
-    """Treatment of calls that demand a form of the answer; see `agent.external.structured`."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Kind of call -> number of this session's calls of the kind, for `Trajectory.agent_counts`."""
+    forwarder: Forwarder | None = None  # answers calls under other models' names
+    structured: Structured = "refuse"  # see `agent.external.structured`
+    counts: Counter[str] = field(default_factory=Counter)  # calls by kind, for `Trajectory.agent_counts`
+    # Lines for the agent's output, about calls that did not continue the last conversation.
     notes: list[str] = field(default_factory=list)
-    """Lines for the agent's output about calls that did not continue the last conversation."""
+    # Future that never gets a result; when the engine fails, it gets the error.
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Future that never gets a result. When the engine fails, it gets the engine's error."""
     _conversations: Conversations = field(default_factory=Conversations)
     _num_asked: int = 0
     _running: set[asyncio.Task[SampledTurn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
+    # Key of a sending -> call whose client disconnected before the reply.
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
-    """`Sending.key` -> call whose client disconnected before the reply."""
-    _sides: list[Session] = field(default_factory=list)
-    """Sessions for calls that are not recorded. Each such call has its own session while it is answered."""
+    _sides: list[Session] = field(default_factory=list)  # for calls that are not recorded, each while it is answered
     _num_sides: int = 0
-    _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Tasks that forward requests to the endpoint."""
+    _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)  # forward requests to the endpoint
 
     async def read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
-        """Read the body of a request as a call (`read` runs in a thread if the body is large). If the endpoint answers
-        the call, count the call, and return the body as data."""
+        """Read the body of a request as a call, a large one in a thread. If the endpoint answers it, count it, and
+        return the body as data."""
         self._check_body(body)
         ask = await self._beside(len(body), lambda: self._read(read, body))
         if not isinstance(ask, Ask):
@@ -149,8 +131,7 @@ class Session:
 
     @contextmanager
     def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
-        """Yield the task that makes the reply to a call. A client that disconnected and retries gets the task of its
-        first attempt."""
+        """Yield the task that makes the reply to a call; for a client's retry that of its first attempt."""
         task = self._unanswered.pop(sending.key, None) if sending.is_repeated else None
         if task is not None and not (task.done() and (task.cancelled() or task.exception() is not None)):
             self.counts["repeated"] += 1
@@ -198,7 +179,6 @@ class Session:
         return self.other_models != "train" and ask.model != MODEL
 
     async def _asked_aside(self, ask: Ask, live: Live | None) -> Reply:
-        """Answer a call that is not recorded, in a separate session that ends with the call."""
         self._check_open()
         if self.other_models == "refuse":
             raise RefusedError("no_model", f"there is no model {ask.model[:200]!r}; the model is {MODEL!r}")
@@ -257,7 +237,7 @@ class Session:
         return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
-        """Put an error into `trouble`, so that `ExternalAgent`, which waits for it, ends the trajectory."""
+        """Put an error into `trouble`, so that `ExternalAgent` ends the trajectory."""
         if not self.trouble.done():
             self.trouble.set_exception(error)
 
@@ -279,8 +259,8 @@ class Session:
     def trajectory(
         self, *, failure: str = "", answer: str | None = None, ran_out: bool = False, output: str = ""
     ) -> Trajectory:
-        """Return the session's recorded tokens as a trajectory. `failure` is why the agent's program failed, empty if
-        it ended normally or by a limit; without an `answer` the last turn's text is the answer."""
+        """Return the recorded tokens as a trajectory. `failure` is why the agent's program failed; without an `answer`
+        the last turn's text is the answer."""
         status = RolloutStatus.ERROR_TASK if failure else RolloutStatus.COMPLETED
         if self.limit == "tokens":
             status = RolloutStatus.TRUNCATED
@@ -317,7 +297,6 @@ class Session:
             raise RefusedError("invalid", f"{ask.form.field}: {problem}")
 
     def _take_turns(self, number: int) -> range:
-        """Return the numbers of the next turns, which count as used."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
             raise RefusedError(
                 "busy", f"more than {MOST_TURNS_AT_ONCE} turns of this session are in progress: wait until one ends"
@@ -347,7 +326,6 @@ class Session:
         return Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
-        """Count a call that does not continue a recorded turn, and note why."""
         if found.after >= 0:
             drift = Drift("retry") if found.turn is None else None
         else:
@@ -360,14 +338,14 @@ class Session:
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work`, in a thread if its input is large. A session runs one such work at a time."""
+        # A session runs one such work at a time.
         if size <= _SMALL:
             return work()
         async with self._thread:
             return await asyncio.get_running_loop().run_in_executor(_READING, work)
 
     def _check_size(self, messages: Sequence[Said]) -> int:
-        """Return the number of characters of the messages; refuse those that can't fit into the session's tokens."""
+        """Refuse messages that can't fit into the session's tokens."""
         num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
         if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
             raise self._too_long(f"the prompt has {len(messages)} messages and {num_chars} characters")
@@ -403,14 +381,14 @@ class Session:
             wants_allowed=True,
         )
         choices, splitters = list[Choice](), list[Splitter]()
+        prompt_end = wanted.format.chat.end_of(wanted.prompt_ids)
         if live is not None:
-            is_thinking = wanted.format.is_thinking(wanted.prompt_ids)
+            is_thinking = prompt_end.rstrip().endswith(("<think>", "<thinking>"))
             splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
         listeners = [] if live is None else [live.listener(i, each) for i, each in enumerate(splitters)]
         for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
-            choice = await choice_of(
-                ask, wanted.format, self.tree, turn, self.request_id, splitters[i].text_start if splitters else None
-            )
+            text_start = splitters[i].text_start if splitters else None
+            choice = await choice_of(ask, wanted.format, self.tree, turn, self.request_id, prompt_end, text_start)
             self._conversations.record(
                 wanted.format.key,
                 messages,
@@ -423,7 +401,6 @@ class Session:
         return tuple(choices)
 
     def _left(self, wanted: Wanted) -> int:
-        """Return the number of tokens that may still be sampled after this prompt."""
         num_new = self.tree.num_new(wanted.after, wanted.read_ids)
         left = self.limits.max_tokens - self.tree.size - num_new
         if left < 1:
@@ -438,7 +415,6 @@ class Session:
     async def _turns(
         self, wanted: Wanted, sampling: SamplingParams, number: int, listeners: Sequence[OnTokens]
     ) -> list[SampledTurn]:
-        """Sample and record `number` turns after one prompt."""
         numbers = self._take_turns(number)
         on_tokens: Sequence[OnTokens | None] = listeners or [None] * number
         tasks = [
@@ -476,10 +452,12 @@ class Session:
         # a lower max_tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
+        said = spoken(text, wanted.format.chat.end_of(wanted.prompt_ids))
         prompt_end, end = self.tree.add_turn(
-            wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
+            wanted.after, wanted.read_ids, completion, text=said, started_at_s=started_at_s
         )
-        return SampledTurn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
+        number = len(self.tree.turns) - 1
+        return SampledTurn(number=number, prompt_end=prompt_end, end=end, completion=completion, text=text)
 
 
 def _retrieved(task: asyncio.Task[Reply]) -> None:

@@ -1,10 +1,7 @@
 """Streams a turn while it is sampled: new tokens become pieces of thoughts and text, which become events of the API.
 
-    engine -- new ids --> Splitter -- Piece --> Live -- queue --> server -- StreamWriter --> client
-
-A splitter holds back text that later tokens may change or remove: unfinished characters, the end of the turn, the start
-of a stop text, blanks at the end, and everything from the first tool call on. When the turn ends, the writer gets the
-whole `Reply` and sends the missing parts. Except for the queue, everything is pure.
+A splitter holds back text that later tokens may change: unfinished characters, the end of the turn, the start of a stop
+text, blanks at the end, and everything from the first tool call on. At the turn's end the writer sends the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +20,7 @@ from rayapp.rollout.gateway.formats import Format
 PartKind = Literal["thoughts", "text"]
 _OPEN, _CLOSE = "<think>", "</think>"
 _PIECE_CHARS = 256
-_WINDOW = 8
-"""Number of earlier tokens that are decoded again together with new tokens. Some tokenizers write a token's leading
-blank only after another token."""
+_WINDOW = 8  # tokens decoded again with new ones: some tokenizers write a leading blank only after another token
 
 
 class Piece(NamedTuple):
@@ -39,18 +34,13 @@ class Piece(NamedTuple):
 class Splitter:
     """Splits the tokens of one turn, while they are sampled, into pieces of thoughts and text.
 
-    Args:
-        chat_format: chat format of the call.
-        ask: the call.
-        is_thinking: True if the prompt ends with `<think>`. No piece is then sent before `</think>`, because without
-            `</think>` the whole turn is text.
+    With `is_thinking` (the prompt ends with `<think>`) no piece is sent before `</think>`.
     """
 
     def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
         self._format, self._stop = chat_format, ask.stop
         self._ids = list[int]()
-        self._num_read = 0
-        """Number of token ids whose text is in `_text`."""
+        self._num_read = 0  # ids whose text is in `_text`
         self._text = ""
         self._num_sent: dict[PartKind, int] = {"thoughts": 0, "text": 0}
         self._is_thinking = is_thinking
@@ -58,8 +48,7 @@ class Splitter:
         is_called = ask.form is not None and ask.form.is_calls
         self._marks = (*ask.stop, *([chat_format.parser.start] if has_calls and chat_format.parser.start else []))
         self._is_held = is_called or (has_calls and not chat_format.parser.start)
-        self.text_start: int | None = None
-        """Index of the first character after the turn's thoughts; None as long as it is unknown."""
+        self.text_start: int | None = None  # first character after the turn's thoughts, once known
 
     def add(self, new_ids: Sequence[int]) -> Iterator[tuple[PartKind, str]]:
         """Yield the pieces that these tokens complete."""
@@ -68,9 +57,7 @@ class Splitter:
             yield from self._pieces()
 
     def _read_text(self) -> bool:
-        """Decode new tokens. Return False if nothing can be added yet: the tokens end within a character, or may belong
-        to the end of the turn.
-        """
+        # False if the tokens end within a character, or may belong to the end of the turn
         end = self._format.chat.num_said(self._ids)
         start, decode = max(0, self._num_read - _WINDOW), self._format.chat.tokenizer.decode
         if end <= self._num_read:
@@ -107,9 +94,7 @@ class Splitter:
             yield from self._until("thoughts", start, self._settled(start, (_CLOSE, *self._stop)))
 
     def _settled(self, start: int, marks: Sequence[str] | None = None) -> int:
-        """Return the end of the text that can be sent: it ends before trailing blanks, and before a mark or the
-        beginning of one.
-        """
+        """Return the end of the text before trailing blanks, and before a mark or the beginning of one."""
         text, marks = self._text[start:], self._marks if marks is None else marks
         found = [place for mark in marks if (place := text.find(mark)) >= 0]
         if found:
@@ -133,8 +118,7 @@ def _num_begun(text: str, mark: str) -> int:
 class Live:
     """Queue of the pieces that a stream has to send while its call is answered."""
 
-    begun: Begun | None = None
-    """The part of the reply that is known before sampling; None until the prompt is read."""
+    begun: Begun | None = None  # None until the prompt is read
     _pieces: list[Piece] = field(default_factory=list)
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -154,7 +138,7 @@ class Live:
         self._has_news.set()
 
     async def pieces(self, timeout_s: float) -> list[Piece]:
-        """Return the pieces since the last call. If there are none, wait for one, at most `timeout_s`."""
+        """Return the pieces since the last call; wait for one, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_news.wait()
@@ -183,11 +167,7 @@ class StreamWriter(ABC):
         return b"".join(self.delta(index, kind, part) for part in parts)
 
     def rest(self, index: int, choice: Choice) -> bytes:
-        """Return the events for the part of a finished choice that was not sent yet.
-
-        Raises:
-            RefusedError: the finished choice does not begin with the part that was sent.
-        """
+        """Return the events for what was not sent of a finished choice. RefusedError: it begins otherwise."""
         events, parts = b"", {"thoughts": choice.thoughts, "text": choice.text}
         for kind, whole in parts.items():
             sent = "".join(self._sent[index, kind])  # type: ignore[index]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayapp.core.syntax import spoken
 from rayapp.core.types import CallRecord, Completion, RequestId
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
@@ -16,47 +17,41 @@ from rayapp.rollout.gateway.formats import Format, continued, rendered
 from rayapp.rollout.recorder import Recorder
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
-MAX_RECORDED_CHARS = 16_384
-"""Maximum characters that the record of a call keeps of the tool's result. The policy reads the whole result."""
+MAX_RECORDED_CHARS = 16_384  # of a tool's result, in the record of a call; the policy reads all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Prompt of a call, and the recorded token from which it continues."""
-
     format: Format
-    after: int
-    """Index of the recorded token that comes before the new part of the prompt; -1 if the whole prompt is new."""
-    read_ids: list[int]
-    """Token ids of the new part."""
-    prompt_ids: list[int]
-    """Token ids of the whole prompt."""
+    after: int  # recorded token before the new part of the prompt; -1 if all is new
+    read_ids: list[int]  # the new part
+    prompt_ids: list[int]  # the whole prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """A recorded turn."""
-
-    number: int
-    """Index of the turn in `Recorder.turns`."""
+    number: int  # in `Recorder.turns`
     prompt_end: int
-    end: int
-    """Index of the turn's last token."""
+    end: int  # index of the turn's last token
     completion: Completion
+    text: str  # as sampled; the text in `Recorder.turns` may begin with the prompt's `<think>`
 
 
 async def choice_of(
-    ask: Ask, chat_format: Format, tree: Recorder, turn: SampledTurn, request_id: RequestId, text_start: int | None
+    ask: Ask,
+    chat_format: Format,
+    tree: Recorder,
+    turn: SampledTurn,
+    request_id: RequestId,
+    prompt_end: str,
+    text_start: int | None,
 ) -> Choice:
-    """Return a turn as an API represents it.
-
-    Args:
-        text_start: index after the thoughts, as the stream's splitter found it. With None, the thoughts end at the
-            last `</think>`.
-    """
+    """Return a turn as an API represents it. `text_start` is the index after the thoughts, as the stream's splitter
+    found it; None: after the last `</think>`."""
     record = tree.turns[turn.number]
-    text, stopped_by = _before_stop(record.text, ask.stop)
+    text, stopped_by = _before_stop(turn.text, ask.stop)
     if text_start is None or text_start > len(text):
+        text = spoken(text, prompt_end)
         said, thoughts = after_thoughts(text), thoughts_of(text)
     else:
         said, thoughts = text[text_start:], thoughts_of(text[:text_start])
@@ -76,10 +71,8 @@ async def choice_of(
 async def _calls(
     ask: Ask, chat_format: Format, said: str, name: str
 ) -> tuple[tuple[ToolCall, ...], str, Sequence[RawCall]]:
-    """Return the tool calls of a turn, the text outside them, and all calls as the parser read them.
-
-    If one call can't be parsed, return the whole turn as text, because the agent could not answer this call.
-    """
+    # The calls, the text outside them, and the calls as the parser read them. If one can't be parsed, the whole turn is
+    # text, because the agent could not answer it.
     if ask.form is not None and ask.form.is_calls:
         return *_formed_calls(said), ()
     if not ask.tools or not ask.reads_calls or ask.form is not None:
@@ -111,9 +104,7 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls of an answer whose form is a list of calls, and an empty text. If the answer was cut off, return
-    no calls, and its text.
-    """
+    """Return the calls of an answer whose form is a list of calls; none if it was cut off."""
     try:
         # xgrammar lets a string with maxLength hold control characters as they are; json refuses them if strict.
         made: list[dict[str, Any]] = json.loads(said, strict=False)
@@ -123,9 +114,6 @@ def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return the text before the first stop text in it, and this stop text. Without a stop text, return the text and an
-    empty string.
-    """
     places = [(text.find(each), each) for each in stop if each in text]
     if not places:
         return text, ""
@@ -147,7 +135,7 @@ def note_results(tree: Recorder, found: Found, messages: Sequence[Said]) -> None
 def new_prompt_ids(
     chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]
 ) -> list[int]:
-    """Return the token ids of the part of the prompt that follows the recorded token `found.after`."""
+    """Return the token ids of the prompt after the recorded token `found.after`."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)
     if found.turn is None:

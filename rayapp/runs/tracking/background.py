@@ -1,9 +1,6 @@
 """Runs a tracker that talks to a service in its own thread: a server that hangs must not delay training.
 
-    driver --log, trace--> queue (bounded) --> thread --> the tracker (made there, on its first record)
-
-Errors in the thread are raised at the next call, where RunTracker counts them. Records that no longer fit into the
-queue are refused, which also counts as a failure.
+Errors in the thread are raised at the next call. Records that no longer fit into the queue are refused.
 """
 
 from __future__ import annotations
@@ -20,10 +17,8 @@ from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
 
 MAX_WAITING = 1000
-MAX_WAITING_TRACES = 4
-"""Maximum number of steps whose traces wait. Their groups stay in the object store until the traces are written."""
-CLOSE_TIMEOUT_S = 60.0
-"""Longest wait until the thread takes the next record: importing a service's library takes seconds."""
+MAX_WAITING_TRACES = 4  # steps whose traces wait; their groups stay in the object store meanwhile
+CLOSE_TIMEOUT_S = 60.0  # until the thread takes the next record: importing a service's library takes seconds
 
 T = TypeVar("T", bound=Tracker)
 
@@ -35,11 +30,7 @@ class RolloutTracer(Tracker, Protocol):
 
 
 class BackgroundTracker(Generic[T]):
-    """Runs a tracker in a daemon thread.
-
-    Args:
-        make: makes the tracker at the run's first record; may take long or fail, and is retried at the next record.
-    """
+    """Runs a tracker in a daemon thread. `make` makes it at the first record; it may fail, and is then retried."""
 
     def __init__(self, name: str, make: Callable[[int], T], *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._name = name
@@ -68,9 +59,7 @@ class BackgroundTracker(Generic[T]):
         self._raise_first()
 
     def close(self) -> None:
-        """Write the waiting records; the deadline restarts with each record that is taken. Raises as `log`, or
-        TimeoutError.
-        """
+        """Write the waiting records; the deadline restarts with each one taken. Raises as `log`, or TimeoutError."""
         try:
             self._records.put(None, timeout=self._close_timeout_s)
         except queue.Full:
@@ -140,9 +129,7 @@ _STORING = threading.Lock()
 
 
 def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
-    """Return the id in `trackers.json` for a service, so that a resumed run continues in the same one; make and store
-    one if there is none.
-    """
+    """Return the id in `trackers.json` for a service, or make one, so that a resumed run continues in it."""
     file = folder / FILE
     try:
         kept: dict[str, str] = json.loads(file.read_text())

@@ -1,7 +1,6 @@
 """Shows a run's progress: a live display on a terminal, otherwise one line or log record per step.
 
-`make_trackers` makes a console, and the driver calls it. All consoles show the same numbers, and a dash for a missing
-number. No console writes to a file of the run.
+All consoles show the same numbers, and a dash for a missing one.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ SPARK_STEPS = 40
 PACE_STEPS = 20
 NUM_NOTES = 4
 FIRST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 160.0
+# Label -> metric and format.
 FORMATS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", "{:+.3f}"),
     "pass rate": ("reward/pass_rate/mean", "{:.2f}"),
@@ -39,7 +39,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "tokens/s": ("throughput/response_tokens_per_s", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-"""Metric and format of each number shown, by label."""
+# Numbers of a step on demonstrations.
 SUPERVISED: dict[str, tuple[str, str]] = {
     "loss": ("sft/loss", "{:.3f}"),
     "validation": ("sft/validation_loss", "{:.3f}"),
@@ -48,35 +48,34 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "tokens": ("sft/num_tokens", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-"""Numbers of a step on demonstrations."""
+# Numbers of steps that have them: on GPUs, with prices (`budget`), of evaluations.
 OPTIONAL: dict[str, tuple[str, str]] = {
     "tokens/s/GPU": ("throughput/tokens_per_s_per_gpu", "{:.0f}"),
     "cost": ("cost/total", "{:.2f}"),
     "eval scored": ("eval/trajectories/scored", "{:.0f}"),
     "eval failed": ("eval/trajectories/failed", "{:.0f}"),
+    "eval prompts left out": ("eval/prompts/left_out", "{:.0f}"),
 }
-"""Numbers of steps that have them: on GPUs, if prices are set (`budget`), and of evaluations."""
+# Numbers of an evaluation, after those of a step, or alone before the first step.
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
 }
-"""Numbers of an evaluation, shown after those of a step, or alone before the first step."""
+# Meanings of the labels in FORMATS, shown once, before the first step.
 LEGEND = (
     "reward: mean over the step's completions; pass rate: share of tests passed; solved: share of completions that "
     "pass all; no signal: share of groups with equal rewards, from which GRPO learns nothing; entropy: nats per token, "
     "near 0 the policy repeats itself; stale: optimizer steps between the weights that sampled and those that train; "
     "tokens/s: sampled tokens per second of the step; tokens/s/GPU: trained tokens per second and GPU of the run"
 )
-"""Meanings of the labels in FORMATS, shown once, before the first step."""
+# Meanings of the labels in SUPERVISED.
 SUPERVISED_LEGEND = (
     "loss, validation: cross-entropy of the step's demonstrations and of held-out rows, in nats per token; epoch: "
     "passes over the demonstrations so far; tokens: tokens learned in this step"
 )
-"""Meanings of the labels in SUPERVISED, shown once, before the first step."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
-    """Return the formats for this kind of step."""
     evaluated = EVALUATED if any(key.startswith("eval/") for key in metrics) else {}
     if any(key.startswith("sft/") for key in metrics):
         return SUPERVISED | evaluated
@@ -123,12 +122,7 @@ def number(label: str, metrics: Mapping[str, float]) -> str:
 
 
 class LineConsole:
-    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display.
-
-    Args:
-        num_steps: steps of the whole run.
-        stream: default: standard output.
-    """
+    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display."""
 
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
         self._num_steps = num_steps
@@ -149,7 +143,6 @@ class LineConsole:
         self._last_line = time.monotonic()
 
     def phase(self, name: str) -> None:
-        """Keep the phase, for lines after a silence."""
         if self._phase == "starting" and not self._is_closed.is_set():
             threading.Thread(target=self._break_silence, name="console", daemon=True).start()
         self._phase, self._phase_started, self._progress = name, time.monotonic(), ""
@@ -172,7 +165,6 @@ class LineConsole:
         self.note(self._line(step, metrics))
 
     def _explain(self, metrics: Mapping[str, float]) -> None:
-        """Print the legend before the first step that shows its labels."""
         if not self._is_explained and (legend := legend_of(metrics)):
             self._is_explained = True
             self.note(legend)
@@ -211,15 +203,8 @@ def _width(label: str) -> int:
 
 
 class LiveConsole:
-    """A display that is redrawn in place.
-
-    Args:
-        num_steps: steps of the whole run.
-        name: name of the run.
-        console: place to draw; default: the terminal behind standard error.
-        clock: seconds; replaced in tests.
-        is_live: also redraw periodically, for its clocks.
-    """
+    """A display that is redrawn in place, with `is_live` also periodically. `console` is the place to draw; default:
+    the terminal behind standard error."""
 
     def __init__(
         self,
@@ -236,8 +221,7 @@ class LiveConsole:
         self._step = 0
         self._metrics: Mapping[str, float] = {}
         self._rewards: list[float] = []
-        self._notes: tuple[str, ...] = ()
-        """Last notes; replaced, never changed: rich's thread reads them while it redraws."""
+        self._notes: tuple[str, ...] = ()  # replaced, never changed: rich's thread reads them while it redraws
         self._pace = Pace(num_steps)
         self._seconds_left: float | None = None
         self._started = clock()
@@ -250,17 +234,14 @@ class LiveConsole:
         self._live.refresh()
 
     def note(self, text: str) -> None:
-        """Show a note below the numbers, after the last few notes."""
         self._notes = (*self._notes, text)[-NUM_NOTES:]
         self._draw()
 
     def phase(self, name: str) -> None:
-        """Show the phase that the driver waits for, with its seconds."""
         self._phase, self._phase_started, self._progress = name, self._clock(), ""
         self._draw()
 
     def progress(self, text: str) -> None:
-        """Show the progress of the phase, e.g. the groups done."""
         self._progress = f" ({text})"
         self._draw()
 
@@ -299,13 +280,7 @@ class LiveConsole:
 
 
 class NotebookConsole(LiveConsole):
-    """A live display below a notebook's cell, redrawn with each step, phase and note.
-
-    Args:
-        num_steps: steps of the whole run.
-        name: name of the run.
-        show: draws text below the cell, replacing the last text; default: IPython's display.
-    """
+    """A live display below a notebook's cell. `show` draws text there (default: by IPython)."""
 
     def __init__(self, num_steps: int, name: str, show: Callable[[str], None] | None = None) -> None:
         self._text = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False)
@@ -323,7 +298,7 @@ class NotebookConsole(LiveConsole):
 
 
 def in_notebook() -> bool:
-    """Return True in a notebook's kernel, False in a terminal."""
+    """True in a notebook's kernel, False in a terminal."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 

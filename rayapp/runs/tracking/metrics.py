@@ -1,7 +1,7 @@
 """Metrics of a step's rollouts: scalars from group summaries. docs/run-folder.md has their meanings and units.
 
-The module also writes `metrics.jsonl`, one line a step, which is on disk before the next step starts; and computes
-pass@k of an evaluation, per data source or task. `SignalWatch` counts steps that teach the policy nothing.
+Also `metrics.jsonl`, one line a step, on disk before the next step starts; pass@k; and `SignalWatch`, which counts
+steps that teach the policy nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _COUNTS = ("verdict/", "judged/", "agent/")
 
 def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[str, float]:
     """Compute metrics of the groups that one step trains on; staleness counts from policy version `version`. Reward
-    metrics leave out invalid trajectories.
-    """
+    metrics leave out invalid trajectories."""
     metrics = _rewards(summaries) | _groups(summaries) | _lengths(summaries) | _statuses(summaries)
     metrics |= _tools(summaries) | _verdicts(summaries)
     for task in sorted({summary.task for summary in summaries}):
@@ -41,8 +40,8 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
 
 
 def _kept(summaries: Sequence[GroupSummary], version: int) -> dict[str, float]:
-    """Return the share of trajectories that were continued after a weight sync, the share of tokens that were sampled
-    before it, and the mean staleness of a token. Both shares are 0 in synchronous runs."""
+    """Return shares of trajectories continued after a weight sync and of tokens sampled before it, and mean
+    staleness."""
     trajectories = [counts for summary in summaries for counts in summary.tokens_by_version if counts]
     num_tokens = sum(sum(counts.values()) for counts in trajectories)
     if not num_tokens:
@@ -72,7 +71,7 @@ def _term(summary: GroupSummary, name: str) -> FloatArray:
 
 
 def _is_count(name: str) -> bool:
-    """Return True for counts recorded beside a reward's terms, which `_tools` and `_verdicts` report instead."""
+    """Return True for counts beside a reward's terms, which `_tools` and `_verdicts` report."""
     return _is_of_tools(name) or name.startswith(_COUNTS)
 
 
@@ -86,7 +85,7 @@ def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Count turns and tool calls of the agent loop over all trajectories, trained on or not."""
+    """Count turns and tool calls of all trajectories, trained on or not."""
     names = {name for summary in summaries for name in summary.reward_terms if _is_of_tools(name)}
     found = {name: np.concatenate([_term(summary, name) for summary in summaries]) for name in names}
     turns = found.pop("num_turns", np.zeros(0, np.float32))
@@ -100,14 +99,14 @@ def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:
-    """Return statistics of the values; empty without values, because a mean of 0 would be drawn as a drop."""
+    """Return statistics; none without values, because a mean of 0 would be drawn as a drop."""
     if not values.size:
         return {}
     return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "std", "min", "max")}
 
 
 def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Return shares of groups that teach nothing: all rewards equal, or no valid reward."""
+    """Return shares of groups that teach nothing: all rewards equal, or no valid one."""
     return {
         "groups/count": float(len(summaries)),
         "groups/zero_variance": float(np.mean([_has_equal_rewards(summary) for summary in summaries])),
@@ -116,7 +115,7 @@ def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _has_equal_rewards(summary: GroupSummary) -> bool:
-    """Return whether the valid rewards are all equal; False with rollout.group_size 1, where nothing is compared."""
+    # False with rollout.group_size 1, where nothing is compared
     rewards = summary.rewards[summary.valid]
     return summary.rewards.size > 1 and rewards.size > 0 and float(np.ptp(rewards)) == 0.0
 
@@ -133,7 +132,7 @@ def _lengths(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Return shares of statuses over all trajectories, and the number with a verdict, over which rewards are means."""
+    """Return shares over all trajectories; and the number with a verdict, over which rewards are means."""
     total = sum(summary.rewards.size for summary in summaries)
     counted = {
         "status": Counter(status for summary in summaries for status in summary.statuses),
@@ -192,11 +191,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def summarize_passes(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Compute `pass_at_K/NAME` for each data source or task, the mean over its prompts, for K = 1, 2, 4, … and all
-    samples. If the run has sources, NAME is `SOURCE/TASK`, since each source may run a task differently.
+    """Compute `pass_at_K/NAME` (NAME: task, or SOURCE/TASK), the mean over prompts, for K = 1, 2, 4, … and all samples.
 
-    Samples without a verdict are left out; prompts with fewer than K remaining samples are left out of pass@K.
-    `pass_prompts/NAME` is the number of prompts in pass@1.
+    Samples without a verdict are left out, and prompts with fewer than K others. `pass_prompts/NAME`: prompts in
+    pass@1.
     """
     metrics: dict[str, float] = {}
     for name in sorted({_name(summary) for summary in summaries}):
@@ -226,10 +224,8 @@ def _counts(summary: GroupSummary) -> tuple[int, int]:
     return int(known.sum()), int((solved[known] >= 1.0).sum())
 
 
-PATIENCE_STEPS = 3
-"""Steps in a row without signal after which a run warns."""
-_KEY = "learner/share_computed"
-"""Share of the step's tokens that the learner computed: tokens with an advantage, or all if there is a KL."""
+PATIENCE_STEPS = 3  # in a row without signal, after which a run warns
+_KEY = "learner/share_computed"  # of the step's tokens: those with an advantage, or all if there is a KL
 _WHY = (
     "all completions of each prompt earned the same reward. Read some (rayapp view RUN) and score an answer that you "
     "know to "
@@ -269,7 +265,7 @@ class SignalWatch:
 
 
 def _is_silent(metrics: Mapping[str, Any]) -> bool:
-    """Return True if the step had no signal from rewards, and there is no teacher, which needs no rewards."""
+    """Return True without a signal from rewards, and without a teacher, which needs none."""
     are_equal = metrics.get("reward/std", 1.0) < 1e-6 and "distillation/kl" not in metrics
     return bool(metrics[_KEY] == 0.0 or are_equal)
 
@@ -279,9 +275,8 @@ _GROWTH, _LEAST_MISMATCH = 4.0, 1e-3
 
 
 class MismatchWatch:
-    """Warns once if engine and learner agreed less after a sync than in the run's first step, when both had the weights
-    of the start model's files. Then the sync sends other weights than the learner trains, such as rounded ones.
-    """
+    """Warns once if engine and learner agree less after a sync than in the run's first step, when both had the start
+    model's files: the sync then sends other weights than the learner trains, such as rounded ones."""
 
     def __init__(self) -> None:
         self._first: float | None = None

@@ -1,11 +1,8 @@
 """Metrics for operators: the one definition of every Prometheus metric of a run.
 
-    driver, sandbox-pool, vllm-server-N, rollout-worker-N            Prometheus
-      {"reward/mean": 0.4, …} --samples()--> Sample --actors/metrics.py--> ray_rl_reward_mean{run="x"} 0.4
-
-The processes of a run report scalars such as `reward/mean` (docs/run-folder.md); each metric names the scalars that it
-shows. The dashboard and the alerts are generated from this table too (`write.py`), so they can't name missing metrics.
-The module is pure and never talks to Ray. Names carry units by Prometheus's rules; Ray adds the prefix `ray_`.
+Processes report scalars such as `reward/mean` (docs/run-folder.md); each metric names those that it shows. The
+dashboard and the alerts are generated from this table. Names carry units by Prometheus's rules; Ray adds the prefix
+`ray_`.
 """
 
 from __future__ import annotations
@@ -23,20 +20,16 @@ _LABEL = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One Prometheus metric."""
-
     name: str
+    # timestamp: Unix time at which `source` was last reported. counter: `source` counts up from the start of its
+    # process. histogram: fed by `actors.metrics`.
     kind: Kind
-    """timestamp: a gauge with the Unix time at which `source` was last reported. counter: `source` counts up from the
-    start of its process. histogram: fed by `actors.metrics` itself."""
     help: str
-    source: str = ""
-    """Name of the scalar, with `{label}` for a part that becomes a label."""
+    source: str = ""  # name of the scalar, with `{label}` for a part that becomes a label
     unit: Unit = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    is_zero_when_absent: bool = False
-    """True: a label value that is no longer reported counts as 0; otherwise its last value stays."""
+    is_zero_when_absent: bool = False  # a label value that is no longer reported counts as 0; else its last value stays
 
     @property
     def exported(self) -> str:
@@ -60,7 +53,7 @@ class Sample:
 
 
 def _of_scalar(kind: Kind, name: str, source: str, text: str, **more: Any) -> Metric:
-    """Make a metric from one scalar, or from all scalars that match `source`, whose parts in braces are labels."""
+    """Make a metric from one scalar, or from all that match `source`, whose parts in braces are labels."""
     return Metric(name=name, kind=kind, source=source, help=text, labels=tuple(_LABEL.findall(source)), **more)
 
 
@@ -133,11 +126,7 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def samples(scalars: Mapping[str, float], *, now: float) -> Iterator[Sample]:
-    """Yield the samples of these scalars, except NaN and scalars that no metric shows.
-
-    Args:
-        now: Unix time, for metrics of kind timestamp.
-    """
+    """Yield the samples of these scalars, except NaN and scalars that no metric shows. `now`: Unix time."""
     for metric in METRICS:
         if not metric.source:
             continue

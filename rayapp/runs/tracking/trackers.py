@@ -29,19 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class RunTracker:
-    """Passes records to all configured trackers.
-
-    Args:
-        trackers: trackers by name.
-        console: also shows phases; None without the console tracker.
-    """
+    """Passes records to all configured trackers. `console` also shows phases."""
 
     def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | None) -> None:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
+        # Function that returns further metrics for each step, e.g. the run's costs.
         self.more_metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {}
-        """Function that returns further metrics for each step, e.g. the run's costs."""
         self._signal, self._mismatch = SignalWatch(), MismatchWatch()
 
     def add(self, name: str, tracker: Tracker) -> None:
@@ -49,7 +44,6 @@ class RunTracker:
         self._trackers[name] = tracker
 
     def note(self, text: str) -> None:
-        """Print a line on the console, e.g. an address, or a file that was written."""
         if self._console is not None:
             with self._guarded("console"):
                 self._console.note(visible(text))
@@ -126,7 +120,7 @@ def _make(config: Config, path: Path) -> RunTracker:
 
 
 def check_packages(chosen: Sequence[str]) -> None:
-    """Check that the chosen trackers' packages are installed, before anything starts. Raises ConfigError."""
+    """Raise ConfigError if a chosen tracker's package is not installed."""
     for name in chosen:
         if name not in TRACKERS:
             load_plugin("trackers", name)
@@ -138,21 +132,18 @@ def check_packages(chosen: Sequence[str]) -> None:
         )
 
 
+# Function that makes a tracker from configuration, run folder and first step.
 EXTRAS = {
     "tensorboard": "trackers.services:tensorboard",
     "wandb": "trackers.services:wandb",
     "mlflow": "trackers.mlflow_tracker:mlflow",
 }
-"""Function that makes a tracker of another service from configuration, run folder and first step, by name."""
-TRACERS = frozenset({"mlflow"})
-"""Trackers that also take rollouts."""
+TRACERS = frozenset({"mlflow"})  # also take rollouts
 
 
 def flattened(config: Config) -> dict[str, str]:
-    """Flatten the configuration to `section.key` -> JSON text.
-
-    Example: {"run.name": '"seed0"', "train.num_steps": "40"}.
-    """
+    """Flatten the configuration to `section.key` -> JSON text, e.g. {"run.name": '"seed0"', "train.num_steps":
+    "40"}."""
     flat: dict[str, str] = {}
     pending: list[tuple[str, object]] = list(config.model_dump(mode="json").items())
     for key, value in pending:
@@ -164,9 +155,7 @@ def flattened(config: Config) -> dict[str, str]:
 
 
 def _console(config: Config) -> LineConsole | LiveConsole:
-    """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines to the
-    log.
-    """
+    """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines."""
     if config.tracking.log_format == "json":
         return LogConsole(config.train.num_steps)
     if in_notebook():

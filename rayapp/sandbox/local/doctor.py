@@ -48,7 +48,7 @@ class IsolationReport:
     landlock_abi: int
     num_tried: int = 0
     reached: tuple[str, ...] = ()  # things outside the sandbox that the program read, wrote or reached
-    # stronger levels that this node does not offer, each with its failed step
+    # Stronger levels that this node does not offer, each with its failed step.
     refused: tuple[tuple[str, str], ...] = ()
 
 

@@ -76,7 +76,7 @@ def why_no_images(refused: Mapping[str, str]) -> str:
     )
 
 
-# value with which ordinary users can't make user namespaces
+# Sysctl -> value with which ordinary users can't make user namespaces.
 _NAMESPACE_SETTINGS = {
     "user/max_user_namespaces": "0",
     "kernel/unprivileged_userns_clone": "0",
@@ -157,7 +157,7 @@ class LocalProvider:
         self._idle: dict[_Kind, list[Slot]] = {}
         self._living: dict[str, _Living] = {}
         self._num_starting = 0
-        # close slots after the zygote has deleted its last sandbox's files
+        # Tasks that close slots after the zygote has deleted its last sandbox's files.
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
 

@@ -42,7 +42,7 @@ def environment_of(image: Image) -> dict[str, str]:
 
 
 def working_folder(image: Image) -> str:
-    # Without one it is /app: relative paths must not lead to the root folder.
+    """Return the image's working folder, or /app: relative paths must not lead to the root folder."""
     return image.workdir if image.workdir != "/" else "/app"
 
 
@@ -170,7 +170,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        # At the end of its time to live: its slot and a running call end at once.
+        """End the sandbox when its time to live is over: its slot and a running call end at once."""
         if not self._is_ended:
             self._is_ended = True
             self.slot.close()

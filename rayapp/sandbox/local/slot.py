@@ -205,7 +205,6 @@ class Slot:
             too_late.cancel()
 
     def _abandon(self, pending: asyncio.Future[Packet]) -> None:
-        # unless the answer has already arrived
         if self._pending is pending:
             self.cancel()
             self._pending = self._loop.create_future()

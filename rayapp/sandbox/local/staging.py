@@ -25,7 +25,7 @@ from rayapp.core.errors import SandboxConfigError
 
 CODE_PATH = str(Path(__file__).resolve().parents[3])
 FOLDERS = Path("/var/cache/rayapp"), Path("/tmp")  # the first one that is writable
-# candidate code never sees or needs them
+# Parts that candidate code never sees or needs.
 _LEFT_OUT = shutil.ignore_patterns("site-packages", "dist-packages", "test", "config-*")
 _LOOK = """
 import json, sys
@@ -110,7 +110,7 @@ def _hash_of(originals: Mapping[str, str]) -> str:
 
 
 def _files_of(path: str) -> Iterator[Path]:
-    # Without cached bytecode, which changes whenever a module is imported.
+    """Yield the files to copy, without cached bytecode, which changes whenever a module is imported."""
     if not Path(path).is_dir():
         yield Path(path)
     for folder, names, files in os.walk(path):

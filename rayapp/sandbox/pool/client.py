@@ -161,7 +161,7 @@ class PoolClient:
     _: KW_ONLY
     holder: str  # this caller's name in the pool
     ttl_s: float  # after which a local sandbox that was not released ends
-    # connect to leased sandboxes; closed with this client
+    # Providers that connect to leased sandboxes; closed with this client.
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
     heartbeat_every_s: float = 10.0
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None  # called after every execution

@@ -51,7 +51,7 @@ class LeasePool:
     max_leases: int
     max_waiting: int  # callers at once
     ttl_s: float  # after which a lease that was not released is reclaimed
-    # by default the holders themselves make the sandboxes
+    # State of the sandboxes; by default the holders themselves make them.
     supply: Supply = field(default_factory=lambda: Supply("local", max_sandboxes=1 << 30, clock=time.monotonic))
     stock: Stock | None = None  # None if the lease holders make the sandboxes
     min_ready: int = 0  # for each kind in use

@@ -85,6 +85,6 @@ class PoolStats:
         }
 
     def _percentile(self, share: float) -> float:
-        # by nearest rank; 0 before the first lease
+        """Return a percentile of the recent waits, by nearest rank; 0 before the first lease."""
         waits_s = sorted(self._waits_s)
         return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))] if waits_s else 0.0

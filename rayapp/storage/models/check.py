@@ -1,7 +1,5 @@
 """Checks that `model.path` can be trained and that `distillation.teacher` can score the policy, before any actor
-starts.
-
-Without these checks the user would get a traceback of vLLM later.
+starts: later the user would get a traceback of vLLM.
 """
 
 from __future__ import annotations
@@ -18,24 +16,19 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError, first_line
 from rayapp.core.http import read_key, server_named
 from rayapp.core.names import did_you_mean
-from rayapp.storage.models.families import FAMILIES, text_type, unserved
+from rayapp.storage.models.families import family_of, text_type, unserved
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 MAX_HEADER_BYTES = 100 << 20
 HUB_TIMEOUT_S = 5.0
+# Rotary positions whose frequencies depend on the longest sequence of the batch: vLLM forms other batches.
 _ROPE_OF_COMPANY = "dynamic"
-"""Type of rotary positions whose frequencies depend on the longest sequence of the batch. It is refused, because vLLM
-forms other batches than the learner."""
 
 
 def check_model(config: Config) -> None:
-    """Check the model: of a local folder all files, of a hub id only the configuration.
-
-    Raises:
-        InputError: the model does not exist, or a part of it is missing or broken.
-        ConfigError: the model is valid, but other config keys don't fit it.
-    """
+    """Check the model: of a local folder all files, of a hub id only the configuration. InputError: it can't be used.
+    ConfigError: other config keys don't fit it."""
     path = Path(config.model.path)
     if path.is_dir():
         _refuse_shards(path)
@@ -57,9 +50,7 @@ def check_model(config: Config) -> None:
 
 
 def _refuse_shards(folder: Path) -> None:
-    """Raise InputError if the folder is a checkpoint of verl, which verl's merger must first turn into a model
-    folder.
-    """
+    """Refuse a checkpoint of verl, which verl's merger must first turn into a model folder."""
     for place in (folder, folder / "actor"):
         if shards := sorted(place.glob("model_world_size_*_rank_*.pt")):
             merged = f"{folder}-merged"
@@ -71,7 +62,7 @@ def _refuse_shards(folder: Path) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Check only the config.json of a model folder. Raises InputError or ConfigError: the model can't be trained."""
+    """Check only the config.json of a model folder."""
     architecture = _read_config(Path(config.model.path), config.model.trust_remote_code)
     _check_family(architecture, config)
     _check_fits(architecture, config)
@@ -79,7 +70,7 @@ def check_architecture(config: Config) -> None:
 
 def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
-    if (family := FAMILIES.get(kind)) is not None and family.refused:
+    if (family := family_of(architecture)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
     if why := unserved(kind, device=config.cluster.device, adapter=config.learner.lora.sends_adapter):
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which vLLM can't serve: {why}")
@@ -145,9 +136,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Check that the file's header is valid, and that the file is as long as the header says. Most broken files are
-    interrupted copies.
-    """
+    # The file must be as long as its header says: most broken files are interrupted copies.
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -180,11 +169,8 @@ def _check_tokenizer(folder: Path) -> None:
 
 def check_hub_answers(name: str) -> None:
     """Send the Hugging Face hub one request. If it does not answer, make this process and its children use only files
-    on this disk: otherwise the hub's client would try for half a minute, without a message, for each file of a model.
-
-    Raises:
-        InputError: the model is not on this disk, and the hub does not answer.
-    """
+    on this disk: the hub's client would try for half a minute, silently, for each file. InputError: the model is not on
+    this disk."""
     import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -245,25 +231,18 @@ def _check_length(limit: int | None, config: Config, why: str) -> None:
 
 
 def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of rotary positions: a single item, or one item for each type of layer."""
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
 
 
 SERVER_TIMEOUT_S = 10.0
+# Text on which two different tokenizers are very unlikely to agree.
 PROBE = 'def f(x):\n\treturn x ** 2  # 0123456789 ÄÖÜ 漢字 \u20ac\n\nThe quick brown fox; "jumps" over [lazy] dogs?'
-"""Text on which two different tokenizers are very unlikely to agree."""
 
 
 def check_teacher(config: Config) -> None:
-    """Check that the teacher is a valid model, and that it has the same tokens as the policy.
-
-    Args:
-        config: configuration whose model.path is a folder on this machine or a hub id.
-    Raises:
-        InputError: the teacher does not exist, or has another tokenizer.
-    """
+    """Check that the teacher is a valid model with the policy's tokens (`model.path` is a folder here, or a hub id)."""
     section = config.distillation
     ours = [alone(config, each) for each in config.model_servers if each.name == server_named(section.base_url)]
     if section.base_url and not ours:
@@ -292,7 +271,7 @@ def check_teacher(config: Config) -> None:
 
 
 def _check_server(section: DistillationSection, model: ModelSection) -> None:
-    """Check that the teacher's server tokenizes a text in the same way as the policy's tokenizer."""
+    """Check that the server tokenizes a text like the policy's tokenizer."""
     import httpx
 
     key = read_key(section.api_key_env, "the teacher")
@@ -317,7 +296,6 @@ def _check_server(section: DistillationSection, model: ModelSection) -> None:
 
 
 def _tokens(model: ModelSection) -> dict[str, int]:
-    """Return the id of every token, including tokens added to the vocabulary."""
     file = Path(model.path) / "tokenizer.json"
     if not file.is_file():
         tokenizer: Any = load_tokenizer(model)

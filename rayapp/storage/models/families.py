@@ -1,8 +1,7 @@
 """Table of model families, by the `model_type` of the language model: facts that are needed before any weight is read.
 
-A new family needs one entry, with its tool parsers, reasons to refuse it that can't be computed, and config values of a
-small test model. The learner needs no entry: it derives its computation from a model's own config
-(`learner/family.py`). `tests/support/family_check.py` tests each entry.
+The learner derives its computation from a model's own config (`learner/family.py`). `tests/support/family_check.py`
+tests each entry.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Features other than attention to all tokens and a plain output layer; `borders`: layers with a state along the
+# sequence.
 Need = Literal[
     "experts",
     "windows",
@@ -23,27 +24,17 @@ Need = Literal[
     "borders",
     "longrope",
 ]
-"""Names of special features of a family, i.e. other than attention to all tokens and a plain output layer. `borders`
-means layers that carry a state along the sequence, such as mamba."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Facts about one family."""
-
     needs: tuple[Need, ...] = ()
-    parsers: tuple[str, ...] = ()
-    """vLLM's tool parsers for the family's calls, the likeliest first."""
-    packages: tuple[str, ...] = ()
-    """Packages that vLLM imports for the family on a CPU, in addition to vLLM's own dependencies."""
-    refused: str = ""
-    """Reason why the family can't be trained; empty if it can."""
-    no_engine: str = ""
-    """Reason why vLLM can't serve the family at all; empty if it can."""
-    no_cpu_engine: str = ""
-    """Reason why vLLM can't serve the family on a CPU; empty if it can, or if this is untested."""
-    tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Config values of the family's small test model, which are added to `TINY`."""
+    parsers: tuple[str, ...] = ()  # of vLLM, for the family's calls, the likeliest first
+    packages: tuple[str, ...] = ()  # that vLLM imports for the family on a CPU, besides its own dependencies
+    refused: str = ""  # why the family can't be trained
+    no_engine: str = ""  # why vLLM can't serve the family at all
+    no_cpu_engine: str = ""  # why vLLM can't serve the family on a CPU; empty if untested
+    tiny: Mapping[str, Any] = field(default_factory=dict)  # config values of the small test model, added to `TINY`
 
 
 TINY = {
@@ -214,18 +205,36 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+PICTURE_FAMILIES: Mapping[str, Family] = {
+    "qwen2_5_vl": Family(parsers=("hermes",)),
+    "qwen3_vl": Family(parsers=("hermes", "qwen3_coder")),
+    "smolvlm": Family(),
+}
+"""Families that can be trained on pictures, by the `model_type` of the whole model."""
+
+
+def family_of(architecture: Mapping[str, Any]) -> Family | None:
+    """Return the family of a config.json; None if it is unknown."""
+    return PICTURE_FAMILIES.get(str(architecture.get("model_type"))) or FAMILIES.get(text_type(architecture))
+
+
+def refuse_pictures(architecture: Mapping[str, Any]) -> str:
+    """Return the reason why a model can't be trained on pictures; empty if it can."""
+    if (kind := architecture.get("model_type")) in PICTURE_FAMILIES:
+        return ""
+    known = ", ".join(PICTURE_FAMILIES)
+    return (
+        f"a {kind} can't be trained on pictures. Use a model of one of the families {known}, or rows without pictures."
+    )
+
+
 def text_type(architecture: Mapping[str, Any]) -> str:
-    """Return the `model_type` of the language model in a config.json."""
     text = architecture.get("text_config") or architecture
     return str(text.get("model_type") or architecture.get("model_type"))
 
 
 def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
-    """Return the reason why vLLM can't serve a family on a device; empty if it can, or if this is untested.
-
-    Args:
-        adapter: the server gets a LoRA adapter in addition to the model.
-    """
+    """Return why vLLM can't serve a family on a device, with a LoRA `adapter`; empty if it can, or is untested."""
     family = FAMILIES.get(kind, Family())
     if family.no_engine:
         return f"{family.no_engine}."

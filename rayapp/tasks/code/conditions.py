@@ -1,14 +1,10 @@
-"""Reads tests that a data set writes as Python: MBPP's list of asserts, HumanEval's `check` function.
-
-Each assertion is separated into the calls of the function under test, and a condition on their results:
+"""Reads tests that a data set writes as Python (MBPP's asserts, HumanEval's `check`): calls, and conditions on results.
 
     assert abs(f(1.5) - 0.5) < 1e-6   ->   CallTest: calls ((1.5,),)   condition: abs(RESULT - 0.5) < 1e-6
 
-Only the calls go to a sandbox. The condition, which has the expected value, stays outside and is evaluated in the text
-process. It never runs as Python: each node of its syntax tree becomes one of the operations of this module. If there is
-no operation for a node, the assertion can't be separated, and the whole test becomes an `InsideTest`. A test with a
-loop over random inputs also becomes an `InsideTest`. A data set's rows are not trusted: the size of each constant is
-limited, and the size of all constants together.
+Only the calls go to a sandbox. The condition is evaluated in the text process, by operations of this module for each
+node of its syntax tree, never as Python. A test that can't be separated becomes an `InsideTest`. Rows are not trusted:
+constants are limited in size.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, InsideTest, Test
 _Term = Callable[[Sequence[object]], Any]
 _MOST_BITS = 1 << 20
 _MOST_PARTS = 1 << 20
-_MOST_CONSTANTS = 1 << 21
-"""Maximum number of parts (`_num_parts`) of all constants of an assertion together, including intermediate results."""
+_MOST_CONSTANTS = 1 << 21  # parts (`_num_parts`) of all constants of an assertion, with intermediate results
 
 
 class InseparableError(Exception):
@@ -40,13 +35,8 @@ class InseparableError(Exception):
 
 
 def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
-    """Return the test of an assertion; None for a true assertion without calls, such as `assert True`.
-
-    Args:
-        functions: names by which the assertion calls the function under test.
-    Raises:
-        InseparableError: the assertion can't be separated, so it has to run unchanged inside the sandbox.
-    """
+    """Return the test of an assertion that calls one of `functions`; None for a true assertion without calls.
+    InseparableError: it has to run unchanged inside the sandbox."""
     reader = _Reader(functions)
     condition = reader.term(assertion)
     if reader.calls:
@@ -58,7 +48,7 @@ def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
 
 
 def holds(assertion: str, functions: frozenset[str], results: Sequence[object]) -> bool:
-    """Evaluate an assertion that `separate` accepted. Return True if it holds for these results of its calls."""
+    """True if an assertion that `separate` accepted holds for these results of its calls."""
     return bool(_condition(assertion, functions)(results))
 
 
@@ -68,9 +58,7 @@ def _condition(assertion: str, functions: frozenset[str]) -> _Term:
 
 
 class _Reader:
-    """Reads one assertion. `calls` has the calls found so far. A term is a function from the results of all calls to a
-    value.
-    """
+    """Reads one assertion. A term is a function from the results of all calls (found so far: `calls`) to a value."""
 
     def __init__(self, functions: frozenset[str]) -> None:
         self._functions = functions
@@ -156,7 +144,6 @@ class _Reader:
 
 
 def _value(term: _Term) -> Any:
-    """Return the value of a term that does not depend on any call."""
     try:
         return term(())
     except Exception as error:  # boundary: the data set's expression may raise anything
@@ -223,7 +210,7 @@ def _sum(values: Any, start: Any = 0) -> Any:
 
 
 def _num_parts(value: Any) -> int:
-    """Return the number of leaves and containers in plain data. A string counts as one part for each character."""
+    """Count leaves and containers in plain data; a string has one part for each character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -244,12 +231,12 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole,
 }  # fmt: skip
+# Functions that a condition may call; none has side effects.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "math.fabs": math.fabs, "math.isclose": math.isclose, "round": round, "len": len, "sorted": sorted,
     "set": _set, "frozenset": _set, "list": list, "tuple": tuple, "float": float, "int": int, "bool": bool,
     "sum": _sum, "min": min, "max": max,
 }  # fmt: skip
-"""Functions that a condition may call. None of them has side effects."""
 _KEYWORDS = frozenset({"rel_tol", "abs_tol", "reverse"})
 
 
@@ -257,14 +244,7 @@ _CANDIDATE = "candidate"
 
 
 def humaneval_tests(prompt: str, entry_point: str, test: str) -> CodeTests:
-    """Return the tests of a HumanEval problem.
-
-    Args:
-        prompt: the beginning of a Python file, up to the function's `def` line and docstring.
-        test: source of `def check(candidate)`.
-    Raises:
-        InputError: prompt or test is not Python, or there is no function check.
-    """
+    """Return the tests of a HumanEval problem; `test` is the source of `def check(candidate)`."""
     above = preamble_of(prompt, entry_point)
     check = next((n for n in _parse(test, "test").body if isinstance(n, ast.FunctionDef) and n.name == "check"), None)
     if check is None:
@@ -279,13 +259,7 @@ def humaneval_tests(prompt: str, entry_point: str, test: str) -> CodeTests:
 
 
 def mbpp_tests(test_list: Sequence[str], setup: str) -> CodeTests:
-    """Return the tests of an MBPP problem; the function's name is taken from the asserts.
-
-    Args:
-        setup: Python code that runs after the solution and before the asserts.
-    Raises:
-        InputError: a test is not a Python assert, or does not call a function.
-    """
+    """Return the tests of an MBPP problem; `setup` runs after the solution. The asserts name the function."""
     function = _function_of([_parse(test, "test") for test in test_list])
     above = _parse(setup, "test_setup_code").body
     only_imports = all(isinstance(node, ast.Import | ast.ImportFrom) for node in above)
@@ -302,11 +276,7 @@ def mbpp_tests(test_list: Sequence[str], setup: str) -> CodeTests:
 
 
 def preamble_of(prompt: str, entry_point: str) -> str:
-    """Return the code above the function in a HumanEval prompt: imports and helpers.
-
-    Raises:
-        InputError: the prompt is not Python, or does not end in this function.
-    """
+    """Return the code above the function in a HumanEval prompt: imports and helpers."""
     body = _parse(f"{prompt}\n    pass\n", "prompt").body
     last = body[-1] if body else None
     if not isinstance(last, ast.FunctionDef) or last.name != entry_point:
@@ -339,10 +309,8 @@ def _inside(body: Sequence[ast.stmt], name: str) -> InsideTest:
 
 
 def _function_of(tests: Sequence[ast.Module]) -> str:
-    """Return the name of the function under test: the first function called in an assert that is not a Python builtin.
-
-    If the asserts call only builtins, the outermost call decides: one problem of MBPP asks for a function `sum`.
-    """
+    # The first function called in an assert that is not a builtin; if all are, the outermost: one problem of MBPP asks
+    # for `sum`.
     asserted = [node.test for tree in tests for node in tree.body if isinstance(node, ast.Assert)]
     inside = [node for test in asserted for node in ast.walk(test)]
     called = [node.func.id for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]

@@ -33,9 +33,7 @@ from rayapp.tasks.code.languages import language_of
 
 Fields = Mapping[str, Any]
 _LEAST_OUTPUT_BYTES = 1 << 20
-_OUTPUT_RATIO = 8
-"""Maximum size of a program's output, divided by the size of the expected output. A right output may have more digits
-and white space."""
+_OUTPUT_RATIO = 8  # a right output may have more digits and white space than the expected one
 _MOST_DECODED_BYTES = 1 << 28
 _TEXT_OPS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
 _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
@@ -43,13 +41,8 @@ _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "P
 
 @functools.lru_cache(maxsize=32)
 def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests:
-    """Return the tests of a row. They are cached, because all completions of a group share them.
-
-    Args:
-        ground_truth: JSON text of an object with the fields of one of the formats in this module's table.
-    Raises:
-        InputError: the problem can't be scored; the message says why.
-    """
+    """Return the tests of a row (JSON text in a format above), cached for all completions of a group. An InputError
+    says why the problem can't be scored."""
     try:
         return _read_fields(_loaded(ground_truth, "ground_truth"), comparison)
     except InputError:
@@ -71,11 +64,7 @@ def _read_fields(fields: object, comparison: Comparison) -> CodeTests:
 
 
 def as_json(ground_truth: object) -> str:
-    """Return the ground truth of a row, which may be a struct, as JSON text.
-
-    Raises:
-        InputError: the ground truth has values that JSON can't represent, such as bytes or a date.
-    """
+    """Return the ground truth of a row, which may be a struct, as JSON text."""
     try:
         return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
     except (TypeError, ValueError, RecursionError) as error:
@@ -83,12 +72,7 @@ def as_json(ground_truth: object) -> str:
 
 
 def prime_form(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of a row of PRIME, APPS, TACO, CodeContests or LiveCodeBench to PRIME's form: `{inputs,
-    outputs, fn_name, num_public, language}`.
-
-    Raises:
-        InputError: a field is missing or can't be read.
-    """
+    """Convert one of the first four formats to PRIME's: `{inputs, outputs, fn_name, num_public, language}`."""
     found = _prime_form(fields)
     return found | {"language": fields["language"]} if fields.get("language") else found
 
@@ -178,9 +162,7 @@ def _of_codecontests(fields: Fields) -> dict[str, Any]:
 
 
 def _pairs(tests: Any) -> list[tuple[object, object]]:
-    """Return pairs (input, output), from the Hugging Face hub's form {input: [...], output: [...]}, or from [{input,
-    output}].
-    """
+    """Return pairs from the hub's form {input: [...], output: [...]}, or from [{input, output}]."""
     match tests:
         case None:
             return []
@@ -212,7 +194,7 @@ def _of_livecodebench(fields: Fields) -> dict[str, Any]:
 
 
 def _private_cases(encoded: str) -> list[Any]:
-    """Decode LiveCodeBench's hidden tests: JSON text, or JSON text that is pickled, deflated and base64-encoded."""
+    # JSON text, or JSON text that is pickled, deflated and base64-encoded
     try:
         found = json.loads(encoded)
     except ValueError:
@@ -234,11 +216,7 @@ def _decoded(encoded: str) -> str:
 
 
 def _pickled_text(pickled: bytes) -> str:
-    """Return the only string in a pickle, without unpickling it: a pickle is a program and could do anything.
-
-    Raises:
-        ValueError: the pickle holds something other than one string.
-    """
+    """Return the only string in a pickle, without unpickling: a pickle is a program and could do anything."""
     operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(pickled)]
     texts = [argument for name, argument in operations if name in _TEXT_OPS]
     others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS

@@ -33,9 +33,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def same_output(expected: str, comparison: Comparison, actual: str) -> bool:
-    """Return True if a program's output is right by the rules in this module's table. The time is linear in the lengths
-    of both texts.
-    """
+    """True if a program's output is right by the rules above. The time is linear in the lengths of both texts."""
     if comparison == "lines":
         wanted, found = _filled_lines(expected), _filled_lines(actual)
         same_line = _is_close_line
@@ -47,7 +45,7 @@ def same_output(expected: str, comparison: Comparison, actual: str) -> bool:
 
 
 def is_returned(expected: object, comparison: Comparison, values: Sequence[object]) -> bool:
-    """Return True if a function returned exactly one value, and it is right by the rules in this module's table."""
+    """True if a function returned exactly one value, and it is right by the rules above."""
     (actual,) = values
     if comparison == "decimals":
         return expected == (list(actual) if isinstance(actual, tuple) else actual)
@@ -93,13 +91,9 @@ def _as_json(value: object) -> object:
     return value
 
 
+# Function from the results of a test's calls to a true value if it passes; the test fails if this raises. It runs in
+# the text process: a function (or `partial`) of a module that needs only the standard library.
 Condition = Callable[[Sequence[object]], object]
-"""Function that takes the results of a test's calls, and returns a true value if the test passes. If the function
-raises, the test fails.
-
-A condition runs in the text process. Therefore it must be a function, or a `partial` of a function, in a module that
-needs only the standard library.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,35 +101,25 @@ class StdinTest:
     """Test of a program, which reads `stdin` and must write the expected output."""
 
     stdin: str
-    is_expected: Callable[[str], bool]
-    """Function that returns True if a program's output is right by the rules of the data set's checker."""
-    max_output_bytes: int
-    """Maximum bytes of output. A program that writes more is stopped."""
-    expected: str = ""
-    """Expected output, as messages show it."""
+    is_expected: Callable[[str], bool]  # the rules of the data set's checker
+    max_output_bytes: int  # a program that writes more is stopped
+    expected: str = ""  # as messages show it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """Test of a function: calls, and a condition that the calls' results must satisfy. `text_process.holds` checks
-    it.
-    """
+    """Test of a function: calls, and a condition on their results (`text_process.holds`)."""
 
-    calls: tuple[tuple[object, ...], ...]
-    """Arguments of each call, as plain data."""
+    calls: tuple[tuple[object, ...], ...]  # arguments of each call, as plain data
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideTest:
-    """Test of a function whose assertions can't be separated from its calls. The assertions run beside the candidate's
-    code, which could forge their result.
-    """
+    """Test of a function whose assertions run beside the candidate's code, which could forge their result."""
 
-    check: str
-    """Python source of a function `check(candidate)`, which raises if the candidate is wrong."""
-    modules: tuple[str, ...]
-    """Modules that the check uses."""
+    check: str  # source of a function `check(candidate)`, which raises if the candidate is wrong
+    modules: tuple[str, ...]  # that the check uses
 
 
 Test = StdinTest | CallTest | InsideTest
@@ -143,19 +127,10 @@ Test = StdinTest | CallTest | InsideTest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTests:
-    """The tests of one problem."""
-
     tests: tuple[Test, ...]
-    function: str = ""
-    """Name of the function to write; empty for a whole program."""
-    may_be_method: bool = False
-    """True if the function may be a method of `class Solution`."""
-    preamble: str = ""
-    """Python code that runs before the candidate's code and defines names for it."""
-    has_usual_imports: bool = False
-    """True if the candidate may use names of the usual imports of competitive programming (IMPORTS in
-    `assembling.py`)."""
-    num_public: int = 0
-    """Number of tests that the problem's text shows. They come first in `tests`."""
-    language: Language | None = None
-    """Language of the program to write; None for Python."""
+    function: str = ""  # to write; empty for a whole program
+    may_be_method: bool = False  # of `class Solution`
+    preamble: str = ""  # runs before the candidate's code and defines names for it
+    has_usual_imports: bool = False  # the candidate may use IMPORTS of `assembling.py`
+    num_public: int = 0  # tests that the problem's text shows; they come first
+    language: Language | None = None  # None for Python

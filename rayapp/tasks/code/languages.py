@@ -1,10 +1,7 @@
 """Languages besides Python for whole programs: how an answer is extracted, compiled once, and run.
 
-    answer -> its last block of the language (text process) -> source file in the leased sandbox
-      -> compile step, with its own limits -> one execution per test
-The compilers are those of the sandbox: local sandboxes have this machine's /usr, other sandboxes have what their
-template or image holds. The text process imports this module, so it may import only the standard library and modules
-that do the same.
+The compilers are those of the sandbox: this machine's /usr, or what a template or image holds. The text process imports
+this module, so it may import only the standard library and modules that do the same.
 """
 
 from __future__ import annotations
@@ -16,12 +13,10 @@ from dataclasses import dataclass
 from rayapp.core.errors import InputError
 from rayapp.tasks.extraction import marked_block
 
-MISSING = 113
-"""Exit status of the compile step if the sandbox lacks the compiler."""
+MISSING = 113  # status of the compile step if the sandbox lacks the compiler
 _JVM = ("-XX:+UseSerialGC", "-XX:CompressedClassSpaceSize=64m", "-XX:ReservedCodeCacheSize=48m", "-XX:-UsePerfData")
+# By default each thread of a JVM maps 64 MiB, which counts towards the limit of address space.
 _ONE_ARENA = ("env", "MALLOC_ARENA_MAX=1")
-"""Start of a command that gives glibc's malloc one arena. By default each thread of a JVM maps 64 MiB, which counts
-towards the limit of address space."""
 _PUBLIC_CLASS = re.compile(r"^[ \t]*public\s+(?:(?:final|abstract|strictfp)\s+)*class\s+(\w+)", re.MULTILINE)
 _ANY_CLASS = re.compile(r"\bclass\s+(\w+)")
 _MAIN = re.compile(r"\bstatic\s+void\s+main\s*\(")
@@ -31,41 +26,29 @@ if "$@" > .compiled 2>&1; then exit 0; fi
 head -c 2000 .compiled; exit 1
 """
 _LIMITED = 'ulimit -v "$0"; exec "$@"'
-_SPARE_MIB = 32
-"""Address space in MiB that an empty program needs; it is added to a test's limit."""
+_SPARE_MIB = 32  # address space of an empty program, added to a test's limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
     """A programming language and its commands."""
 
-    name: str
-    """Name of the language in prompts and messages."""
-    key: str
-    """Name of the language in a ground truth's field `language`."""
-    fences: tuple[str, ...]
-    """Info strings of fenced blocks in this language, e.g. `cpp`. Prompts ask for the first one."""
-    file: str
-    """Name of the source file; {} stands for the main class."""
-    compile: tuple[str, ...]
-    """Command that compiles the file, or checks its syntax. Its first word is a program that the sandbox must have."""
-    run: tuple[str, ...]
-    """Command that runs the program on one test; {} stands for the main class, {mib} for the memory limit."""
-    nothing: str
-    """Source of a program that does nothing."""
-    compile_mib: int = 768
-    """Minimum memory of the sandbox in MiB, for the compiler."""
-    extra_mib: int = 0
-    """Memory in MiB that the runtime needs in addition to the program."""
-    has_limit: bool = True
-    """True if a limit of address space limits a test's memory; False if the command itself or the sandbox limits it."""
-    is_compiled: bool = True
-    """False if `compile` only checks the syntax, so that the source file can be run without it."""
+    name: str  # in prompts and messages
+    key: str  # in a ground truth's field `language`
+    fences: tuple[str, ...]  # info strings of fenced blocks, e.g. `cpp`; prompts ask for the first one
+    file: str  # name of the source file; {} stands for the main class
+    compile: tuple[str, ...]  # compiles the file, or checks its syntax; the first word must be in the sandbox
+    run: tuple[str, ...]  # for one test; {} stands for the main class, {mib} for the memory limit
+    nothing: str  # source of a program that does nothing
+    compile_mib: int = 768  # of the sandbox, for the compiler
+    extra_mib: int = 0  # of the runtime, in addition to the program
+    has_limit: bool = True  # of address space; False if the command itself or the sandbox limits memory
+    is_compiled: bool = True  # False if `compile` only checks the syntax
     disk_mib: int = 32
     max_processes: int = 16
 
     def main_class(self, code: str) -> str:
-        """Return the name of the class after which the source file is named. Only Java's code has one."""
+        """Return the class after which the source file is named. Only Java's code has one."""
         if "{}" not in self.file:
             return ""
         if (found := _PUBLIC_CLASS.search(code)) is not None:
@@ -75,19 +58,13 @@ class Language:
         return classes[-1] if classes else "Main"
 
     def compile_command(self, main_class: str) -> list[str]:
-        """Return the command of the compile step. It exits with status 0, MISSING, or 1 with the first messages on
-        standard output.
-        """
+        """Return the compile step's command. It exits with 0, MISSING, or 1 and the first messages on stdout."""
         words = [word.replace("{}", main_class) for word in self.compile]
         program = next(word for word in words if "=" not in word and word != "env")
         return ["sh", "-c", _COMPILE, program, *words]
 
     def run_command(self, main_class: str, memory_mib: int, *, is_test: bool = True) -> list[str]:
-        """Return the command of one execution.
-
-        Args:
-            is_test: False for a whole program, which may start others: only the sandbox limits its memory.
-        """
+        """Return the command of one execution. Of a whole program (not `is_test`) the sandbox limits the memory."""
         words = [word.replace("{}", main_class).replace("{mib}", str(memory_mib)) for word in self.run]
         limit = str((memory_mib + _SPARE_MIB) << 10)
         return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit and is_test else words
@@ -139,11 +116,7 @@ _VERSION = re.compile(r"(?<=[a-z+])\s*[(\d].*")
 
 
 def language_of(name: object) -> Language | None:
-    """Return the language that a row or an option names, e.g. `cpp`, `C++`, `C++17` or `GNU C++`; None for Python.
-
-    Raises:
-        InputError: the language is unknown.
-    """
+    """Return the language that a row or an option names, e.g. `cpp`, `C++`, `C++17` or `GNU C++`; None for Python."""
     given = str(name or "").strip().lower()
     short = _VERSION.sub("", given.removeprefix("gnu ")).strip()
     if given in _PYTHON or short in _PYTHON:
@@ -156,8 +129,6 @@ def language_of(name: object) -> Language | None:
 
 
 def screen_program(completion: str, fences: Iterable[str]) -> tuple[str, str, str]:
-    """Return code, status and detail of an answer in a language other than Python. The status is empty if the answer
-    has code. The function runs in the text process.
-    """
+    """Return code, status (empty if there is code) and detail of an answer. Runs in the text process."""
     code = marked_block(completion, frozenset(fences))
     return (code, "", "") if code else ("", "no_code", f"the completion has no block of {next(iter(fences))}")

@@ -1,12 +1,9 @@
 """The rule `code_tests`: scores the code in an answer by tests that run in sandboxes.
 
-    answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compare -> Reward
-                                            '- compiled there first, if it is not Python (`languages.py`)
+    answer -> screen (text process) -> code (compiled, if it is not Python) -> one execution per test -> Reward
 
-The sandbox gets a test's standard input or arguments. Expected results never enter the sandbox: they are compared in
-this process. A test fails if the code raises, is stopped, or gives another result. Tests that earlier completions of
-the same problem failed run first. If one failed test decides the verdict, most wrong answers therefore cost only one
-execution.
+Expected results never enter the sandbox. Tests that earlier completions of the problem failed run first: if one failed
+test decides, most wrong answers cost only one execution.
 """
 
 from __future__ import annotations
@@ -48,44 +45,27 @@ _MOST_TOLD_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeProblem:
-    """One problem and the rules for scoring it.
+    """One problem and the rules for scoring it: `CodeProblem(ground_truth='{"inputs": ["1 2"], "outputs": ["3"]}')`."""
 
-    Example: `CodeProblem(ground_truth='{"inputs": ["1 2"], "outputs": ["3"]}')`.
-    """
-
-    ground_truth: str
-    """JSON text in one of the formats of `formats.py`."""
+    ground_truth: str  # JSON text in one of the formats of `formats.py`
     comparison: Comparison = "lines"
     rules: CodeSection = field(default_factory=CodeSection)
 
     async def tests(self) -> CodeTests:
-        """Return the tests.
-
-        Raises:
-            InputError: the ground truth is not a code problem. A run checks all rows for this before it starts.
-        """
+        """Return the tests. A run checks all rows for an InputError before it starts."""
         return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
 
     async def fenced(self, code: str) -> str:
-        """Return code in the problem's language as an answer. Raises InputError: the ground truth is not a code
-        problem.
-        """
+        """Return code in the problem's language as an answer."""
         language = (await self.tests()).language
         return f"```{language.fences[0] if language else 'python'}\n{code.rstrip()}\n```\n"
 
     async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
         """Return the reward of an answer. The answer's text and failed sandboxes never cause an exception.
 
-        The reward has these terms: `score` and `pass_rate`, which are both the reward's value; `solved`; `format`,
-        which is 1 if the answer has code that parses; and `verdict/forgeable`, if some tests ran beside the candidate's
-        code.
-
-        Args:
-            seed: seed that draws the tests, if not all of them are run. Give all completions of a group the same seed.
-            prefill: part of the answer that the prompt already contains.
-        Raises:
-            InputError: the ground truth is not a code problem.
-            SandboxConfigError: this configuration can never give a sandbox.
+        Terms: `score` and `pass_rate`, both the reward's value; `solved`; `format`, 1 if the answer has code that
+        parses; `verdict/forgeable`, if tests ran beside the candidate's code. `seed`, equal within a group, draws the
+        tests; `prefill` is the part of the answer in the prompt. SandboxConfigError: no sandbox can ever be had.
         """
         started = time.monotonic()
         tests = await self.tests()
@@ -103,14 +83,7 @@ class CodeProblem:
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
-        """Run every test on an answer. Return a pair for each test: the reason of failure (empty if it passed), and the
-        seconds.
-
-        Raises:
-            InputError: the ground truth is not a code problem.
-            SandboxError: the sandbox failed.
-            TextTooCostlyError, TextReadingFailedError: the answer can't be read.
-        """
+        """Run every test on an answer. Return for each the reason of failure (empty if it passed), and the seconds."""
         tests = await self.tests()
         candidate = await self._candidate(final_text, tests, "")
         if candidate.screened.status:
@@ -155,7 +128,6 @@ class CodeProblem:
         return Reward(value=share, terms=terms, detail=first_problem)
 
     def _chosen(self, tests: CodeTests, seed: int) -> list[int]:
-        """Return the indices of the tests to run, in order."""
         count, most = len(tests.tests), self.rules.max_tests
         if not most or count <= most:
             return list(range(count))
@@ -169,17 +141,12 @@ class _Candidate:
     """Code that the policy wrote, with methods that compile it and run it on each kind of test."""
 
     screened: Screened
-    code: str
-    """The candidate's code with its preamble and imports."""
+    code: str  # with its preamble and imports
     tests: CodeTests
     rules: CodeSection
 
     async def compile(self, sandbox: Sandbox) -> str:
-        """Compile the code, if it is not Python. Return the compiler's first error messages; empty on success.
-
-        Raises:
-            SandboxConfigError: the compiler is not in the sandbox.
-        """
+        """Compile the code, if it is not Python. Return the compiler's first error messages; empty on success."""
         if (language := self.tests.language) is None:
             return ""
         await write_program(language, self.code, sandbox)
@@ -187,7 +154,7 @@ class _Candidate:
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
-        """Run one test. Return the reason of failure (empty if the test passed), and the seconds that the test took."""
+        """Run one test. Return the reason of failure (empty if it passed), and the seconds that it took."""
         timeout_s = min(left_s, self.rules.test_timeout_s)
         match test:
             case StdinTest():
@@ -234,17 +201,12 @@ class _Candidate:
 
 
 async def write_program(language: Language, code: str, sandbox: Sandbox) -> None:
-    """Write the source file."""
     file = language.file.replace("{}", language.main_class(code))
     await sandbox.write_file(file, code.encode(errors="replace"))
 
 
 async def compile_program(language: Language, code: str, sandbox: Sandbox, *, timeout_s: float) -> ExecResult:
-    """Compile the source file, or check its syntax. The first messages are on standard output.
-
-    Raises:
-        SandboxConfigError: the compiler is not in the sandbox.
-    """
+    """Compile the source file, or check its syntax. The first messages are on standard output."""
     command = language.compile_command(language.main_class(code))
     ran = await sandbox.run_command(command, timeout_s=timeout_s, max_output_bytes=1 << 20)
     if ran.exit_code == MISSING:
@@ -253,7 +215,6 @@ async def compile_program(language: Language, code: str, sandbox: Sandbox, *, ti
 
 
 def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
-    """Return the sandbox spec for tests in a language; None stands for Python."""
     if language is None:
         return SandboxSpec(memory_mib=memory_mib)
     return SandboxSpec(
@@ -265,7 +226,6 @@ def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
 
 
 def missing_compiler(language: Language, provider: str) -> str:
-    """Return the error message for sandboxes that lack the language's compiler."""
     program = language.compile_command("")[3]
     place = "on this machine, in /usr/bin" if provider == "local" else "in the template of the sandboxes"
     return (
@@ -275,12 +235,7 @@ def missing_compiler(language: Language, provider: str) -> str:
 
 
 async def check_languages(languages: Iterable[Language], sandboxes: SandboxSource) -> None:
-    """Check that sandboxes have each language's compiler.
-
-    Raises:
-        SandboxConfigError: a compiler is missing, or these sandboxes can't run programs.
-        SandboxError: a sandbox failed.
-    """
+    """Raise SandboxConfigError unless sandboxes have each language's compiler."""
     for language in languages:
         async with sandboxes.lease(spec_of(language, CodeSection().memory_mib), timeout_s=LEASE_TIMEOUT_S) as sandbox:
             candidate = _Candidate(
@@ -308,22 +263,18 @@ def _problem(ran: ExecResult) -> str:
 
 
 def _failed(status: str, detail: str) -> Reward:
-    """Return the verdict on an answer without code that can run."""
     terms = {"score": 0.0, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
     return Reward(value=0.0, terms=terms, status=status, detail=detail)
 
 
 class _Failures:
-    """Indices of the tests that answers failed, by problem, latest first. They decide the order of tests, never a
-    verdict.
-    """
+    """Indices of the tests that answers failed, by problem, latest first: they order tests, never decide a verdict."""
 
     def __init__(self, most_problems: int = 1024) -> None:
         self._most = most_problems
         self._seen: OrderedDict[int, list[int]] = OrderedDict()
 
     def first(self, problem: str, chosen: Sequence[int]) -> list[int]:
-        """Return the chosen tests, first those that earlier answers failed."""
         failed = [index for index in self._seen.get(hash(problem), ()) if index in chosen]
         return [*failed, *(index for index in chosen if index not in failed)]
 

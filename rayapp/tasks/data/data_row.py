@@ -1,8 +1,7 @@
 """Parses a row in verl's schema into a `DataRow`, and checks before a run that all rows of all files can be scored.
 
-`reading.py` calls this module. The check reads `data_source` and `reward_model.ground_truth` column by column with
-pyarrow: a million rows take about a second. Only code problems are read one by one. Without the check, a row that can't
-be scored would end the run at the row's step, and end every resumed run at this step again.
+The check reads columns with pyarrow: a million rows take about a second. Without it, a row that can't be scored would
+end the run at its step, and every resumed run again.
 """
 
 from __future__ import annotations
@@ -20,33 +19,20 @@ from rayapp.tasks.data.files import RowGroup, is_text, plain, read_groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """One prompt, and the data that its reward needs.
+    """One prompt, and the data that its reward needs."""
 
-    Example: `DataRow(messages=({"role": "user", "content": "1+1?"},), data_source="openai/gsm8k", ground_truth="2")`.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    """The prompt's messages, each with role and content."""
+    messages: tuple[Mapping[str, Any], ...]  # each with role and content
     data_source: str
-    ground_truth: Any
-    """Value of `reward_model.ground_truth`; for GSM8K a string."""
+    ground_truth: Any  # `reward_model.ground_truth`; for GSM8K a string
+    # Arguments for each tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}.
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for each tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Value of the column `extra_info`; custom reward functions get it."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)  # custom reward functions get it
     agent_name: str = ""
-    prompt_ids: tuple[int, ...] = ()
-    """Token ids of the prompt, truncated if the reading options say so. Empty if no encoder was given."""
+    prompt_ids: tuple[int, ...] = ()  # truncated if the options say so; empty without an encoder
 
 
 def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
-    """Parse a row of a parquet file in verl's schema.
-
-    Args:
-        where: file and row, for messages.
-    Raises:
-        InputError: a value is missing or has another type.
-    """
+    """Parse a row of a parquet file in verl's schema. `where` names file and row in messages."""
     reward = _mapping(raw.get("reward_model"), "reward_model", where)
     if reward.get("ground_truth") is None:
         raise InputError(f"{where}: reward_model has no ground_truth")
@@ -65,7 +51,6 @@ def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
 
 
 def parse_messages(prompt: object, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages in a value of the column `prompt`. Raises InputError: the value is not a list of messages."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise InputError(f"{where}: prompt must be a non-empty list of messages, not {prompt!r:.60}")
     for message in prompt:
@@ -85,7 +70,7 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Return the value without keys whose value is None: in parquet, every row has the keys of all rows."""
+    """Remove None: in parquet, every row has the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -93,18 +78,13 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-KindOf = Callable[[str], TruthKind]
-"""Function that returns the required form of ground_truth for a data source. It raises InputError if no rule scores the
-data source."""
+KindOf = Callable[[str], TruthKind]  # form of a data source's ground_truth; InputError if no rule scores it
 _WANTED = {"text": "a text or a whole number", "targets": "a struct whose `target` is a text or a list of texts"}
 
 
 def check_truths(groups: Sequence[RowGroup], kind_of: KindOf) -> frozenset[Language]:
-    """Check that all rows can be scored. Return the languages other than Python in which rows ask for programs.
-
-    Raises:
-        InputError: a row can't be scored; the message names the first one and its file.
-    """
+    """Return the languages other than Python in which rows ask for programs. An InputError names the first row that
+    can't be scored."""
     kinds: dict[str, TruthKind] = {}
     languages: set[Language] = set()
     for group, table in read_groups(groups, ("data_source", "reward_model.ground_truth")):
@@ -142,9 +122,7 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
 
 
 def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
-    """Check the code problems row by row (tens of megabytes of tests per second). Return their languages other than
-    Python.
-    """
+    """Check code problems row by row: tens of megabytes of tests per second."""
     languages: set[Language] = set()
     for index, is_mine in enumerate(of_source.to_pylist()):
         if is_mine:
@@ -183,7 +161,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _without_target(targets: Any) -> Any:
-    """Return a mask of the rows whose target is missing: null, an empty list, or a list that contains null."""
+    """Return a mask of targets that are null, an empty list, or a list that contains null."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc

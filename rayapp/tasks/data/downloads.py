@@ -1,10 +1,7 @@
 """Loads raw data sets with the package `datasets`, and maps a user's own examples to rows in verl's schema.
-`preparing.py` calls this module.
 
-A source is a data set on the Hugging Face hub, or local: a folder from `save_to_disk`, a folder with train.* and test.*
-as parquet, JSONL, JSON or CSV, or a single file of one of these formats. A single file is one split: `train`, or `test`
-for a data set without a train split. `OwnColumns` maps a user's examples; it recognizes TRL's columns `prompt` and
-`answer`, among others.
+A source is a hub id, a folder from `save_to_disk`, a folder with train.* and test.* (parquet, JSONL, JSON or CSV), or a
+single such file, which is one split.
 """
 
 from __future__ import annotations
@@ -29,33 +26,22 @@ from rayapp.tasks.data.data_row import parse_messages
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label", "target", "output", "completion")
-MAX_PROMPT_CHARS = 500_000
-"""Maximum characters of a prompt. A longer one is a fault of the file, because few models read so many tokens."""
+MAX_PROMPT_CHARS = 500_000  # a longer one is a fault of the file: few models read so many tokens
 _TAKEN = frozenset({"split", "index", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnColumns:
-    """A mapper, like the functions of `rows.py`: maps a user's example to a row.
+    """A mapper, like the functions of `rows.py`: `OwnColumns()({"prompt": "2 + 2?", "answer": 4}, 0, "train",
+    "mine")`."""
 
-    Example: `OwnColumns()({"prompt": "2 + 2?", "answer": 4}, 0, "train", "mine")`.
-    """
-
-    prompt: str = ""
-    """Name of the column with a string or a list of messages; if empty, the first of PROMPT_NAMES that exists."""
-    answer: str = ""
-    """Name of the column with the answer; if empty, the first of ANSWER_NAMES that exists."""
-    has_answers: bool = True
-    """False if the reward needs no ground truth. The rows' ground truth is then empty."""
-    system: str = ""
-    """System message for prompts without a system message."""
+    prompt: str = ""  # of a string or a list of messages; empty: the first of PROMPT_NAMES that exists
+    answer: str = ""  # empty: the first of ANSWER_NAMES that exists
+    has_answers: bool = True  # False if the reward needs no ground truth
+    system: str = ""  # for prompts without a system message
 
     def __call__(self, example: Mapping[str, Any], index: int, split: str, data_source: str) -> dict[str, Any]:
-        """Return one row. All other columns go to `extra_info`, for reward functions.
-
-        Raises:
-            InputError: a column is missing, or has another type.
-        """
+        """Return one row. All other columns go to `extra_info`, for reward functions."""
         if {"data_source", "reward_model", "prompt"} <= example.keys():
             raise InputError("the row is in verl's schema already. Don't convert the file: name it in `tasks`")
         prompt = self._name(example, self.prompt, PROMPT_NAMES, "--prompt-column")
@@ -95,7 +81,7 @@ class OwnColumns:
 
 
 def _truth(value: Any) -> str:
-    """Return the answer as text for the rules. In TRL an answer may be a list of messages; the last message counts."""
+    # In TRL an answer may be a list of messages; the last one counts.
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
     if not isinstance(value, str | int | float) or isinstance(value, bool):
@@ -104,11 +90,7 @@ def _truth(value: Any) -> str:
 
 
 def _tests(text: str) -> str:
-    """Return the tests of a code problem as JSON text. `text` is already JSON, or consists of Python asserts.
-
-    Raises:
-        InputError: the text is neither, or the problem can't be scored.
-    """
+    """Return the tests as JSON; `text` is already JSON, or consists of Python asserts."""
     tree = parse(text)
     written = tree.body if tree is not None else []
     asserts = [ast.unparse(one) for one in written if isinstance(one, ast.Assert)]
@@ -123,12 +105,9 @@ def _tests(text: str) -> str:
 class Examples:
     """Raw examples of one split."""
 
-    rows: Any
-    """Sequence of mappings: a list, or a `datasets.Dataset`."""
-    lines: Sequence[int] = ()
-    """Line of the file for each row; empty if the source has no lines."""
-    bad: tuple[tuple[int, str], ...] = ()
-    """Pairs (line, reason) of lines that hold no row."""
+    rows: Any  # sequence of mappings: a list, or a `datasets.Dataset`
+    lines: Sequence[int] = ()  # of the file, for each row; empty if the source has no lines
+    bad: tuple[tuple[int, str], ...] = ()  # (line, reason) of lines that hold no row
 
     def where(self, index: int) -> str:
         return f"line {self.lines[index]}" if self.lines else f"row {index}"
@@ -147,16 +126,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def load_splits(
     source: str, *, hub_configuration: str | None, revision: str = "", file_split: str = "train", cache: Path
 ) -> Mapping[str, Examples]:
-    """Return the splits of `source`. Images stay encoded. Lines of JSONL and CSV files that can't be read are counted.
-
-    Args:
-        source: a path or a hub id.
-        revision: revision of the hub's repository; empty for the newest.
-        file_split: name of the split if the source is one file.
-        cache: folder for the files that `datasets` converts.
-    Raises:
-        InputError: the source can't be found, reached or read.
-    """
+    """Return the splits of a path or hub id. Images stay encoded; unreadable lines of JSONL and CSV files are counted.
+    A single file is the split `file_split`; `cache` holds files that `datasets` converts."""
     path = Path(source).expanduser()
     if not path.exists() and not _HUB_ID.fullmatch(source):
         raise InputError(f"source {source!r} is neither a path on this machine nor a hub id like owner/name")
@@ -227,12 +198,12 @@ def _load_file(path: Path, cache: Path) -> Any:
     return _in_columns(*(_csv_rows(data) if path.suffix == ".csv" else _json_rows(data)))
 
 
+# Line -> row, and (line, reason) of the lines that hold no row.
 _Found = tuple[dict[int, dict[str, Any]], list[tuple[int, str]]]
-"""Line -> row, and pairs (line, reason) of the lines that hold no row."""
 
 
 def _json_rows(data: bytes) -> _Found:
-    """Read JSON lines, or one JSON list of objects. Its rows then have their numbers in the list in place of lines."""
+    # JSON lines, or one JSON list, whose numbers then stand for lines
     data = data.removeprefix(codecs.BOM_UTF8)
     if data.lstrip()[:1] == b"[":
         listed = json.loads(data)
@@ -282,9 +253,7 @@ def _csv_rows(data: bytes) -> _Found:
 
 
 def _in_columns(rows: Mapping[int, Mapping[str, Any]], bad: Sequence[tuple[int, str]]) -> Examples:
-    """Return rows that all have the same keys and types, as a table needs them. A column of mixed types becomes JSON
-    text.
-    """
+    # A table needs the same keys and types; a column of mixed types becomes JSON text.
     import pyarrow as pa
 
     names = dict.fromkeys(name for row in rows.values() for name in row)
@@ -300,9 +269,7 @@ def _in_columns(rows: Mapping[int, Mapping[str, Any]], bad: Sequence[tuple[int, 
 
 
 def _without_decoding(split: Any) -> Any:
-    """Return the split with images as encoded bytes: decoding and encoding images again would cost time and change
-    them.
-    """
+    # Decoding and encoding images again would cost time and change them.
     from datasets import Image
     from datasets import Sequence as Several
 

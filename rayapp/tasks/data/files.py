@@ -1,7 +1,7 @@
-"""Opens data files in verl's schema, checks them, and reads one row group at a time. `reading.py` calls this module.
+"""Opens data files in verl's schema, checks them, and reads one row group at a time.
 
-Files in object storage are first copied to a local folder and verified by checksum. Files on the Hugging Face hub are
-downloaded to the hub's cache. A JSON file is converted to a parquet file once.
+Files in object storage are copied and verified by checksum, those on the hub are downloaded to its cache. A JSON file
+is converted to a parquet file once.
 """
 
 from __future__ import annotations
@@ -21,34 +21,23 @@ from rayapp.core.errors import InputError, StorageNotFoundError, first_line
 from rayapp.core.files import Location, aside, json_lines
 from rayapp.storage.opening import open_storage
 
-COLUMNS = ("prompt", "data_source", "reward_model")
-"""Columns that every file must have."""
+COLUMNS = ("prompt", "data_source", "reward_model")  # that every file must have
 _OPTIONAL = ("extra_info", "agent_name")
 _HUB = "hf://datasets/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """One row group of a parquet file. A row group is always read as a whole."""
+    """One row group of a parquet file, always read as a whole."""
 
     path: Path
-    index: int
-    """Number of the group within its file."""
-    first_row: int
-    """Number of the group's first row within the file."""
+    index: int  # within its file
+    first_row: int  # within the file
     num_rows: int
 
 
 async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
-    """Return local paths of all files, in the given order.
-
-    Args:
-        uris: local paths, s3://bucket/key, or hf://datasets/OWNER/NAME[@REVISION]/FILE.
-        cache: folder for copies of files on s3://.
-    Raises:
-        InputError: no files are given, or the hub refuses a file.
-        StorageError: a file can't be fetched, or is damaged.
-    """
+    """Return local paths of all files (local, s3://bucket/key, hf://datasets/OWNER/NAME[@REVISION]/FILE)."""
     if not uris:
         raise InputError("no data files: name at least one")
     slots = asyncio.Semaphore(4)
@@ -61,17 +50,11 @@ async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
 
 
 def is_remote(uri: str) -> bool:
-    """Return True if a data file has to be fetched. Raises StorageConfigError: the URI has an unknown scheme."""
     return uri.startswith(_HUB) or Location.parse(uri).is_remote
 
 
 def as_parquet(path: Path, cache: Path) -> Path:
-    """Convert a .jsonl or .json file to a parquet file in `cache`, once, and return the parquet file's path. Return the
-    path of any other file unchanged.
-
-    Raises:
-        InputError: the file is not JSON, or its rows are not objects with the same types.
-    """
+    """Convert a .jsonl or .json file to a parquet file in `cache`, once; return any other path unchanged."""
     if path.suffix not in (".jsonl", ".json"):
         return path
     import pyarrow as pa
@@ -95,13 +78,7 @@ def as_parquet(path: Path, cache: Path) -> Path:
 
 
 def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl or .json file.
-
-    Args:
-        columns: columns that every row must have; the error message names them.
-    Raises:
-        InputError: the content is not JSON, or not a list of objects.
-    """
+    """Return the rows of a .jsonl or .json file; every one must have `columns`."""
     try:
         text = content.decode()
         is_lines = path.suffix == ".jsonl"
@@ -115,11 +92,7 @@ def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> lis
 
 
 def open_files(paths: Sequence[Path]) -> list[RowGroup]:
-    """Check the schema of each file. Return all row groups of all files, in order.
-
-    Raises:
-        InputError: a file is missing, not parquet, incomplete, or lacks columns; or there are no rows.
-    """
+    """Check the schema of each file. Return all row groups of all files, in order."""
     groups: list[RowGroup] = []
     for path in paths:
         with _reading(path):
@@ -130,20 +103,12 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
 
 
 def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL)) -> Any:
-    """Return a row group as a pyarrow Table with these columns. Columns that the file lacks are left out.
-
-    Raises:
-        InputError: the group can't be decoded.
-    """
+    """Return a row group as a pyarrow Table, without columns that the file lacks."""
     return next(table for _, table in read_groups([group], columns))
 
 
 def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
-    """Yield each row group with its pyarrow Table. Each file is opened only once.
-
-    Args:
-        columns: names of columns to read; `a.b` is the field b of the structs in column a.
-    """
+    """Yield each row group with its pyarrow Table; `a.b` is the field b of the structs in column a."""
     import pyarrow.parquet as pq
 
     for path, of_file in groupby(groups, lambda group: group.path):
@@ -193,9 +158,7 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def _check_no_images(path: Path, metadata: Any) -> None:
-    """Refuse a file with images: the policy reads only text, and would be trained on problems whose images it never
-    sees.
-    """
+    # The policy reads only text, and would be trained on problems whose images it never sees.
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         chunks = (group.column(column) for column in range(group.num_columns))
@@ -241,7 +204,6 @@ def plain(kind: Any) -> Any:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Translate errors of reading a file into an InputError that names the file and the remedy."""
     import pyarrow as pa
 
     try:

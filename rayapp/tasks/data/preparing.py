@@ -1,9 +1,7 @@
 """`rayapp data prepare`: maps raw examples to train.parquet and test.parquet in verl's schema, and uploads them.
 
-    source -> rows (bad ones are named and counted) -> parquet files in a scratch folder -> put_folder
-                '- code problems: the row is bad if the problem's own solution fails its tests in a sandbox
-
-Nothing is written to the target before all rows are mapped. The manifest is written last.
+Bad rows are named and counted; a code problem is bad if its own solution fails its tests in a sandbox. Nothing is
+written to the target before all rows are mapped; the manifest is written last.
 """
 
 from __future__ import annotations
@@ -37,31 +35,24 @@ from rayapp.tasks.data.downloads import Examples, OwnColumns, load_splits
 from rayapp.tasks.data.rows import DATASETS, IN_LANGUAGES, ONE_FILE_IS_TEST, Mapper, Row
 
 _log = logging.getLogger(__name__)
-ROWS_PER_GROUP = 1024
-"""Number of rows in a parquet row group; a reader keeps whole groups in memory."""
+ROWS_PER_GROUP = 1024  # a reader keeps whole groups in memory
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
-OWN_SOURCE = "own"
-"""data_source of a user's rows. Only the user's own reward function scores it."""
-_MOST_NAMED = 20
-"""Maximum number of bad rows that are logged; further bad rows are only counted."""
+OWN_SOURCE = "own"  # data_source of rows that only the user's own reward function scores
+_MOST_NAMED = 20  # bad rows; further ones are only counted
+# Function that says, for each row, why the reference solution fails its tests; empty if it passes.
 Check = Callable[[Sequence[Row]], list[str]]
-"""Function that returns, for each row, why the reference solution fails the row's tests; empty if it passes."""
-Progress = Callable[[str, int, int], None]
-"""Function that is called with the split, the number of rows done, and the total number of rows."""
+Progress = Callable[[str, int, int], None]  # split, rows done, all rows
 
 
 @dataclass(slots=True, kw_only=True)
 class SplitReport:
-    """The number of rows written for one split, and the bad rows."""
-
     split: str
     num_written: int = 0
-    bad: list[str] = field(default_factory=list)
-    """One entry for each bad row: `line 17: reason`, or `row 16: reason` if the source has no lines."""
+    bad: list[str] = field(default_factory=list)  # `line 17: reason`, or `row 16: reason` if the source has no lines
+    # Entries like `line 9 repeats line 3`: an earlier row or the train split has the prompt.
     repeats: list[str] = field(default_factory=list)
-    """One entry for each row whose prompt an earlier row or the train split has: `line 9 repeats line 3`."""
 
     def refuse(self, where: str, why: str) -> None:
         """Count a bad row, and log it unless many were logged before."""
@@ -72,46 +63,30 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """Arguments of `prepare`.
-
-    Example: `Preparation(name="gsm8k", source="openai/gsm8k", out="s3://bucket/gsm8k")`.
-    """
+    """Arguments of `prepare`: `Preparation(name="gsm8k", source="openai/gsm8k", out="s3://bucket/gsm8k")`."""
 
     name: str
     source: str
     out: str
-    limit: int | None = None
-    """Number of rows to take from each split; None takes all."""
-    max_bad_ratio: float = 0.01
-    """Maximum fraction of bad rows in a split."""
+    limit: int | None = None  # from each split
+    max_bad_ratio: float = 0.01  # in a split
     overwrite: bool = False
-    revision: str = ""
-    """Revision of a source on the hub; empty for the newest."""
-    data_source: str = ""
-    """data_source of the rows, which selects the scoring rule; if empty, the data set's hub id."""
+    revision: str = ""  # on the hub; empty for the newest
+    data_source: str = ""  # selects the scoring rule; empty: the data set's hub id
+    # Language in which rows ask for programs, without solutions in others; empty: each example's own, or Python.
     language: str = ""
-    """Language in which rows ask for programs. If empty, it is each example's own language, or else Python. Solutions
-    in other languages are left out."""
-    check_references: bool = True
-    """Run the reference solutions of code problems on the problems' tests."""
-    own: OwnColumns | None = None
-    """Mapper for a user's own examples; None for a known data set."""
-    test_ratio: float = 0.0
-    """Fraction of the train split that becomes the test split, if the source has no test split."""
+    check_references: bool = True  # run the reference solutions of code problems on their tests
+    own: OwnColumns | None = None  # for a user's own examples
+    test_ratio: float = 0.0  # of the train split, if the source has no test split
 
     @property
     def mapping(self) -> tuple[str, str | None, Mapper]:
-        """The data set's default data_source, its configuration on the hub, and the mapper."""
+        """Default data_source, configuration on the hub, and mapper."""
         return (OWN_SOURCE, None, self.own) if self.own is not None else DATASETS[self.name]
 
 
 async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> list[SplitReport]:
-    """Map the source's rows and write the files to `job.out`.
-
-    Raises:
-        InputError: the source can't be read, has no rows, or has too many bad rows.
-        StorageError: `job.out` can't be written; StorageExistsError: it holds other content.
-    """
+    """Map the source's rows and write the files to `job.out`. StorageExistsError: it holds other content."""
     if job.own is None and job.name not in DATASETS:
         raise InputError(f"data set {job.name!r} is not known. Choose one of {', '.join(DATASETS)}")
     if language_of(job.language) is not None and job.name not in IN_LANGUAGES:
@@ -171,7 +146,7 @@ def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) 
 
 
 def _with_test_split(examples: Examples, mapper: Mapper, ratio: float) -> dict[str, Examples]:
-    """Split the examples. All rows with the same prompt are in the same split, and rows keep their order."""
+    # All rows with the same prompt are in the same split, in their order.
     groups: dict[str, list[int]] = {}
     for index, example in enumerate(examples.rows):
         try:
@@ -196,7 +171,6 @@ def _prompt_key(row: Row) -> str:
 def _noting_repeats(
     rows: Iterator[Row], report: SplitReport, examples: Examples, seen: dict[str, str]
 ) -> Iterator[Row]:
-    """Yield the rows. Note those whose prompt an earlier row of any split has."""
     for row in rows:
         where, key = f"{report.split} {examples.where(row['extra_info']['index'])}", _prompt_key(row)
         digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()
@@ -208,7 +182,6 @@ def _noting_repeats(
 def _in_language(
     mapper: Mapper, language: str, example: Mapping[str, Any], index: int, split: str, data_source: str
 ) -> Row:
-    """Map an example to a row that asks for this language."""
     own = example.get("language")
     if language_of(own) != language_of(language) and isinstance(example.get("solutions"), str):
         example = {**example, "solutions": "[]"}  # its solutions are in another language
@@ -232,7 +205,6 @@ def _map_split(
 
 
 def _checked(rows: Iterator[Row], report: SplitReport, check: Check, examples: Examples) -> Iterator[Row]:
-    """Yield the rows whose reference solution passes the row's tests. Count the others as bad."""
     while batch := list(islice(rows, _CHECKED_AT_ONCE)):
         for row, problem in zip(batch, check(batch), strict=True):
             if problem:
@@ -245,10 +217,6 @@ def _checked(rows: Iterator[Row], report: SplitReport, check: Check, examples: E
 def _check_references(
     sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
 ) -> list[str]:
-    """Return, for each row, why its reference solution fails; empty if it passes or if there is none. Don't call this
-    in the thread of the event loop `loop`.
-    """
-
     async def problem(row: Row) -> str:
         reference = row["extra_info"].get("reference")
         if not reference:
@@ -281,9 +249,7 @@ def _write(rows: Iterator[Row], path: Path) -> None:
 
 
 def _schema(rows: Sequence[Row]) -> Any:
-    """Return the Arrow schema of a split, from its first rows. Images get a fixed type, because a missing path has no
-    type.
-    """
+    # Images get a fixed type, because a missing path has no type.
     import pyarrow as pa
 
     schema = pa.Table.from_pylist(rows).schema

@@ -1,12 +1,8 @@
 """Training data: rows of data files in verl's schema, in an order that depends only on seed, epoch and files.
 
-    data files (local, s3:// or hf://) -> row groups -> prompts measured once, overlong ones dropped -> row(position)
-
-`row(n)` is the n-th row of the run, over all epochs: a resumed run continues at any n without saved state.
-
-Row groups are shuffled, then the rows within *windows* of whole row groups. The reader holds at most two windows in
-memory, never the whole data set. Data that fits into one window (65,536 rows by default) is shuffled as a whole.
-Overlong prompts are dropped, truncated or refused; the options have verl's names.
+`row(n)` is the n-th row of the run, over all epochs: a resumed run continues at any n without saved state. Row groups
+are shuffled, then the rows within *windows* of whole row groups (65,536 rows by default). At most two windows are in
+memory. Options have verl's names.
 """
 
 from __future__ import annotations
@@ -30,19 +26,14 @@ from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_file
 class Window:
     """Row groups that are in memory together, and whose rows are shuffled together."""
 
-    start: int
-    """Position of the window's first row in the epoch."""
+    start: int  # of the window's first row in the epoch
     groups: tuple[int, ...]
     num_rows: int
 
 
 def windows(group_sizes: Sequence[int], *, window_rows: int, seed: int, epoch: int, shuffle: bool) -> list[Window]:
-    """Return the epoch's windows in order. Every group with rows is in exactly one window.
-
-    Args:
-        group_sizes: number of used rows of each row group.
-        window_rows: maximum rows of a window. A row group with more rows is a window by itself.
-    """
+    """Return the epoch's windows in order, of at most `window_rows` rows or one larger row group; `group_sizes` are
+    numbers of used rows."""
     order = [group for group, size in enumerate(group_sizes) if size]
     if shuffle:
         random.Random(f"data-groups:{seed}:{epoch}").shuffle(order)
@@ -60,7 +51,7 @@ def windows(group_sizes: Sequence[int], *, window_rows: int, seed: int, epoch: i
 
 
 def row_order(window: Window, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return the order of the window's rows, as row numbers. Row 0 is the first row of the window's first group."""
+    """Return the order of the window's rows. Row 0 is the first row of the window's first group."""
     order = list(range(window.num_rows))
     if shuffle:
         random.Random(f"data-rows:{seed}:{epoch}:{window.start}").shuffle(order)
@@ -71,13 +62,7 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 
 def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, where: str) -> Sequence[int]:
-    """Return at most `max_tokens` of `ids`.
-
-    Args:
-        truncation: `left` drops the beginning, `right` the end, `middle` the middle.
-    Raises:
-        InputError: the prompt is too long and truncation is `error`.
-    """
+    """Return at most `max_tokens` of `ids`: cut at the left, right or middle; `error` raises."""
     if len(ids) <= max_tokens:
         return ids
     match truncation:
@@ -95,25 +80,18 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
     )
 
 
+# Messages and agent_name -> the prompt's token ids, by the chat template with the agent's tools.
 Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
-"""Function of (messages, agent_name) that returns the prompt's token ids. It applies the chat template, with the
-agent's tools."""
-CheckAgent = Callable[[str, str], None]
-"""Function of (agent_name, file and row for messages) that raises InputError if there is no such agent."""
+CheckAgent = Callable[[str, str], None]  # (agent_name, file and row for messages); InputError if there is no such agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Options for the selection and order of rows. Options that verl also has have verl's names."""
-
     seed: int = 0
-    shuffle: bool = True
-    """True shuffles the rows; False keeps their order in the files, e.g. for validation."""
-    max_prompt_tokens: int | None = None
-    """Maximum tokens of a prompt; None disables the check."""
+    shuffle: bool = True  # False keeps the order of the files, e.g. for validation
+    max_prompt_tokens: int | None = None  # None disables the check
+    # Drop longer prompts and count them in `num_overlong`; False applies `truncation`.
     filter_overlong_prompts: bool = True
-    """True drops prompts longer than `max_prompt_tokens` and counts them in `num_overlong`; False applies `truncation`
-    to them."""
     truncation: Truncation = "error"
     window_rows: int = 65_536
 
@@ -139,8 +117,8 @@ class TrainingData:
         self._encode = encode
         if check_agent is not None:
             _check_agents(groups, check_agent)
+        # Languages other than Python; none without `truth_kind`.
         self.languages = check_truths(groups, truth_kind) if truth_kind is not None else frozenset()
-        """Languages other than Python in which rows ask for programs. Empty if no `truth_kind` was given."""
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
@@ -157,11 +135,7 @@ class TrainingData:
         return sum(self._sizes)
 
     def row(self, position: int) -> DataRow:
-        """Return the row at `position` of the run; position `len(self)` is the first row of the second epoch.
-
-        Raises:
-            InputError: a value has the wrong type, or the prompt is too long.
-        """
+        """Return the row at `position` of the run; position `len(self)` is the first row of the second epoch."""
         epoch, offset = divmod(position, len(self))
         plan = self._windows(epoch)
         window = plan[bisect_right([window.start for window in plan], offset) - 1]
@@ -201,11 +175,8 @@ class TrainingData:
         return replace(row, prompt_ids=tuple(ids))
 
     def _measure(self, group: RowGroup) -> Sequence[int]:
-        """Return the indices of the group's rows that are used.
-
-        Prompts are measured before the run: the length of an epoch has to be known, and an overlong prompt must not
-        stop the run after hours.
-        """
+        # The group's rows that are used. Prompts are measured before the run: the length of an epoch has to be known,
+        # and an overlong prompt must not stop the run after hours.
         options = self._options
         if options.max_prompt_tokens is None:
             return range(group.num_rows)
@@ -238,17 +209,10 @@ async def open_data(
     check_agent: CheckAgent | None = None,
     truth_kind: KindOf | None = None,
 ) -> TrainingData:
-    """Fetch and check the data files, and measure their prompts.
+    """Fetch and check the data files, and measure their prompts with `encode`, which also fills `DataRow.prompt_ids`.
 
-    Args:
-        uris: parquet or JSON files in verl's schema: local paths, s3:// or hf:// URIs.
-        cache: folder for copies of remote files, and for the rows of JSON files.
-        encode: tokenizes prompts, to measure them and to fill `DataRow.prompt_ids`.
-        check_agent: called for every agent_name in the files.
-        truth_kind: called for every data_source in the files; every row's ground_truth must have the returned form.
-    Raises:
-        InputError: a file or a prompt can't be used; the message names it.
-        StorageError: a remote file can't be fetched.
+    `check_agent` is called for every agent_name, `truth_kind` for every data_source: every ground_truth must have its
+    form. An InputError names the file or prompt that can't be used.
     """
 
     paths = await fetch_files(uris, cache)
@@ -261,7 +225,6 @@ async def open_data(
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
-    """Check every agent_name in the files. Only this column is read."""
     seen: set[str | None] = set()
     for group, table in read_groups(groups, ("agent_name",)):
         names = table.column("agent_name").to_pylist() if table.num_columns else []

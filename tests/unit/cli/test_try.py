@@ -101,6 +101,35 @@ def test_a_function_that_gives_its_own_ground_truth_nothing_fails(
     assert "row 0: the ground truth 'four' earns 0, not more than an empty answer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "assert f(1) == 2\nassert f(2) == 3",
+        "# tests\n    assert f(1) == 2",
+        '["assert f(1) == 2"]',
+        "",
+        ["a"],
+        {"a": 1},
+    ],
+)
+def test_rows_whose_ground_truth_is_no_answer_say_that_no_right_answer_was_tried(
+    desk: Path, truth: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of(*truths: object) -> list[dict[str, Any]]:
+        prompt = [{"role": "user", "content": "?"}]
+        return [{"prompt": prompt, "data_source": "mine", "reward_model": {"ground_truth": one}} for one in truths]
+
+    pq.write_table(pa.Table.from_pylist(of(truth)), "tests.parquet")
+    assert run(["score", "rewards.py:compute_score", "--data", "tests.parquet"]) == 1
+    assert "failed: no right answer was tried on 1 of 1 rows" in capsys.readouterr().err
+
+    if isinstance(truth, str):
+        assert run(["score", "rewards.py:compute_score", "--data", "tests.parquet", "--answer", truth]) == 0
+        pq.write_table(pa.Table.from_pylist(of("four", truth)), "both.parquet")
+        assert run(["score", "rewards.py:compute_score", "--data", "both.parquet"]) == 0
+        assert "note: no right answer was tried on 1 of 2 rows" in capsys.readouterr().err
+
+
 def test_answers_of_ones_own_are_scored_and_one_without_a_verdict_exits_with_1(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,12 +176,12 @@ def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_r
 def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(tmp_path: Path) -> None:
     config = load_config(None)
     before = config.model_dump(mode="json")
-    del before["sources"], before["algorithm"]["curriculum"]
+    del before["sources"], before["algorithm"]["overlong"]
     (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
 
     check_same_training(config, tmp_path / "stored.yaml")
-    with pytest.raises(RunFolderError, match=r"algorithm\.curriculum\.enabled: False before, True now"):
-        check_same_training(load_config(None, ["algorithm.curriculum.enabled=true"]), tmp_path / "stored.yaml")
+    with pytest.raises(RunFolderError, match=r"algorithm\.overlong\.filter: False before, True now"):
+        check_same_training(load_config(None, ["algorithm.overlong.filter=true"]), tmp_path / "stored.yaml")
 
 
 def test_a_run_of_a_version_with_whole_gib_of_cache_goes_on_without_a_warning(

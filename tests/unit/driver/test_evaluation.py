@@ -13,7 +13,7 @@ import pytest
 
 from actors.routing import Router
 from rayapp.config.config import Config
-from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError
+from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError, RewardFailedError
 from rayapp.core.timing import Phases
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary
@@ -44,8 +44,10 @@ class Worker:
 
     name = "rollout-worker-0"
 
-    def __init__(self, num_lost: int = 0, num_prompts: tuple[int, ...] = (NUM_PROMPTS,)) -> None:
-        self._num_prompts = num_prompts
+    def __init__(
+        self, num_lost: int = 0, num_prompts: tuple[int, ...] = (NUM_PROMPTS,), failing: Sequence[int] = ()
+    ) -> None:
+        self._num_prompts, self._failing = num_prompts, failing
         self.now_s = 0.0
         self.requests: list[GroupRequest] = []
         self.num_settled = 0
@@ -58,6 +60,8 @@ class Worker:
         self.requests.append(request)
         if len(self.requests) <= self._num_lost:
             raise EngineDeadError("vllm-server-0: its process is gone")
+        if request.group_id in self._failing:
+            raise RewardFailedError("no verdict", "test")
         self.now_s += STOP_AFTER_S * 2 / 3
         await asyncio.sleep(STOP_AFTER_S / 5)  # the watchdog looks every tenth
         played = make.trajectory(range(4), 2, reward=1.0, policy_version=step)
@@ -146,6 +150,16 @@ async def test_a_prompt_that_is_lost_again_and_again_ends_the_run() -> None:
 
     with pytest.raises(RestartsUsedUpError, match=rf"the evaluation of prompt 0 was lost {MAX_ISSUES} times"):
         await validate(run_with(worker, prompts_at_once=1), 1, Phases())
+
+
+@pytest.mark.parametrize("failing", [(), (1,), (0, 2), tuple(range(NUM_PROMPTS))])
+async def test_prompts_that_an_evaluation_leaves_out_are_counted(failing: tuple[int, ...]) -> None:
+    worker = Worker(failing=failing)
+
+    metrics = await validate(run_with(worker, prompts_at_once=1), 1, Phases())
+
+    assert metrics["eval/prompts/left_out"] == len(failing)
+    assert metrics.get("eval/trajectories/scored", 0) == NUM_PROMPTS - len(failing)
 
 
 async def test_what_an_evaluation_sampled_is_kept_to_be_read(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Training:
     )
     watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
     parts = SimpleNamespace(
-        cluster=cluster, store=store, watchdog=watchdog, curriculum=None, failures=FailureBudget(0.3),
+        cluster=cluster, store=store, watchdog=watchdog, failures=FailureBudget(0.3),
         tracker=SimpleNamespace(note=print, progress=print),
     )  # fmt: skip
     return cast("Training", parts)

@@ -147,7 +147,7 @@ async def test_a_commit_that_finds_the_disk_full_leaves_no_half_checkpoint(folde
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
     try:
         with pytest.raises(StorageFullError, match="no space left to write"):
-            await saver.begin(2, next_group_id=4, files={"state.json": "s" * 100})
+            await saver.begin(2, next_group_id=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((folder.path / "checkpoints").iterdir()) == []

@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 
+from actors.own_ray import START_LIMITS
 from actors.spawn import ROLES, role_env
 from rayapp.config.agreement import INVARIANT_BACKENDS
 from rayapp.config.config import Config
@@ -221,7 +222,8 @@ def test_every_environment_variable_that_we_set_is_read() -> None:
     core = (root("ray") / "_raylet.so").read_bytes()
     folders = (root("ray") / name for name in ("_private", "_common", "dag", "dashboard"))
     python = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    unread = {n for n in variables("RAY") if n not in python and n.removeprefix("RAY_").encode() not in core}
+    named = variables("RAY") | {f"RAY_{limit}" for limit in START_LIMITS}
+    unread = {n for n in named if n not in python and n.removeprefix("RAY_").encode() not in core}
     assert unread == set()
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import Prompt, Trajectory
-from rayapp.extras.curriculum.curriculum import Curriculum
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.group import reward_of
 from rayapp.rollout.order import (
@@ -34,7 +33,6 @@ from rayapp.rollout.recorder import Recorder
 from rayapp.rollout.sources import Sources, open_sources
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
-from support import make
 from support.stubs.judge_stub import JudgeStub
 
 RATIOS = st.lists(st.floats(0.001, 100.0) | st.integers(1, 9), min_size=1, max_size=7)
@@ -196,39 +194,6 @@ async def test_an_evaluation_takes_no_more_problems_of_a_source_than_it_may(
     assert [(prompt.source, prompt.task) for prompt in prompts] == [
         ("some", "first"), ("all", "first"), ("rows", "openai/gsm8k"),
     ]  # fmt: skip
-
-
-async def test_a_prompt_that_a_curriculum_chose_is_that_of_the_only_source(sources: Sources) -> None:
-    only = Sources([1.0], seed=7)
-    only.opened.append(sources.opened[0])
-
-    drawn = await prompt_of(only, request(9, prompt=1))
-    assert drawn.task == ("first", "second")[prompt_index(1, num_prompts=2, seed=7)]
-
-
-async def test_a_source_that_a_curriculum_chose_is_taken_and_not_the_one_whose_turn_it_is(sources: Sources) -> None:
-    asked = [request(group_id, source=1) for group_id in range(5)]
-
-    assert {(await prompt_of(sources, each)).source for each in asked} == {"little"}
-
-
-def curriculum_of(config: Config) -> Curriculum:
-    return Curriculum.open(config, [1 for _ in sources_of(config)], None)
-
-
-def test_a_curriculum_draws_sources_by_ratio_until_it_knows_better(tiny_model: Path, letter_tasks: list[str]) -> None:
-    history = curriculum_of(mixed(tiny_model, letter_tasks))
-    drawn = [history.drawn(request(group_id)).source for group_id in range(1000)]
-    assert 700 < drawn.count(0) < 800  # 3 to 1
-
-    for group_id in range(20):
-        solved = [1.0, 1.0, 1.0, 1.0] if drawn[group_id] == 0 else [1.0, 0.0, 1.0, 0.0]
-        history.record(drawn[group_id] or 0, make.summary(solved, group_id=group_id))
-    history.end_step()
-
-    later = [history.drawn(request(group_id)).source for group_id in range(1000)]
-    assert later.count(0) < 500  # a source that is always solved is drawn less often
-    assert [history.drawn(request(group_id)).source for group_id in range(1000)] == later
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import socket
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, ImageError
+from rayapp.core.errors import ConfigError, ImageError, SandboxUnavailableError
 from rayapp.extras.images.pull import pull
 from rayapp.extras.images.store import open_store
 from rayapp.rollout.check import check_tasks
@@ -48,7 +53,7 @@ def pinned(config: Config, tmp_path: Path) -> dict[str, str]:
 def test_a_run_keeps_the_digest_that_a_tag_had_at_its_start(tmp_path: Path) -> None:
     first = write_oci(tmp_path / "oci", [layer(entry("one", "1"))])
     with RegistryStub(tmp_path / "oci").running() as host:
-        config = config_of(tmp_path, f"{host}/name:1")
+        config = config_of(tmp_path, f"{host}/name:1", image_registries=[host])
         template = f"image:{host}/name:1"
 
         assert pinned(config, tmp_path) == {template: f"{template}@{first}"}
@@ -63,7 +68,7 @@ def test_a_run_keeps_the_digest_that_a_tag_had_at_its_start(tmp_path: Path) -> N
 def test_a_digest_that_is_gone_is_told_with_the_way_out_unless_the_cache_has_it(tmp_path: Path) -> None:
     digest = write_oci(tmp_path / "oci", [layer(entry("one", "1"))])
     with RegistryStub(tmp_path / "oci").running() as host:
-        config = config_of(tmp_path, f"{host}/name:1")
+        config = config_of(tmp_path, f"{host}/name:1", image_registries=[host])
         before = pinned(config, tmp_path)
         kept = shutil.copytree(tmp_path / "oci", tmp_path / "kept")
         shutil.rmtree(tmp_path / "oci/blobs")
@@ -79,6 +84,79 @@ def test_a_digest_that_is_gone_is_told_with_the_way_out_unless_the_cache_has_it(
             pass
         shutil.rmtree(tmp_path / "oci")
         assert pinned(config, tmp_path) == before
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[int, list[str]]]:
+    """Yield a port on all addresses of this machine, and the connections that it gets."""
+    found: list[str] = []
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            found.append(str(self.client_address))
+
+    with ThreadingTCPServer(("", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_address[1], found
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        "LOCALHOST",
+        "127.1",
+        "0x7f.1",
+        "0.0.0.0",
+        socket.gethostname() + ".",
+        "127.0.0.1.nip.io",
+    ],
+)
+async def test_a_task_can_not_choose_which_hosts_are_asked(
+    tmp_path: Path, asked: tuple[int, list[str]], host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, connections = asked
+    for name in (f"{host}:{port}/a/b:1", f"{host}:{port}/a@sha256:{'0' * 64}", f"docker.io.{host}:{port}/a:1"):
+        config = config_of(tmp_path, name)
+        with pytest.raises(ImageError, match=r"is refused: its registry .* is not in sandbox.*image_registries"):
+            pinned(config, tmp_path)
+        assert config.sandbox.local is not None
+        source = image_source(config.sandbox.local)
+        with pytest.raises(ImageError, match="is refused: its registry"):
+            await source.hold(f"image:{name}")
+        source.prefetch([f"image:{name}"])
+        while "was not pulled" not in caplog.text:
+            await asyncio.sleep(0.01)
+        caplog.clear()
+    assert connections == []
+
+
+@pytest.mark.parametrize(
+    ("local", "is_asked"),
+    [
+        ({}, False),
+        ({"image_registries": ["127.0.0.1:{port}"]}, True),
+        ({"image_registries": ["127.0.0.1"]}, False),
+        ({"image_mirrors": {"127.0.0.1:{port}": ["127.0.0.1:{port}"]}}, True),
+        ({"image_mirrors": {"docker.io": ["127.0.0.1:{port}"]}}, False),
+        ({"images": {"image:python:3": "image:127.0.0.1:{port}/python:3"}}, True),
+    ],
+)
+@needs_image_programs
+def test_hosts_that_the_config_names_are_asked(
+    tmp_path: Path, asked: tuple[int, list[str]], local: dict[str, object], is_asked: bool
+) -> None:
+    port, connections = asked
+    given = json.loads(json.dumps(local).replace("{port}", str(port)))
+
+    with pytest.raises((ImageError, SandboxUnavailableError)):
+        pinned(config_of(tmp_path, f"127.0.0.1:{port}/a:1", **given), tmp_path)
+
+    assert bool(connections) == is_asked
 
 
 def test_images_of_folders_and_other_providers_are_left_as_they_are(tmp_path: Path) -> None:

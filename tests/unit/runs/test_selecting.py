@@ -12,7 +12,7 @@ from rayapp.cli.main import run as rayapp
 from rayapp.core.errors import InputError
 from rayapp.core.types import Fork, Group, Reward, Trajectory
 from rayapp.rollout.demonstrations import _of_tokens
-from rayapp.runs.trajectories import Selection, select_from_run, solve_rates, write_trajectories
+from rayapp.runs.trajectories import Selection, select_from_run, write_trajectories
 from support import make
 
 
@@ -88,9 +88,3 @@ def test_when_nothing_is_good_enough_no_file_is_left(run: Path, tmp_path: Path) 
 def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no recorded steps"):
         select_from_run(tmp_path, tmp_path / "out.parquet", Selection(min_reward=1.0))
-
-
-def test_the_share_of_a_tasks_trajectories_that_solved_it_leaves_failed_ones_out(run: Path, tmp_path: Path) -> None:
-    assert solve_rates(run) == {"t": pytest.approx(4 / 6)}
-    with pytest.raises(InputError, match="has no recorded steps"):
-        solve_rates(tmp_path)

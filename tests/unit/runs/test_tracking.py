@@ -230,10 +230,11 @@ def test_a_run_that_is_silent_says_what_it_waits_for_and_how_far_it_is(monkeypat
 def test_a_step_on_gpus_and_an_evaluation_show_their_own_numbers() -> None:
     more = {"throughput/tokens_per_s_per_gpu": 1234.0, "eval/trajectories/scored": 637.0, "eval/reward/mean": 0.5}
 
-    line = step_line(2, 2, METRICS | more | {"eval/trajectories/failed": 3.0}, seconds_left=0.0)
+    lost = {"eval/trajectories/failed": 3.0, "eval/prompts/left_out": 2.0}
+    line = step_line(2, 2, METRICS | more | lost, seconds_left=0.0)
 
     assert "tokens/s/GPU 1234" in line
-    assert "eval scored  637  eval failed    3" in line
+    assert "eval scored  637  eval failed    3  eval prompts left out    2" in line
 
 
 def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:

@@ -121,6 +121,20 @@ async def test_every_rule_reads_the_form_that_messages_name_for_it(data_source: 
     assert rule.is_asked_for(f"Think, then end with {right}")
 
 
+@pytest.mark.parametrize("data_source", [GSM8K, "lighteval/MATH", "math_dapo", "searchR1_nq"])
+@pytest.mark.parametrize("said", ["<think>{}", "{}\n</think>\nNo.", "<think>{}\n</think>No.", "No.<think>{}"])
+async def test_verls_rules_pay_a_draft_only_if_the_config_lets_them_read_thoughts(data_source: str, said: str) -> None:
+    rule = find_rule(data_source)
+    assert rule is not None
+    truth: Any = {"target": ["Paris"]} if rule.truth == "targets" else "72"
+    text = said.format(rule.right_answer(truth))
+    answer = Answer(completion_text=text, data_source=data_source, ground_truth=truth, extra_info={})
+
+    for reads_thoughts in (False, True):
+        reward = await score_answer(answer, AnswerRewards(reads_thoughts=reads_thoughts), NO_SANDBOXES)
+        assert reward.terms["solved"] == float(reads_thoughts)
+
+
 @pytest.fixture
 def module(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.core.syntax import parse
+from rayapp.core.syntax import answer_of, parse, spoken
 from rayapp.tasks.extraction import cut_after_function, extract_code, extract_module, extract_program, marked_block
 from support.timing import takes_at_most_s
 
@@ -115,6 +115,14 @@ def test_a_long_text_without_code_is_read_in_linear_time(text: str) -> None:
         assert extract_code(text, "f") is None
 
 
+@pytest.mark.parametrize(
+    "piece", ["<think>", '"<think>', '"</a', "</think>", "<", '"0": 0, ', "```json\n", "<thinking></think>"]
+)
+def test_thoughts_are_found_in_linear_time(piece: str) -> None:
+    with takes_at_most_s(0.5):
+        answer_of(piece * (2_000_000 // len(piece)))
+
+
 def test_many_definitions_on_one_line_are_kept_once() -> None:
     line = "import a; import b; import c"
 
@@ -179,6 +187,23 @@ def test_a_draft_in_a_thought_is_no_answer(text: str) -> None:
     assert extract_module(text, "f") is None
     assert "def f" not in (extract_program(text) or "")
     assert "def f" not in marked_block(text, frozenset({"cpp"}))
+
+
+@pytest.mark.parametrize("text", [
+    "{}", "{}</think", "{}</thinks>", "{}'</think>'", '{}(.*)</think>"', "<think>{}", "{}<think>", "{}</THINK>",
+    "{}</think >",
+])  # fmt: skip
+@pytest.mark.parametrize("prompt", ["<|assistant|>\n<think>\n", "<thinking>"])
+def test_a_draft_in_a_thought_that_the_prompt_opened_is_no_answer(text: str, prompt: str) -> None:
+    assert answer_of(spoken(text.format(DRAFT), prompt)) == ""
+
+
+def test_a_thought_that_the_prompt_closes_is_over() -> None:
+    assert (
+        answer_of(spoken(DRAFT, "<think>\n\n</think>\n\n"))
+        == answer_of(spoken(f"hm</think>{DRAFT}", "<think>"))
+        == DRAFT
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from rayapp.sandbox.local.levels.namespaces import Namespaces
 from rayapp.sandbox.local.levels.visible_files import ImageView
 from rayapp.sandbox.verdict.harness import HASH_SEED, describe
 
-# often imported by candidate code
+# Modules that candidate code imports often.
 WARM_MODULES = (
     "abc", "array", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
     "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
@@ -62,8 +62,7 @@ def main(descriptor: int) -> None:
 
 
 def _forget_inherited() -> None:
-    # With an inherited umask of 077 the code's user could not enter the sandbox's folders; blocked signals would stay
-    # blocked.
+    """Reset the umask (with 077 the code's user could not enter the sandbox's folders) and blocked signals."""
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

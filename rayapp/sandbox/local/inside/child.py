@@ -80,7 +80,7 @@ _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
 _MAX_ORDER_BYTES = 400  # a small buffer changes few pages of the heap
 
-# kind, environment, arguments for the kind (see `_run`), and working folder (empty: the level chooses it)
+# Kind, environment, arguments for the kind (see `_run`), and working folder (empty: the level chooses it).
 Job = tuple[str, Mapping[str, str], tuple[object, ...], str]
 Order = tuple[Bounds, bool, bytes]  # limits, True if the job begins a session, the token to send with the status
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
@@ -98,7 +98,7 @@ _PIECES: tuple[Job, ...] = (
     ("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]']), ""),
     ("script", {}, (_CODE,), ""),
 )
-# without the checks of `random.seed`
+# Seeds `random` without the checks of `random.seed`.
 _seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
 
 

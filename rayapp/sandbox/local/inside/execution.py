@@ -244,7 +244,7 @@ class Ends:
         os.set_blocking(done, False)  # splice reads from the other pipes, and does not block
         self.control.setblocking(False)
         self.done = Done(done, os.urandom(16))
-        # the child's ends, in the order of `child.DESCRIPTORS`
+        # Ends of the child, in the order of `child.DESCRIPTORS`.
         self.given = (*(write for _, write in pipes), self._theirs.fileno())
 
     def close_given(self) -> None:

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 RESULT_FD, DONE_FD, CONTROL_FD, JOB_FD = 3, 4, 5, 6
-# program on the command line, which reads the job and runs it
+# Program on the command line, which reads the job and runs it.
 _BEGIN = """import marshal, os, sys
 sys.path[:] = [folder for folder in sys.path if folder]
 job = marshal.loads(os.pread(6, os.fstat(6).st_size, 0))

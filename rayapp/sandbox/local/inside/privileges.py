@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rayapp.sandbox.local.levels import kernel
 
-# above those used by distributions, containers and subuid ranges
+# User ids above those of distributions, containers and subuid ranges.
 _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
 _LOW_UIDS = range(20_000, 60_000)
-# of the files of images that root unpacks; the second where this user namespace lacks the first
+# User ids for files of images that root unpacks; the second where this user namespace lacks the first.
 _IMAGES_UIDS = 1_999_999_999, 60_001
 
 

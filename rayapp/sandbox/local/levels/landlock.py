@@ -124,7 +124,7 @@ class Landlocked:
         self._view = view
         self._home = ""
         self._rulesets: dict[tuple[bool, bool], int] = {}  # fields (home, writable) of a `Place` -> descriptor
-        # the same key -> calls with which a child confines itself
+        # Same key -> calls with which a child confines itself.
         self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
 
     def enter(self) -> None:

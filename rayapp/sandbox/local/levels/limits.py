@@ -17,7 +17,7 @@ MIB = 1 << 20
 # The zygote's own limit is higher: with an equal one it could send no descriptor while code has as many in flight
 # (unix(7), ETOOMANYREFS).
 MAX_OPEN_FILES = 128
-# of the whole tree; each holds up to 208 KiB of kernel memory (wmem_default), which no other limit counts
+# Sockets of the whole tree; each holds up to 208 KiB of kernel memory (wmem_default), which no other limit counts.
 MAX_SOCKETS = 256
 # 1 switches core dumps off (fs/coredump.c); with 0 the kernel would still start core_pattern's program, as root
 _NO_CORE = 1
@@ -211,12 +211,13 @@ class Usage:
         return int(ids[self._depth]) if ids else 0
 
     def _ids(self, pid: str) -> list[str]:
-        # first in the pid namespace of `proc`, then in each nested one, last in its own
+        """Return a process's ids: in the pid namespace of `proc`, then in each nested one, last in its own."""
         _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
         return after.partition("\n")[0].split()
 
     def _stat(self, pid: str) -> list[str]:
-        # From the state on; empty if the process has just ended. The process itself chooses the name before the state.
+        """Return the fields from the state on; none if the process has just ended. The process chooses the name
+        before."""
         return self._read(f"{pid}/stat").rpartition(")")[2].split()
 
     def _threads(self, pid: str, num_threads: int) -> list[str]:

@@ -18,7 +18,7 @@ _INTERFACE = struct.Struct("16sH22x")
 _BACKLOG = 16
 # A fixed size: the kernel would enlarge the buffer, whose memory no limit of the sandbox counts.
 _RECEIVE_BYTES = 1 << 17
-# minimum, initial and maximum bytes; Linux's default maximum is 4 MiB
+# Minimum, initial and maximum bytes; Linux's default maximum is 4 MiB.
 _SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem"), "4096 16384 262144"
 
 

@@ -53,7 +53,7 @@ NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"  # mounts of needed paths below the machine's /tmp, by number, for each new /tmp
 _HIDDEN = "/.hidden"
-# for the sandbox's own files (`Place.home`), and for function calls
+# Mounts for the sandbox's own files (`Place.home`), and for function calls.
 _IMAGE_MOUNTS = {True: "/.image-home", False: "/.image-calls"}
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -78,13 +78,13 @@ class Namespaces:
         self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
         self._images = images
-        # with key True the one that holds the sandbox's files, with False the one for function calls
+        # Mount with key True holds the sandbox's files; with False it is for function calls.
         self._mounts: dict[bool, ImageMount] = {}
         self._mount: ImageMount | None = None  # for which the last child was forked; None without an image
         self._disk_mib = 0  # of /tmp; 0 while there is none
         self._tmp_is_new = False
         self._tmp_is_home = False
-        # metadata of /tmp before an execution; a difference shows a change
+        # Metadata of /tmp before an execution; a difference shows a change.
         self._untouched: tuple[bytes, list[str]] = b"", []
         self._inodes = kernel.InodeCounter(_TMP)
         self._ruleset = -1
@@ -284,7 +284,7 @@ def _tmpfs_options(disk_mib: int) -> str:
 
 
 def _keep_proc(root: str) -> None:
-    # `_hide` then hides it. Without a complete /proc the kernel would not let children mount their own.
+    """Mount a complete /proc, which `_hide` hides; else the kernel would not let children mount their own."""
     proc = f"{root}{_HIDDEN}/proc"
     os.makedirs(proc)
     kernel.mount("proc", proc, "proc", _PLAIN | kernel.MS_NOEXEC)
@@ -324,7 +324,7 @@ def _set_attributes(target: str, flags: int) -> None:
 
 
 def _installed_packages(root: str, library: str) -> list[str]:
-    # They are hidden, as they may hold rayapp's own code.
+    """Return the folders of installed packages, which are hidden, as they may hold rayapp's own code."""
     parents = (
         Path(root + library),
         *Path(f"{root}/usr/lib").glob("python3*"),

@@ -94,6 +94,6 @@ class ImageMount:
         kernel.mount(f"{self._folder}/shm", f"{self._root}/dev/shm", "", kernel.MS_BIND)
 
     def _facts(self) -> bytes:
-        # differ whenever the content of the writable part has changed
+        """Return metadata that differ whenever the content of the writable part has changed."""
         kernel.take(self._look)
         return b"".join(seen.raw for seen in self._seen)

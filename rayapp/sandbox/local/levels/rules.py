@@ -40,7 +40,7 @@ _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _AF_INET, _IPPROTO_TCP, _SOL_SOCKET = 2, 6, 1
 # SO_SNDBUF, SO_RCVBUF and their FORCE: a socket's buffer is kernel memory that no limit counts
 _BUFFER_SIZES = (7, 8, 32, 33)
-# Those that HTTP clients use. For sockets: reuse, type, errors, keepalive, linger, peer, timeouts. For TCP: no delay,
+# Options that HTTP clients use. For sockets: reuse, type, errors, keepalive, linger, peer, timeouts. For TCP: no delay,
 # keepalive, quick acknowledgements.
 _OPTIONS = {_SOL_SOCKET: (2, 3, 4, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
 _READABLE_OPTIONS = {**_OPTIONS, _SOL_SOCKET: (*_OPTIONS[_SOL_SOCKET], *_BUFFER_SIZES[:2])}
@@ -50,7 +50,7 @@ _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW = 1024, 1026, 1031, 37, 38
 _PR_SCHED_CORE = 62
-# outliving and adopting processes, core dumps, memory layout, core scheduling
+# Options for outliving and adopting processes, core dumps, memory layout and core scheduling.
 _PRCTL_NEVER = (
     kernel.PR_SET_PDEATHSIG,
     kernel.PR_SET_DUMPABLE,

@@ -109,7 +109,7 @@ _X32_BIT = 0x40000000
 _FARTHEST = 255  # instructions that a conditional jump can skip
 
 INSTRUCTION = struct.Struct("<HBBI")  # of an `Instruction`, as the kernel reads it
-# operation code, instructions to skip if true, instructions to skip if false, constant
+# Operation code, instructions to skip if true, instructions to skip if false, constant.
 Instruction = tuple[int, int, int, int]
 Block = tuple[Instruction, ...]  # every path ends in a return
 

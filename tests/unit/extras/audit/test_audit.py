@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import datetime
 import json
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ from rayapp.cli.main import run
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.checks import AuditFinding, TaskReport, audit, with_solve_rates
-from rayapp.extras.audit.command import _page
+from rayapp.extras.audit.checks import TaskReport, audit
 from rayapp.extras.audit.hunt import holds_expression, places_of
 from rayapp.extras.audit.subject import Attempt, Subject
 from rayapp.extras.audit.subjects import coding_subject, subjects_of, task_subject
@@ -196,40 +192,15 @@ async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
     task.write_text(PAYS_ALL)
 
     assert await asyncio.to_thread(run, ["task", "audit", str(task), "--json"]) == 1
-    (report,) = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    (report,) = json.loads(printed.out)
+    assert printed.err == "tasks audited: 0 of 1\ntasks audited: 1 of 1\n"
     assert (report["task"], report["kind"], report["nothing"]) == ("pays_all", "PaysAll", 1.0)
     assert {finding["check"] for finding in report["findings"]} == {"nothing"}
     assert await asyncio.to_thread(run, ["task", "audit", "sort_numbers", "--runs", "1"]) == 0
     assert "1 tasks audited, 0 with findings" in capsys.readouterr().out
     assert await asyncio.to_thread(run, ["task", "audit", "sort_number"]) == 2
     assert "did you mean sort_numbers?" in capsys.readouterr().err
-
-
-async def test_a_reference_that_the_prompts_own_example_contradicts_is_told(sandboxes: SandboxSource) -> None:
-    prompt = "Write double(x).\n\n    >>> double(4)\n    8\n\n`double(0)` returns 0. double(x) == x + x"
-    wrong = await of_task(sandboxes, prompt=prompt, reference="x ** 2 if x else 1")
-    right = await of_task(sandboxes, prompt=prompt)
-
-    assert [line for line in wrong.said if line.startswith("solution")] == [
-        "solution: task double: the reference fails the prompt's example, double(4) gives 8: it gives `16`",
-        "solution: task double: the reference fails the prompt's example, double(0) gives 0: it gives `1`",
-    ]
-    assert right.said == []
-    assert "not checked: there is no demonstration" in (await of_task(sandboxes)).reports[0].notes["reference"]
-    assert "reference" not in right.reports[0].notes
-
-
-async def test_a_solution_that_is_right_this_year_alone_is_told(sandboxes: SandboxSource) -> None:
-    dated = "def double(x):\n    import datetime\n    return x * (2 if datetime.date.today().year < {} else 3)\n"
-    this_year = datetime.date.today().year  # noqa: DTZ011
-    now, always = [
-        await of_task(sandboxes, demonstrations=[dated.format(year)], tests=("4", "1000"))
-        for year in (this_year + 1, this_year + 9)
-    ]
-
-    (told,) = now.said
-    assert told.startswith("clock: the solution passes today and fails with the clock a year ahead: test 1, 4")
-    assert always.said == []
 
 
 @pytest.mark.parametrize(
@@ -249,38 +220,22 @@ def total(values):
     return result
 """
 RENAMED = ORACLE.replace("total", "f").replace("values", "xs").replace("result", "r").replace("number", "i")
-WRAPPED = "\n".join(textwrap.wrap(base64.b64encode(ORACLE.encode()).decode(), 76))
 
 
-LEAKS = {
-    "verbatim": f"# notes\n{ORACLE}\n# end",
-    "other white space": ORACLE.replace(" ", "  ").replace("\n", "\n\n"),
-    "renamed": f"import os\n{RENAMED}",
-    "base64 in lines": f"a note\n{WRAPPED}\n",
-    "base64 in a string": f"KEY = '{base64.urlsafe_b64encode(ORACLE.encode()).decode()}'",
-    "hex": f"dump: {ORACLE.encode().hex()}",
-    "renamed in base64": base64.b64encode(RENAMED.encode()).decode(),
-}
-
-
-@pytest.mark.parametrize("text", LEAKS.values(), ids=LEAKS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# notes\n{ORACLE}\n# end",
+        ORACLE.replace(" ", "  ").replace("\n", "\n\n"),
+        f"import os\n{RENAMED}",
+    ],
+    ids=["verbatim", "other white space", "renamed"],
+)
 async def test_a_leak_is_found_in_any_of_its_forms(text: str) -> None:
     other = {"other.py": ORACLE.replace("17", "18"), "prose.txt": "The total of all values, times seventeen. " * 20}
 
     assert places_of([ORACLE], {"leak.txt": text, **other}) == ["leak.txt"]
     assert places_of([ORACLE[1:]], {"leak.py": RENAMED}, public=[ORACLE]) == []
-
-
-def test_the_report_is_a_page_that_shows_what_a_task_wrote_as_text() -> None:
-    finding = AuditFinding(task="<b>bad</b>", check="cheat", detail="an answer that <script>x</script> earns 1")
-    good = TaskReport(task="good", kind="coding", nothing=0.0, solution="2/2", cheats="0/17")
-    page = _page([good, TaskReport(task="<b>bad</b>", kind="coding", findings=(finding,))])
-
-    assert "2 tasks audited, 1 with findings" in page
-    assert "<script>" not in page
-    assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td>")
-    assert "<td>0</td><td>2/2</td>" in page
-    assert "cheat: an answer that &lt;script&gt;" in page
 
 
 def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(
@@ -290,25 +245,12 @@ def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(
     double = yaml.safe_dump(DOUBLE | {"tests": list(DOUBLE["tests"])})
     for name, text in (("constant", same.replace("NAME", "constant")), ("double", double)):
         (tmp_path / f"{name}.yaml").write_text(text)
-    kept, page = tmp_path / "kept.txt", tmp_path / "audit.html"
+    kept = tmp_path / "kept.txt"
     command = ["task", "audit", str(tmp_path / "constant.yaml"), str(tmp_path / "double.yaml"), "--runs", "1"]
 
-    written = ["--kept", str(kept), "--html", str(page), "--json-file", str(tmp_path / "audit.json")]
-    assert run([*command, "--json", *written]) == 1
+    assert run([*command, "--json", "--kept", str(kept)]) == 1
     reports = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "audit.json").read_text()) == reports
     assert [report["properties"]["cheatable"] for report in reports] == [True, False]
     assert reports[1]["properties"]["solvable"] is True
     assert kept.read_text() == "double\n"
-    assert "<th>order dependent</th>" in page.read_text()
     assert run([*command, "--max-bad-ratio", "0.5"]) == 0
-    assert run([*command, "--run", str(tmp_path)]) == 2
-
-
-def test_a_task_that_a_policy_always_or_never_solves_is_told() -> None:
-    reports = [TaskReport(task=name, kind="coding") for name in ("never", "often", "unknown")]
-    never, often, unknown = with_solve_rates(reports, {"never": 0.0, "often": 0.5}, least=0.1, most=0.9)
-
-    assert [finding.check for finding in never.findings] == ["difficulty"]
-    assert "0% of its trajectories, outside 10% to 90%" in never.findings[0].detail
-    assert (often.solve_rate, often.findings, unknown.solve_rate) == (0.5, (), None)

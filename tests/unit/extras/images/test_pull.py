@@ -174,7 +174,7 @@ def broken_layer(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
         (lambda _: None, "oci:{folder}:other", "can't be read"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
-        (lambda _: None, "build:unknown", "rayapp images build"),
+        (lambda _: None, "build:unknown", "rayapp images pull archive:FILE --name"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -132,6 +132,16 @@ async def test_the_judge_is_asked_by_schema_and_reads_the_prefill_as_part_of_the
     assert "42\n=== END REFERENCE" not in body["messages"][1]["content"]
 
 
+@pytest.mark.parametrize("said", ["<think>DRAFT", "DRAFT</think>No.", "<think>DRAFT</think>\nNo.", "No.<think>DRAFT"])
+@pytest.mark.parametrize("kind", ["rubric", "reward_model", "pairwise"])
+async def test_no_judge_reads_a_draft(desk: Any, said: str, kind: str) -> None:
+    async with desk(kind=kind) as at:
+        await at.compare(said, "Perhaps.")
+
+    assert at.stub.bodies
+    assert "DRAFT" not in json.dumps(at.stub.bodies)
+
+
 @pytest.mark.parametrize(("form", "sent"), [("json_object", {"type": "json_object"}), ("none", None)])
 async def test_a_server_that_takes_no_schema_is_told_in_words_and_checked_all_the_same(
     desk: Any, form: str, sent: Any

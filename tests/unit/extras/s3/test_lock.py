@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rayapp.core.errors import RunFolderError
+from rayapp.core.errors import RunFolderError, StorageCorruptError
 from rayapp.extras.s3.lock import acquire
 from rayapp.storage.opening import LocalStorage
 
@@ -86,16 +87,50 @@ async def test_a_lock_that_says_nothing_counts_by_its_number_alone(bucket: Local
     assert (await acquire(bucket, **QUICK)).number == 8
 
 
-@pytest.mark.xfail(strict=False, reason="open: acquire takes over a lock that it can't read")
-async def test_a_lock_that_can_not_be_read_is_held_until_its_lease_has_ended(bucket: LocalStorage) -> None:
-    await bucket.put_bytes(b"of a newer version", "locks/000001.json")
+UNREADABLE: dict[str, Callable[[int], bytes]] = {
+    "no JSON": lambda beat: b"of a newer version, beat %d" % beat,
+    "other fields": lambda beat: holder(beat=beat, format=2),
+    "missing fields": lambda beat: json.dumps({"owner": "o", "beat": beat}).encode(),
+    "text for truth": lambda beat: holder(beat=beat, released="false"),
+    "a list": lambda beat: b"[%d]" % beat,
+    "deep": lambda beat: b"[" * 100_000 + b"%d" % beat,
+    "no UTF-8": lambda beat: b"\xff%d" % beat,
+    "growing": lambda beat: b"x" * beat,
+}
 
-    async def beat() -> None:
-        for number in range(10**6):
-            await asyncio.sleep(0.02)
-            await bucket.put_bytes(b"of a newer version, beat %d" % number, "locks/000001.json")
 
-    beating = asyncio.create_task(beat())
-    with pytest.raises(RunFolderError, match="is in use by the run of an unknown process, which still renews"):
-        await acquire(bucket, **PATIENT)
-    beating.cancel()
+class Damaged(LocalStorage):
+    """A bucket whose objects never have their checksum."""
+
+    async def get_bytes(self, key: str, *, max_bytes: int = 1) -> bytes:
+        raise StorageCorruptError(f"{key}: its SHA-256 is {os.urandom(6).hex()}")
+
+
+async def test_locks_that_can_not_be_read_are_held_while_they_change(tmp_path: Path) -> None:
+    async def is_held(bucket: LocalStorage, write: Callable[[int], bytes]) -> None:
+        await bucket.put_bytes(write(0), "locks/000001.json")
+        acquiring = asyncio.create_task(acquire(bucket, **PATIENT))
+        for number in range(1, 10**6):
+            await asyncio.wait([acquiring], timeout=0.1)
+            if acquiring.done():
+                break
+            await bucket.put_bytes(write(number), "locks/000001.json")
+        with pytest.raises(RunFolderError, match="is in use by the run of an unknown process, which still renews"):
+            await acquiring
+
+    kinds = [is_held(LocalStorage(tmp_path / kind), write) for kind, write in UNREADABLE.items()]
+    await asyncio.gather(*kinds, is_held(Damaged(tmp_path / "damaged"), lambda beat: holder(beat=beat)))
+
+
+async def test_a_holder_stops_for_an_unreadable_lock_above_its_own_and_writes_a_damaged_one_again(
+    bucket: LocalStorage,
+) -> None:
+    lock = await acquire(bucket, **QUICK)
+    await bucket.put_bytes(b"damaged", "locks/000001.json")
+    await lock.beat(bucket)
+    assert lock.lost == ""
+    assert json.loads(await bucket.get_bytes("locks/000001.json"))["beat"] == 1
+
+    await bucket.put_bytes(b"of a newer version", "locks/000002.json")
+    await lock.beat(bucket)
+    assert "was taken over by an unknown process" in lock.lost

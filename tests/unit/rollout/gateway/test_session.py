@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from rayapp.core.errors import EngineError
+from rayapp.core.syntax import answer_of
 from rayapp.core.trajectories import before
 from rayapp.core.types import Completion, Fork, RequestId, RolloutStatus, SamplingParams
+from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply, Said, ToolCall
 from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.session import Session
@@ -84,6 +86,34 @@ async def test_a_call_goes_on_from_the_ids_that_were_sampled(bench: Any) -> None
     assert list(second_prompt[: len(first_prompt) + len(ids) + 1]) == [*first_prompt, *ids, b.tokenizer.eos_token_id]
     assert b.read(1).endswith("ab <|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
     assert b.session.tree.forks == []
+
+
+OPENED = load_template("chatml_hermes") + "<think>\n"
+
+
+@pytest.mark.parametrize("said", ["42", "42 </think", "x = '</think>'", "<think>42", "42</thinks>", "`</think>` 42"])
+@pytest.mark.parametrize("opened", [OPENED, OPENED.replace("<think>", "<thinking>")])
+async def test_a_thought_that_the_template_opens_and_no_tag_closes_is_no_answer(
+    bench: Any, said: str, opened: str
+) -> None:
+    b = await bench(said, template=opened)
+
+    (choice,) = (await b.ask(user("hi"))).choices
+
+    assert (choice.text, choice.thoughts) == ("", said.removeprefix("<think>"))
+    assert answer_of(b.session.trajectory().completion_text) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [("hm</think>42", "42"), ("hm</think>x.split('</think>')", "x.split('</think>')"), ("</think>", "")],
+)
+async def test_the_answer_follows_the_thought_that_the_template_opens(bench: Any, said: str, text: str) -> None:
+    b = await bench(said, template=OPENED)
+
+    assert (await b.ask(user("hi"))).choices[0].text == text
+    assert b.session.trajectory().completion_text == said
+    assert answer_of(said) == text
 
 
 async def test_the_first_prompt_and_the_suffixes_are_those_of_the_agent_loop(bench: Any) -> None:
