@@ -5,6 +5,7 @@ Used as `make.group(make.trajectory([5, 9, 7, 2], 2, reward=1.0))`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -225,6 +226,16 @@ async def played(
     }
     asked = options.pop("request", None) or request(group_id)
     return await run_group(asked, problem, agent, engine=engine, **usual | options)
+
+
+def watchdog(*, stop_after_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> Any:
+    """Return a watchdog that reports on the console and dumps no stacks."""
+    from rayapp.driver.watchdog import Watchdog
+
+    async def no_stacks() -> str:
+        return ""
+
+    return Watchdog(report_after_s=60, stop_after_s=stop_after_s, report=print, dump_stacks=no_stacks, clock=clock)
 
 
 class Clock:
