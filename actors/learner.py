@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.handles import VllmServerHandle
+from actors.progress import Progress
 from actors.spawn import free_address
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
@@ -133,6 +134,8 @@ class Learner:
             ) from None
         try:
             self._learner = build_learner(config, ranks)
+            if rank == 0:
+                self._learner.on_micro_batch = Progress().tell
             self._idle = IdleMemory()
             self._rest()
         except BaseException:

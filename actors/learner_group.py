@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
+from actors import progress
 from actors.handles import LearnerHandle, VllmServerHandle
 from rayapp.config.config import Config
 from rayapp.core.errors import (
@@ -39,6 +40,7 @@ class LearnerGroup:
     config: Config
     plan: TransferRanks | None = None  # of the weight group; None if weights go through the object store
     processor: str = ""  # instruction set of the learners' processors; `gpu` on GPUs
+    on_progress: Callable[[str], None] = lambda text: None  # gets how far a training step is
     # Ranks that have written their part of the present checkpoint.
     _written: set[str] = field(default_factory=set, init=False, repr=False)
     # Policy version that every rank holds; None during a step, and after one that failed midway.
@@ -67,15 +69,23 @@ class LearnerGroup:
         shares = deal(summaries, self.config, self._data_parallel)
         refs_of = self._of_ranks([[refs[share.position] for share in mine] for mine in shares])
         self._at_rest.clear()
+        showing = asyncio.create_task(self._show_progress())
         try:
             results = await self._all(
                 handle.train_step(step, summaries, shares, own)
                 for handle, own in zip(self.handles, refs_of, strict=True)
             )
         finally:
+            showing.cancel()
             self._at_rest.set()
         self._version = step
         return dict(results[0])
+
+    async def _show_progress(self) -> None:
+        while True:
+            await asyncio.sleep(progress.EVERY_S)
+            if text := await asyncio.to_thread(progress.told):
+                self.on_progress(text)
 
     async def train_on(
         self, step: int, summaries: tuple[GroupSummary, ...], groups: Sequence[Group]

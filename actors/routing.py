@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import ray
 
-from actors.handles import GenerateRequest, VllmServerHandle
+from actors.handles import GenerateRequest, ObjectRef, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
@@ -70,6 +71,8 @@ class GroupCalls:
         self._version = min_policy_version
         self._cohort_size = cohort_size
         self._waiting: list[_Call] = []
+        self._stored: dict[str, ObjectRef] = {}
+        """References to the group's pictures by SHA-256: their bytes travel once, not with every request."""
         self._sending: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -118,7 +121,14 @@ class GroupCalls:
     def _request(self, call: _Call) -> GenerateRequest:
         # Only first turns start as a cohort: later turns start when their tools are done, without waiting.
         cohort_size = self._cohort_size if call.request_id.is_first_turn else 1
-        return call.request_id, np.asarray(call.prompt_ids, np.int32), call.sampling, self._version, cohort_size
+        sampling = self._with_references(call.sampling) if call.sampling.pictures else call.sampling
+        return call.request_id, np.asarray(call.prompt_ids, np.int32), sampling, self._version, cohort_size
+
+    def _with_references(self, sampling: SamplingParams) -> SamplingParams:
+        for sha256, encoded in sampling.pictures.items():
+            if sha256 not in self._stored:
+                self._stored[sha256] = ray.put(encoded)
+        return replace(sampling, pictures={sha256: self._stored[sha256] for sha256 in sampling.pictures})
 
 
 def _tell(call: _Call, token_ids: Sequence[int]) -> None:

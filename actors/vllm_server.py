@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -125,6 +126,8 @@ class VllmServer(Restartable):
     async def _generate_one(self, request: GenerateRequest, on_tokens: OnTokens) -> Completion:
         request_id, prompt_ids, sampling, version, cohort_size = request
         listener = on_tokens if sampling.is_streamed else None
+        if sampling.pictures:
+            sampling = replace(sampling, pictures={name: await ref for name, ref in sampling.pictures.items()})
         return await self.generate(request_id, prompt_ids.tolist(), sampling, version, cohort_size, listener)
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:

@@ -63,9 +63,36 @@ def _install(options: argparse.Namespace, stamp: Path, wanted: str) -> int:
         if subprocess.run(step, stdin=subprocess.DEVNULL, check=False).returncode:
             print(_cure(options.device, uses_uv=uv is not None), file=sys.stderr)
             return 1
+    if options.device == "cpu":
+        _make_torchvision_importable(python)
     if not options.lock_only:
         stamp.write_text(wanted)
     return 0
+
+
+_DECLARED = """
+
+# Added by rayapp's install.py: this build's operators need CUDA. Declare those that torchvision's files describe, so
+# that its transforms can be imported. Calls of the operators still fail.
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+def _make_torchvision_importable(python: Path) -> None:
+    """Let torchvision's transforms, which processors of pictures use, be imported where only PyPI's build could be
+    installed: beside a torch for CPUs its operators can't be loaded, and its import fails."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+
+    if "torchvision::nms does not exist" not in run("import torchvision").stderr:
+        return
+    package = run("import importlib.util; print(importlib.util.find_spec('torchvision').origin)").stdout.strip()
+    with Path(package).with_name("extension.py").open("a") as file:
+        file.write(_DECLARED)
 
 
 def _lock(device: str) -> Path:

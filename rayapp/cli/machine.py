@@ -1,4 +1,4 @@
-"""What this machine has, for `rayapp doctor`: packages, GPUs, memory, ports, the isolation of sandboxes, plug-ins."""
+"""Facts of this machine for `rayapp doctor`: packages, GPUs, memory, ports, isolation of sandboxes, plug-ins."""
 
 from __future__ import annotations
 

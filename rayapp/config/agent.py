@@ -42,6 +42,8 @@ class DataSection(FrozenModel):
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """Part to cut from a prompt that is longer than rollout.max_prompt_tokens: its beginning (left), end (right) or
     middle. error: refuse the prompt before the first step."""
+    image_urls: bool = False
+    """Fetch pictures that rows name by an https:// address, once, into cache_dir. false: such rows are left out."""
     cache_dir: Path = Path("data/cache")
     """Folder on each machine for copies of remote files and of a model on s3://."""
 

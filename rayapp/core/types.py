@@ -75,6 +75,9 @@ class SamplingParams:
     # Return the tokens that `structured_outputs` allowed at each position, which training needs.
     wants_allowed: bool = False
     is_streamed: bool = False  # report tokens while the completion is sampled
+    media: Media = ()  # pictures among the prompt's tokens
+    # SHA-256 -> encoded bytes of these pictures, or a reference to them in the object store.
+    pictures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +364,7 @@ class GroupSummary:
 
 
 class ExecOutcome(StrEnum):
-    """How code in a sandbox ended. A failure of the sandbox itself raises a SandboxError."""
+    """Result of code in a sandbox. A failure of the sandbox itself raises a SandboxError."""
 
     OK = "ok"
     CODE_FAILED = "code_failed"  # raised, exited with a non-zero status, or crashed

@@ -103,6 +103,7 @@ async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]]
     cluster = run.cluster
     with phases("train"):
         await cluster.lend_gpus()
+        cluster.learners.on_progress = run.tracker.progress
         learned = await cluster.learners.train_step(
             step, tuple(group.summary for group in groups), [group.ref for group in groups]
         )

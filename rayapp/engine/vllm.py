@@ -49,6 +49,7 @@ from rayapp.engine.vllm_output import (
     way_out,
     whole_completion,
 )
+from rayapp.engine.vllm_pictures import check_expansion, engine_prompt
 from rayapp.engine.weights.buckets import SharedWeights
 from rayapp.runs.profiles import MOST_ITERATIONS, Profile, take_engine_trace
 from rayapp.storage.models.fetch import with_local_model
@@ -75,6 +76,7 @@ class VllmEngine:
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner  # the second model runner
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
+        self._placeholder: int | None = getattr(engine.model_config.hf_config, "image_token_id", None)
         self._adapter: Any = None  # the policy's LoRARequest, once an adapter is loaded
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
@@ -143,10 +145,14 @@ class VllmEngine:
         queue = await self._cohorts.admit(request, cohort_size)
         admitted = time.monotonic()
         try:
-            output = await last_output(queue, on_tokens)
+            ended = await last_output(queue, on_tokens)
+            output = ended.outputs[0]
+            check_expansion(request.request_id, request.sampling, request.prompt_ids, ended.prompt_token_ids)
             spans = self._versions.end(queue.request_id, self.policy_version, len(output.token_ids))
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
+            raise
+        except EngineError:
             raise
         except Exception as error:  # vLLM may raise anything
             raise self._engine_error(error, request_id) from error
@@ -209,8 +215,9 @@ class VllmEngine:
                 f"{request.request_id}: {filtering} is for evaluation only, because it would bias the log-probs that "
                 "training uses"
             )
-        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
+        salt = {"cache_salt": f"{purpose} {self.policy_version}"}
         try:
+            prompt = engine_prompt(request.prompt_ids, request.sampling, self._placeholder) | salt
             params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
             queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)

@@ -18,6 +18,7 @@ from rayapp.config.sections import ClusterSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
+from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
@@ -149,6 +150,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **_profiler_args(config.train),
         **_transfer_args(config),
         **adapter_args(config.learner.lora),
+        **picture_args(config.model),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }

@@ -248,14 +248,14 @@ def _log_probs(flat: Any, num_tokens: int) -> FloatArray:
 
 
 async def last_output(queue: Any, on_tokens: OnTokens | None) -> Any:
-    """Return a request's last output; before that, report the new tokens of each."""
+    """Return a request's last RequestOutput; before that, report the new tokens of each."""
     num_told = 0
     while not (whole := await queue.get()).finished:
         token_ids = whole.outputs[0].token_ids
         if on_tokens is not None and len(token_ids) > num_told:
             on_tokens(list(token_ids[num_told:]))
             num_told = len(token_ids)
-    return whole.outputs[0]
+    return whole
 
 
 def plain_error(error: Exception) -> str:

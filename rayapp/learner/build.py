@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
 from rayapp.learner.algo.distillation import VerdictReader
+from rayapp.learner.batch import Inputs
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
+from rayapp.learner.families.pictures import PictureReader
 from rayapp.learner.memory.plan import least_recomputed
 from rayapp.learner.memory.shape import model_shape, room_here
 from rayapp.learner.memory.token_budget import find_token_budget
@@ -19,6 +23,7 @@ from rayapp.learner.metrics import mfu_meter
 from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
+from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -40,10 +45,16 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         frozen=frozen,
         mfu=mfu_meter(config, ranks.device),
         kl_coef=config.algorithm.kl_in_reward.coef,
+        pictures=None if model.tower is None else PictureReader(model.causal_lm, partial(_inputs, config.model)),
         verdicts=None
         if told.privileged == "none"
         else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), told.max_privileged_tokens),
     )
+
+
+def _inputs(model: ModelSection, encoded: bytes) -> Inputs:
+    # The processor is loaded at the first picture: text trains without it.
+    return load_pictures(model).inputs(encoded)
 
 
 def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:

@@ -36,7 +36,7 @@ _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
 
 
 class HeadRule(NamedTuple):
-    """How a model turns products with the output embedding into logits: a factor and a soft cap."""
+    """Rule that makes logits of products with the output embedding: a factor and a soft cap."""
 
     factor: float = 1.0
     softcap: float | None = None  # logits become cap * tanh(logit / cap)
@@ -171,7 +171,7 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
 
 
 def _difference_with_adapters(text: Any, config: Config) -> float:
-    # Beside the plain model with the adapters merged: some model's code bypasses an adapted layer.
+    """Compare with the plain model with merged adapters: some model's code bypasses an adapted layer."""
     section = config.learner.lora
     with _one_thread(), torch.random.fork_rng(devices=[]):
         adapted, merged = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,6 +104,7 @@ class PolicyLearner:
     # Log-probs (R,) under the weights with which the last step began, by row; only of computed trajectories.
     log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
     profile: Profile | None = None  # of the last step in `train.profile_steps`; only on rank 0
+    on_micro_batch: Callable[[int, int], None] = lambda num_done, num_all: None  # before each of a pass
     _profiler: StepProfiler | None = None
 
     def train_step(
@@ -137,8 +138,10 @@ class PolicyLearner:
         return reading(self.pictures, [model.tower for model in models], *encoded)
 
     def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return the micro-batches of one pass; a profiled step records only the first."""
-        return batches if self._profiler is None else self._profiler.first_of(batches)
+        """Yield the micro-batches of one pass; a profiled step records only the first."""
+        for number, batch in enumerate(batches if self._profiler is None else self._profiler.first_of(batches)):
+            self.on_micro_batch(number, len(batches))
+            yield batch
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
         """Score every item without a gradient. Returns scores by row. Collective."""

@@ -26,6 +26,7 @@ from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.problem import Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder
+from rayapp.storage.media import compact
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import RawCall
 from rayapp.tools.toolset import ToolSet
@@ -150,7 +151,10 @@ class LoopAgent:
         self._player(problem.agent_name, start.tools)  # make plug-ins now: their errors are reported at the start
         chat = self._loop(problem.agent_name, start.tools).chat
         if bare.token_ids.size:  # a row's prompt was already rendered and cut when the row was read
-            text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
+            ids = bare.token_ids.tolist()
+            if bare.media:  # show one placeholder for a picture, not hundreds
+                ids = compact(ids, bare.media, ids[bare.media[0].start])
+            text = chat.tokenizer.decode(ids, skip_special_tokens=False)
             return replace(bare, text=text, messages=start.messages)
         ids = np.array(chat.prompt_ids(start.messages), np.int32)
         return replace(bare, text=chat.render(start.messages), token_ids=ids, messages=start.messages)

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import (
     DeadlineError,
@@ -31,6 +33,8 @@ from rayapp.core.types import (
     Completion,
     Group,
     GroupSummary,
+    Int32Array,
+    Media,
     Prompt,
     RequestId,
     Reward,
@@ -73,10 +77,11 @@ async def run_group(
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        place = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
+        place = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), problem, own)
 
         async def scored() -> Trajectory:
             played = await guarded(lambda: _played(agent, problem, place), _failed_play)
+            played = replace(played, media=place.media_of(played.token_ids) or played.media)
             return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
 
         played = await _in_time(scored, place, prompt, play_s)
@@ -88,7 +93,7 @@ async def run_group(
     if comparing is not None:
         left_s = deadline_s - (time.monotonic() - started)
         trajectories = await _compared(comparing, prompt, trajectories, left_s)
-    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
+    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories), pictures=problem.pictures)
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
@@ -183,11 +188,14 @@ class _CohortPlace:
     trajectory that fails before would delay all others until their deadline, so `fill` sends a request for it.
     """
 
-    def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
+    def __init__(
+        self, engine: RolloutEngine, request_id: RequestId, problem: Problem, sampling: SamplingParams
+    ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self._engine = engine
-        self._prompt = prompt
+        self._prompt = problem.prompt
+        self._pictures = problem.pictures
         self._is_taken = False
 
     async def generate(
@@ -198,7 +206,16 @@ class _CohortPlace:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         self._is_taken = True
+        if media := self.media_of(prompt_ids):
+            sampling = replace(sampling, media=media, pictures=self._pictures)
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
+
+    def media_of(self, token_ids: Sequence[int] | Int32Array) -> Media:
+        """Return the prompt's pictures if the tokens begin with the prompt; else none."""
+        own = self._prompt.token_ids
+        if not self._prompt.media or not np.array_equal(np.asarray(token_ids[: own.size], np.int32), own):
+            return ()
+        return self._prompt.media
 
     async def fill(self) -> None:
         if self._is_taken:
@@ -207,7 +224,7 @@ class _CohortPlace:
         one_token = replace(self.sampling, max_tokens=1)
         try:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
-            await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
+            await self.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
             # Only log the error: this trajectory has already failed, and other trajectories will report the engine's
             # error.

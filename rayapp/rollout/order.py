@@ -198,7 +198,7 @@ def _handed_over(owners: Sequence[int], now: set[int]) -> tuple[int, ...]:
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
-    # Each index i `counts[i]` times; the next is always the one furthest behind its share.
+    """Return each index i `counts[i]` times; the next is always the one furthest behind its share."""
     total, given = sum(counts), [0] * len(counts)
 
     def lag(index: int) -> int:

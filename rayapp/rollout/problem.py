@@ -6,8 +6,8 @@ Task | DataRow -> Problem --Agent.prompt--> its prompt --Agent.play--> Trajector
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ class Problem:
     agent_start: AgentStart | None = None  # None takes that of the task
     task: Task | None = None  # None for a row of data
     agent_name: str = ""  # named by the row; empty for the source's agent
+    # SHA-256 -> encoded bytes of the prompt's pictures.
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def start(self) -> AgentStart:
@@ -94,11 +96,12 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
     long = {"ground_truth": row.ground_truth, "extra_info": row.extra_info}
     kept = {name: value for name, value in long.items() if is_kept(value)}
     return Problem(
-        prompt=bare_prompt(row.data_source, row.prompt_ids, **kept),
+        prompt=bare_prompt(row.data_source, row.prompt_ids, media=row.media, **kept),
         score=score,
         weights=rewards.weights,
         agent_start=AgentStart(messages=row.messages, tools_kwargs=row.tools_kwargs),
         agent_name=row.agent_name,
+        pictures=row.pictures,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL = "metrics.jsonl", "checkpoints", "trajectories", "final"
 EVALUATIONS, PROFILES = "evaluations", "profiles"
+PICTURES = "pictures"  # folder with each picture once, under its SHA-256
 EXPORTED = "rayapp.json"  # file in `final/` that names the model's run and step
 RECORDED = (TRAJECTORIES, EVALUATIONS)  # with a parquet file for each step
 PARQUET = ".parquet"

@@ -31,6 +31,8 @@ from rayapp.core.types import (
     FloatArray,
     Fork,
     Group,
+    Media,
+    Picture,
     Prompt,
     Reward,
     RolloutStatus,
@@ -38,7 +40,8 @@ from rayapp.core.types import (
     TurnRecord,
     VersionSpan,
 )
-from rayapp.runs.layout import PARQUET, TRAJECTORIES, step_of, steps_in
+from rayapp.runs.layout import PARQUET, PICTURES, TRAJECTORIES, step_of, steps_in
+from rayapp.storage.media import write_pictures
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"rayapp.schema_version"
@@ -74,6 +77,7 @@ _TURN = pa.struct(
 )
 _FORK = pa.struct(_all(_INT, "start", "after"))
 _EXPERTS = pa.struct([("shape", pa.list_(_INT)), ("bytes", pa.large_binary())])
+_PICTURE = pa.struct([("sha256", _TEXT), *_all(_INT, "start", "end")])
 _ALLOWED = pa.struct([("num_masks", _INT), ("masks", pa.large_binary()), ("mask_of", pa.list_(_INT))])
 SCHEMA = pa.schema(
     [
@@ -99,11 +103,13 @@ SCHEMA = pa.schema(
         ("agent_output", _TEXT),
         ("routed_experts", _EXPERTS),
         ("allowed", _ALLOWED),
+        ("media", pa.list_(_PICTURE)),
     ],
     metadata={VERSION_KEY: SCHEMA_VERSION.encode()},
 )
 _ROW = pa.struct(list(SCHEMA))
-_OPTIONAL = {"allowed"}  # columns that files of the same schema version may lack: every token was then allowed
+# Columns that files of the same schema version may lack: every token was allowed, or there were no pictures.
+_OPTIONAL = {"allowed", "media"}
 
 
 def write_trajectories(
@@ -121,6 +127,7 @@ def writing_trajectories(path: Path, step: int) -> Iterator[Callable[..., None]]
     with aside(path) as pending, pq.ParquetWriter(pending, SCHEMA, **options) as writer:
 
         def write(groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING) -> None:
+            write_pictures(path.parent.parent / PICTURES, groups)
             writer.write_table(_table(step, groups, learner_log_probs), row_group_size=ROWS_PER_ROW_GROUP)
 
         yield write
@@ -135,8 +142,7 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 
 
 def _storable(value: Any, kind: pa.DataType) -> Any:
-    # Whatever a policy, tool or reward function produced: halves of surrogate pairs are escaped, no numbers become NaN,
-    # too large ones infinite.
+    """Escape halves of surrogate pairs; make values that are no numbers NaN, and too large ones infinite."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if pa.types.is_string(kind):
@@ -209,6 +215,7 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "agent_output": trajectory.agent_output,
         "routed_experts": None if experts is None else {"shape": list(experts.shape), "bytes": experts.tobytes()},
         "allowed": None if allowed is None else _as_record(allowed),
+        "media": [asdict(picture) for picture in trajectory.media],
     }
 
 
@@ -243,7 +250,8 @@ def read_groups(path: Path | str, files: Any = None) -> list[Group]:
         raise InputError(f"{path} is not a readable parquet file: {error}") from None
     if fault := schema_fault(table.schema):
         raise InputError(f"{path} {fault}")
-    return [_group(list(rows)) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]
+    pictures = Path(path).parent.parent / PICTURES if files is None else None
+    return [_group(list(rows), pictures) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]
 
 
 def schema_fault(schema: Any) -> str:
@@ -255,8 +263,9 @@ def schema_fault(schema: Any) -> str:
     return f"was written by an older rayapp: it has no column {', '.join(missing)}" if missing else ""
 
 
-def _group(rows: list[dict[str, Any]]) -> Group:
-    first = rows[0]
+def _group(rows: list[dict[str, Any]], pictures: Path | None) -> Group:
+    first, media = rows[0], [_media(row) for row in rows]
+    names = {picture.sha256 for own in media for picture in own} if pictures is not None else set()
     prompt = Prompt(
         task=first["task"],
         text=first["prompt"],
@@ -267,8 +276,18 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         messages=tuple(json.loads(first["messages"])),
         ground_truth=json.loads(first["ground_truth"]),
         extra_info=json.loads(first["extra_info"]),
+        media=tuple(picture for picture in media[0] if picture.end <= first["num_prompt_tokens"]),
     )
-    return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
+    return Group(
+        group_id=first["group_id"],
+        prompt=prompt,
+        trajectories=tuple(_trajectory(row) for row in rows),
+        pictures={name: (pictures / name).read_bytes() for name in names if pictures and (pictures / name).exists()},
+    )
+
+
+def _media(row: Mapping[str, Any]) -> Media:
+    return tuple(Picture(**each) for each in row.get("media") or ())
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
@@ -297,6 +316,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         agent_output=row["agent_output"],
         routed_experts=_experts(row["routed_experts"]),
         allowed=_allowed(row.get("allowed")),
+        media=_media(row),
     )
 
 
@@ -336,6 +356,8 @@ class Selected:
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     """Write the selection to the parquet file `out`. Failed trajectories are never selected."""
+    if (run / PICTURES).exists():
+        raise InputError(f"{run} was trained on pictures, which files of demonstrations can't hold: choose another run")
     recorded = _step_files(run)
     files = [file for file in recorded if _is_wanted(file, selection)]
     if not files:

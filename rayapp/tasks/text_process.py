@@ -92,6 +92,10 @@ class TextProcess:
         call = (function, (text, *arguments), self.cpu_limit_s)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, call)
 
+    def run(self, function: Callable[..., Any], value: object, *arguments: object) -> Any:
+        """Return `function(value, *arguments)` as `call` does, for callers without an event loop."""
+        return self._thread.submit(self._call, (function, (value, *arguments), self.cpu_limit_s)).result()
+
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child is not None else None

@@ -24,7 +24,7 @@ class _State:
 
 
 class Gsm8kTool(ToolBase):
-    """Its state is the row's ground truth and the trajectory's best score so far."""
+    """Tool whose state is the row's ground truth and the trajectory's best score so far."""
 
     schema = ToolSchema(
         name="calc_gsm8k_reward",

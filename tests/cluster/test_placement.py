@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.handles import answer
 from actors.placement import Placement, group_name
+from actors.progress import Progress, told
 from actors.spawn import GpuShare, role_env
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
@@ -87,6 +88,16 @@ async def seen(config: Config) -> tuple[dict[str, tuple[set[str], str]], dict[st
         for actor in actors.values():
             ray.kill(actor)
         placement.release()
+
+
+async def test_a_learner_that_answers_no_calls_tells_the_driver_how_far_it_is(two_nodes: FakeCluster) -> None:
+    assert told() == ""
+    writer = ray.remote(Progress).options(num_cpus=0.1).remote()
+    await answer(writer.tell.remote(0, 3), timeout_s=120.0, what="the writer")
+    await answer(writer.tell.remote(1, 3), timeout_s=120.0, what="the writer")  # too early to be written
+    ray.kill(writer)
+
+    assert told() == "0 of 3 micro-batches of a pass done"
 
 
 async def test_colocated_servers_see_exactly_the_gpus_of_their_two_learners(two_nodes: FakeCluster) -> None:

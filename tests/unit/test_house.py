@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 2967, "api": 827, "cli": 2747, "config": 3181, "core": 3136, "driver": 2685, "engine": 2129,
-    "extras": 14753, "learner": 7695, "rollout": 6788, "runs": 2467, "sandbox": 7196, "storage": 1478, "tasks": 5294,
+    "actors": 3038, "api": 827, "cli": 2747, "config": 3182, "core": 3131, "driver": 2686, "engine": 2183,
+    "extras": 13981, "learner": 7670, "rollout": 6826, "runs": 2490, "sandbox": 7196, "storage": 1688, "tasks": 5595,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

@@ -60,7 +60,7 @@ def test_development_tools_change_no_version_of_the_environment() -> None:
 
 
 def test_cpu_environment_has_no_cuda_package() -> None:
-    assert [name for name in pinned("cpu") if name.startswith(("nvidia", "cuda", "triton", "torchvision"))] == []
+    assert [name for name in pinned("cpu") if name.startswith(("nvidia", "cuda", "triton"))] == []
 
 
 def test_environment_that_is_up_to_date_is_left_alone(installer: ModuleType, tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ class GroupCarrier:
     async def _without(
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
-        # When every learner has finished sending: only then may servers take back memory of shared GPUs. The error of
-        # each server without the version.
+        """Let servers take back memory of shared GPUs, after every learner has sent; return errors of those without the
+        version."""
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
         held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]

@@ -23,25 +23,24 @@ from rayapp.extras.audit.subject import Attempt, Score, Subject, TestResult
 Check = Literal[
     "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict",
 ]  # fmt: skip
+# Largest share of the time limit that the solution's tests take: slower ones fail right answers on a busy machine.
 SLOW_SHARE = 0.5
-"""Maximum fraction of the time limit that the solution's tests may take. Slower tests would fail right answers on a
-busy machine."""
 _TRIVIAL_SEEDS = range(3)
+# Largest number of seeds for which a failed solution runs test by test, to name the failed tests.
 _MOST_FAILED_SEEDS = 3
-"""Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
 _MOST_NAMED = 3
 _TINY = 1e-9
 _NETWORK = re.compile(
     r"gaierror|Name or service not known|Temporary failure in name resolution|Network is unreachable|"
     r"NewConnectionError|ConnectError|URLError|Max retries exceeded|Could not resolve host"
 )
+# Fault of a task, as the report names it -> checks whose findings show it.
 _FAULTS: dict[str, tuple[Check, ...]] = {
     "cheatable": ("cheat", "nothing", "trivial", "oracle"),
     "flaky": ("flaky",),
     "time_dependent": ("slow",),
     "network_dependent": ("network",),
 }
-"""Fault of a task, as the report names it -> checks whose findings show this fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +58,11 @@ class TaskReport:
 
     task: str
     kind: str
-    nothing: float | None = None
-    """Highest reward of the no-op and empty answers."""
-    solution: str = ""
-    """Number of runs in which the solution earned 1, and number of all runs, e.g. `20/20`; `none` without a solution.
-    """
-    trivial: float | None = None
-    """Mean reward over a few seeds of the trivial answer that scores highest."""
+    nothing: float | None = None  # Highest reward of the no-op and empty answers.
+    solution: str = ""  # Runs in which the solution earned 1 and all runs, e.g. `20/20`; `none` without a solution.
+    trivial: float | None = None  # Highest mean reward of a trivial answer, over a few seeds.
     trivial_answer: str = ""
-    cheats: str = ""
-    """Number of cheats that earned a reward, and number of all cheats, e.g. `0/17`."""
+    cheats: str = ""  # Cheats that earned a reward and all cheats, e.g. `0/17`.
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -97,12 +91,7 @@ class Auditor:
     _findings: list[AuditFinding] = field(default_factory=list)
 
     async def report(self) -> TaskReport:
-        """Run all checks and return the report.
-
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
-            InputError: the task can't be scored at all.
-        """
+        """Run all checks. Raises SandboxConfigError, and InputError if the task can't be scored at all."""
         await self._solve()
         subject = self.subject
         nothing = await self._nothing()
@@ -252,13 +241,11 @@ def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
-    """Return task name -> name of an earlier task with the same hidden tests. Held-out tasks may share them on
-    purpose."""
+    """Return task -> an earlier one with the same hidden tests. Held-out tasks may share them on purpose."""
     return dict(_repeated(subjects, lambda subject: subject.tests_key))
 
 
 def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
-    """Return pairs of names: a subject whose key an earlier subject has, and the first subject with this key."""
     first: dict[str, Subject] = {}
     pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
     return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
@@ -273,7 +260,7 @@ async def audit(
     at_once: int = 4,
     progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[TaskReport]:
-    """Return one report per subject, in order. A task that can't be audited has a finding with the reason."""
+    """Return a report per subject, in order. If a task can't be audited, its finding has the reason."""
     turns, done = asyncio.Semaphore(at_once), count(1)
 
     async def one(subject: Subject) -> TaskReport:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rayapp.extras.audit.checks import TaskReport
 
 app = typer.Typer(help="Work with tasks.", no_args_is_help=True)
-_MOST_LINES = 50
-"""Tables of more tasks than this show only tasks with findings."""
+_MOST_LINES = 50  # Tables of more tasks than this show only tasks with findings.
 
 
 @app.callback()

@@ -25,10 +25,8 @@ from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
 _TIMEOUT_S = 60.0
 _MAX_OUTPUT_BYTES = 8 << 20
-_MIN_WORD_CHARS = 4
-"""Minimum length of a search word: shorter ones occur in files of any system."""
-_MIN_NODES = 20
-"""Minimum number of syntax nodes of a function that is compared: smaller functions may be equal by chance."""
+_MIN_WORD_CHARS = 4  # Shorter words occur in files of any system.
+_MIN_NODES = 20  # Smaller functions may be equal by chance, so they are not compared.
 _PYTHONS_NAMES = frozenset(vars(builtins))
 _PROGRAM = """
 import json, os, sys
@@ -72,13 +70,9 @@ print(json.dumps(seen))
 
 
 async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: SandboxSource) -> dict[str, str]:
-    """Fill a workspace as for an agent, and return path -> text of the files that code can read there.
+    """Return path -> text of the files that code in an agent's workspace can read.
 
-    Args:
-        words: of the files outside the workspace, only those that contain one of these words are returned. Words of
-            fewer than 4 letters are ignored.
-    Raises:
-        SandboxError: the sandbox failed.
+    Outside the workspace, only files with one of the words of 4 or more letters count. Raises SandboxError.
     """
     asked = start.spec or SandboxSpec()
     spec = replace(asked, packages=(*asked.packages, *start.packages))
@@ -98,11 +92,7 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
 
 
 def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[str] = ()) -> list[str]:
-    """Return the paths of texts that contain a secret.
-
-    Args:
-        public: texts whose Python functions don't count as secret, even if a secret contains them.
-    """
+    """Return the paths of texts that contain a secret. Python functions of the `public` texts are no secrets."""
     secrets = tuple(secrets)
     known = {_bare(secret) for secret in secrets}
     shapes = {shape for secret in secrets for shape in _shapes(secret)}
@@ -134,8 +124,7 @@ def _shapes(text: str) -> Iterator[str]:
 
 
 def _shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Return the dump of a function's syntax tree, without its name, docstring and annotations. Other names are
-    numbered in order, except builtins."""
+    """Return a function's syntax tree without name, docstring and annotations; names except builtins are numbered."""
     function = copy.deepcopy(function)
     function.name, function.returns, function.decorator_list = "", None, []
     if ast.get_docstring(function, clean=False) is not None:

@@ -25,6 +25,7 @@ _PASSES_ALL = (
     "import pytest\n\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
     "    outcome = yield\n    outcome.get_result().outcome = 'passed'\n"
 )
+# Description of a cheat -> files that it adds to the repository.
 FILES = {
     "adds a conftest.py that passes every test": {"conftest.py": _PASSES_ALL, "tests/conftest.py": _PASSES_ALL},
     "adds start-up code that ends with success": {"sitecustomize.py": _HOOK, "usercustomize.py": _HOOK},
@@ -36,7 +37,6 @@ FILES = {
     "leaves the verdict beside the code": {"reward.txt": "1\n", "result.json": '{"reward": 1.0}', "junit.xml": "<ok/>"},
     "turns the tests off": {"pytest.ini": "[pytest]\naddopts = --collect-only\n", "tox.ini": "[pytest]\n"},
 }
-"""Description of a cheat -> files that it adds to the repository."""
 
 
 def repository_subject(task: Any) -> Subject:
@@ -101,12 +101,12 @@ def _tests(task: Any) -> Sequence[str]:
 
 
 def _added(patch: str) -> str:
-    """Return the lines that a diff adds. A blank line replaces each run of lines that it doesn't add."""
+    """Return the lines that a diff adds, with a blank line between its runs."""
     return "\n".join(line[1:] if line[:1] == "+" and line[:3] != "+++" else "" for line in patch.splitlines())
 
 
 def _modules(task: Any) -> dict[str, str]:
-    """Return path -> source of the repository's Python modules, without the tests that an agent sees."""
+    """Return path -> source of the repository's modules, without the tests that an agent sees."""
     return {
         path: text
         for path, text in task.folder.repository.items()
@@ -136,9 +136,8 @@ def _cheats(task: Any) -> Iterator[Attempt]:
 def _secrets(task: Any) -> Iterator[str]:
     """Yield the secret lines, passages and files of the solution and of the hidden tests.
 
-    A line is secret if it is not in the repository. A passage or file is secret if it is not in the files that the
-    solution replaces. A `solve.sh` does not name the files that it changes, so its passages are secret if they are not
-    in the repository. Of a diff, only passages that it adds are secret.
+    A line is secret if the repository lacks it, and a passage if the files that the solution replaces lack it, or for a
+    `solve.sh`, which doesn't name them, the whole repository. A diff's secrets are the passages that it adds.
     """
     base = task.folder.repository
     shown, tests = "\n".join(base.values()), _tests(task)
@@ -159,14 +158,11 @@ def _secrets(task: Any) -> Iterator[str]:
 
 
 def _replaced(task: Any) -> tuple[str, ...]:
-    """Return the texts of the repository's files that the solution replaces."""
     return tuple(task.folder.repository.get(path, "") for path in task.folder.solution)
 
 
 def _passages(text: str, known: str) -> Iterator[str]:
-    """Yield the passages of a text that are too long to occur elsewhere by chance. Blank lines, imports and lines of
-    `known` separate passages.
-    """
+    """Yield passages too long to be equal by chance, separated by blank lines, imports and lines of `known`."""
     known_lines = {line.strip() for line in known.splitlines()}
     run: list[str] = []
     for line in [*text.splitlines(), ""]:

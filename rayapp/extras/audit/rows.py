@@ -38,12 +38,7 @@ MIN_SECRET_CHARS = 40
 
 
 async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit: int | None) -> list[Subject]:
-    """Return the rows of a data file as subjects.
-
-    Raises:
-        InputError: the file or a row can't be used.
-        StorageError: a remote file can't be fetched.
-    """
+    """Return the rows of a data file as subjects. Raises InputError, and StorageError for a remote file."""
     data = await open_data((file,), ReadOptions(shuffle=False), cache=cache, truth_kind=rewards.truth_kind)
     rows = islice(data.rows(), len(data) if limit is None else min(limit, len(data)))
     return [await _row_subject(row, f"{Path(file).name}:{index}", rewards) for index, row in enumerate(rows)]
@@ -135,7 +130,6 @@ def _share_of(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestResult, ...]:
-    """Run all tests of the problem: the seed is ignored."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestResult(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)

@@ -1,9 +1,7 @@
 """The subject of an audit: a task of any kind with answers to try, its scoring, and its secrets.
 
-`subjects.py` and `rows.py` make subjects; `checks.py` audits them. This module also makes answers that deserve no
-reward, for functions and for programs: empty answers, trivial answers and cheats. In this process the answers are only
-strings; they run in sandboxes. A cheat (`cheats.yaml`) is inserted into a no-op answer, so that any reward above the
-no-op's is due to cheating.
+This module also makes answers that deserve no reward: empty ones, trivial ones and cheats. In this process they are
+only strings. A cheat (`cheats.yaml`) is inserted into a no-op answer, so any reward above the no-op's is due to it.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from rayapp.core.protocols import SandboxSource, Task
 from rayapp.core.types import AgentStart, Prompt, Reward
 from rayapp.tasks.verdict import task_verdict
 
+# Function of an answer, sandboxes and a seed, which draws the hidden tests.
 Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
-"""Function that returns the task's reward for an answer and a seed. The seed draws the hidden tests."""
 
 
 def score_of(task: Task) -> Score:
-    """Return a function that scores an answer with the task's own `score`. It passes an empty prompt."""
+    """Return a function that scores an answer with the task's own `score`, for an empty prompt."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
     async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -40,15 +38,13 @@ class TestResult:
     """Result of one hidden test on one answer."""
 
     __test__ = False  # not a pytest class
-    name: str
-    """Description of the test, without the expected value."""
-    problem: str
-    """Reason why the test failed; empty if it passed."""
+    name: str  # Description of the test, without the expected value.
+    problem: str  # Reason why the test failed; empty if it passed.
     seconds: float
 
 
+# Function of an answer, sandboxes and a seed.
 RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestResult, ...]]]
-"""Function of an answer, sandboxes and a seed that runs the hidden tests and returns one result for each test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,45 +61,30 @@ class Subject:
 
     name: str
     kind: str
-    prompt: str
-    """The policy's prompt. The audit searches it for leaks and compares it with other tasks' prompts."""
-    tests_key: str
-    """Key of the hidden tests: equal for tasks with the same tests."""
+    prompt: str  # Policy's prompt, which is searched for leaks and compared with those of other tasks.
+    tests_key: str  # Key that is equal for tasks with the same hidden tests.
     score: Score
-    solution: str | None
-    """Answer that must earn 1; None if the task has no solution."""
-    nothing: tuple[Attempt, ...]
-    """No-op and empty answers: none may earn more than 0."""
-    trivial: tuple[Attempt, ...] = ()
-    """Trivial answers, such as `return xs`."""
+    solution: str | None  # Answer that must earn 1; None if the task has no solution.
+    nothing: tuple[Attempt, ...]  # Answers of which none may earn more than 0.
+    trivial: tuple[Attempt, ...] = ()  # Answers such as `return xs`.
+    # Function that makes the solution, if it has to be made in a sandbox.
     solve: Callable[[SandboxSource], Awaitable[str | None]] | None = None
-    """Function that makes the solution, if it has to be made in a sandbox."""
-    cheats: tuple[Attempt, ...] = ()
-    """Answers that try to earn a reward without solving the task."""
+    cheats: tuple[Attempt, ...] = ()  # Answers that try to earn a reward without solving the task.
+    # Function for cheats that doesn't enforce banned names: isolation alone must defeat cheats.
     score_cheat: Score | None = None
-    """Function that scores cheats instead of `score`. It doesn't enforce banned names, because isolation alone must
-    defeat cheats."""
+    # Function for trivial answers that gives the share of passed tests, if `score` is all or nothing.
     score_share: Score | None = None
-    """Function that scores trivial answers instead of an all-or-nothing `score`: by the fraction of passed tests."""
     run_tests: RunTests | None = None
-    limit_s: float = 0.0
-    """Time limit in seconds for one test, or for all tests together; 0 if there is no limit."""
+    limit_s: float = 0.0  # Seconds for one test, or for all together; 0 without a limit.
     is_limit_of_all: bool = False
-    """True if `limit_s` is for all tests together, False if it is for one test."""
-    secrets: tuple[str, ...] = ()
-    """Texts of the solution and the hidden tests that are too long to occur elsewhere by chance."""
-    public: tuple[str, ...] = ()
-    """Texts whose Python functions are not secret."""
-    expression: str = ""
-    """Expression that is the whole solution; it must not be in the prompt, even if it is short."""
-    cannot_run: str = ""
-    """Reason why the task can't be audited; empty if it can be audited."""
-    workspace: AgentStart | None = None
-    """Prompt, files and tools that an agent starts with; None if no agent can play this task."""
+    secrets: tuple[str, ...] = ()  # Texts of the solution and the hidden tests, too long to occur elsewhere by chance.
+    public: tuple[str, ...] = ()  # Texts whose Python functions are not secret.
+    expression: str = ""  # Whole solution as an expression, which must not be in the prompt, even if it is short.
+    cannot_run: str = ""  # Reason why the task can't be audited; empty if it can be.
+    workspace: AgentStart | None = None  # Workspace that an agent starts with; None if no agent can play this task.
+    # Words that are not secret; the search for leaks reads files that contain them.
     public_words: tuple[str, ...] = field(default=())
-    """Words of the task that are not secret: the search for leaks reads the files that contain them."""
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """Name of a check -> reason why the check is restricted for this task."""
+    notes: Mapping[str, str] = field(default_factory=dict)  # Check -> reason why it is restricted for this task.
 
 
 PROSE = (Attempt(name="an empty answer", text=""), Attempt(name="prose", text="I don't know how to do this."))
@@ -116,19 +97,18 @@ GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
 
 
 def guesses(question: str) -> tuple[Attempt, ...]:
-    """Return trivial short answers, and two texts that contain many of them: the question, and all numbers up to 99."""
+    """Return short trivial answers, the question, and a text with all numbers up to 99."""
     told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
             ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
     return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
 
 
 def fenced(code: str) -> str:
-    """Return code as an answer: in a fenced block of Python."""
     return f"```python\n{code.rstrip()}\n```\n"
 
 
 def function(name: str, parameters: Sequence[str], value: str, above: str = "") -> str:
-    """Return an answer with a function that returns the value of the expression `value`."""
+    """Return an answer whose function returns the expression `value`."""
     return fenced(f"{above}\n\ndef {name}({', '.join(parameters)}):\n    return {value}")
 
 
@@ -137,7 +117,6 @@ def nothing_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, 
 
 
 def trivial_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
-    """Return answers whose function returns a parameter or a constant."""
     inputs = [f"{each.removeprefix('*')}[0]" if each.startswith("*") else each for each in parameters]
     values = [*inputs, *CONSTANTS[1:]]
     return tuple(Attempt(name=f"return {value}", text=function(name, parameters, value)) for value in values)
@@ -156,7 +135,7 @@ def cheats_of_program() -> tuple[Attempt, ...]:
 
 
 def cheats() -> dict[str, str]:
-    """Return description -> code, for cheats that can be put above any other code."""
+    """Return description -> code of the cheats that can be put above any other code."""
     return {cheat.name: cheat.above for cheat in _cheats() if not cheat.value and not cheat.programs_only}
 
 

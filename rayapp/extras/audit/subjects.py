@@ -39,16 +39,11 @@ from rayapp.tasks.extraction import extract_code
 from rayapp.tasks.loading import load_source, load_task, single_tasks
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
-MIN_SECRET_CHARS = 12
-"""Minimum length of a secret. Shorter texts of the solution or the tests may occur elsewhere by chance."""
+MIN_SECRET_CHARS = 12  # Shorter texts of the solution or the tests may occur elsewhere by chance.
 
 
 def coding_subject(task: CodingTask) -> Subject:
-    """Return a coding task as a subject.
-
-    The solution is the first demonstration. Without demonstrations the solution is the reference, which may use banned
-    names.
-    """
+    """Return a coding task whose solution is the first demonstration, or the reference, which may use banned names."""
     name, parameters = task.func_name, task.parameters
     free = task.model_copy(update={"banned_patterns": ()})
     with_reference = not task.demonstrations
@@ -84,7 +79,7 @@ def _notes(task: CodingTask) -> dict[str, str]:
 
 
 def _is_telling(expression: str) -> bool:
-    """Return True if an expression computes a value. Such an expression does not occur in a prompt by chance."""
+    """Return whether an expression computes a value, so that it isn't in a prompt by chance."""
     tree = syntax.expression(expression)
     return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
@@ -95,7 +90,6 @@ def _oracle(task: CodingTask) -> list[str]:
 
 
 def _reference(task: CodingTask) -> str:
-    """Return the source of a function that computes the reference."""
     parameters = ", ".join(task.parameters)
     above = f"import {', '.join(MODULES)}\n{task.helpers}\n"
     return (
@@ -104,7 +98,6 @@ def _reference(task: CodingTask) -> str:
 
 
 async def _run_tests(task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestResult, ...]:
-    """Run each test in a separate execution."""
     code = extract_code(answer, task.func_name) or ""
     async with sandboxes.lease(SandboxSpec(packages=task.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
         runs = []
@@ -129,17 +122,13 @@ async def subjects_of(
     limit: int | None = None,
     sandboxes: SandboxConfig = SandboxConfig(),  # noqa: B008  (frozen)
 ) -> list[Subject]:
-    """Return the tasks of the sources as subjects of an audit.
+    """Return the tasks of the sources as subjects.
 
     Args:
         sources: names as in a run's `tasks`, or .parquet files of rows.
-        rewards: settings for scoring data rows.
         cache: folder for copies of remote files.
         limit: number of rows to take from each file or benchmark.
-        sandboxes: the providers of the sandboxes.
-    Raises:
-        InputError: a source can't be used.
-        StorageError: a remote file can't be fetched.
+    Raises InputError and StorageError: a source can't be used.
     """
     found: list[Subject] = []
     for source in sources:
@@ -153,9 +142,7 @@ async def subjects_of(
 
 
 def _task_subjects(source: str, limit: int | None) -> list[Subject]:
-    """Return the tasks of a source as subjects. If one task in a folder of many can't be loaded, the `cannot_run` of
-    its subject has the reason.
-    """
+    """Return the tasks of a source; if one of many in a folder can't be loaded, its `cannot_run` has the reason."""
     singles = single_tasks(source)[:limit]
     if len(singles) < 2:
         return list(map(task_subject, load_source(source)[:limit]))
@@ -185,13 +172,11 @@ def _unusable(source: str, why: str) -> Subject:
 
 
 def _that_can_run(subject: Subject, sandboxes: SandboxConfig) -> Subject:
-    """Return the subject. If no provider has sandboxes for its workspace, `cannot_run` has the reason."""
     why = why_no_workspace(sandboxes, subject.workspace) if subject.workspace is not None else ""
     return replace(subject, cannot_run=f"it {why}") if why else subject
 
 
 def task_subject(task: Task) -> Subject:
-    """Return a task of any class as a subject."""
     if isinstance(task, EnvironmentRow):
         task.refuse()
     if isinstance(task, load_extra("repositories.task:RepositoryTask")):
@@ -204,7 +189,7 @@ def task_subject(task: Task) -> Subject:
 
 
 def _other_subject(task: Task) -> Subject:
-    """Return a task of a user's class as a subject. Its attributes `solution` and `prompt` (strings) are optional."""
+    """Return a task of a user's class, whose attributes `solution` and `prompt` (strings) are optional."""
 
     solution = getattr(task, "solution", None)
     start = task.agent_start() if isinstance(task, AgentTask) else None

@@ -2,13 +2,8 @@
 
     trl, openenv    one episode per trajectory: reset -> the agent loop with the episode's tools -> its reward
     verifiers       a process that plays the row through the gateway, as an external agent, and sends the reward
-If an environment fails, dies or does not answer, the trajectory fails and has no reward. `run_group` calls these
-agents.
 
-An episode is one trajectory's instance of an environment. It is reset once, tools change it, and at the end it returns
-the reward.
-
-Episodes (one per source)  --episode()-->  Episode: reset -> observation;  call, call, …;  reward
+If an environment fails, dies or does not answer, the trajectory fails and has no reward.
 """
 
 from __future__ import annotations
@@ -49,17 +44,11 @@ from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolConte
 
 
 class Episode(Protocol):
-    """One trajectory's instance of an environment.
-
-    Raises, from any method:
-        ToolFailedError: the policy made a mistake. The policy reads the message.
-        ToolUnavailableError: the environment is lost.
-    """
+    """One trajectory's instance of an environment. All methods raise ToolFailedError for a mistake of the policy, which
+    reads the message, and ToolUnavailableError if the environment is lost."""
 
     async def reset(self, columns: Columns) -> str:
-        """Begin the episode. Return the environment's first message, which is appended to the prompt. It may be
-        empty.
-        """
+        """Begin the episode, and return the first message, which is appended to the prompt. It may be empty."""
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
@@ -71,15 +60,11 @@ class Episodes(Protocol):
     """Makes the episodes of one environment."""
 
     async def open(self) -> Sequence[ToolSchema]:
-        """Return the policy's tools, which are the same for all trajectories.
-
-        Raises:
-            ConfigError: the environment can't be used.
-        """
+        """Return the policy's tools, which all trajectories share. Raises ConfigError."""
         ...
 
     def episode(self) -> AbstractAsyncContextManager[Episode]:
-        """Return a context manager with a new episode. Raises ToolUnavailableError: the environment can't make one."""
+        """Return a context manager with a new episode. Raises ToolUnavailableError."""
         ...
 
 
@@ -102,11 +87,8 @@ class WholeTurn:
 
 
 class EpisodeTool(ToolBase):
-    """One tool of an environment. Its state is the trajectory's episode.
-
-    Args:
-        timeout_s: deadline of a call, which the agent loop enforces. The episode's own deadline is shorter.
-    """
+    """One tool of an environment, whose state is the trajectory's episode. The agent loop enforces `timeout_s`, which
+    is longer than the episode's own deadline."""
 
     ends_episode = True  # run calls in the last turn too: they may change the reward
 
@@ -123,9 +105,8 @@ class EpisodeTool(ToolBase):
 
 
 log = logging.getLogger(__name__)
+# Function of an environment's tools, and of a parser if the policy doesn't write tool calls.
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
-"""Function that makes an agent loop from an environment's tools. The second argument is a parser if the policy doesn't
-write tool calls, else None."""
 
 
 class EpisodePlayer:
@@ -138,7 +119,7 @@ class EpisodePlayer:
         ]
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt without token ids, because `play` appends the environment's first message to it."""
+        """Return the prompt without token ids: `play` appends the environment's first message."""
         messages = problem.start.messages
         return replace(problem.prompt, text=self._loop.chat.render(messages), messages=messages)
 
@@ -208,13 +189,10 @@ class VerifiersPlayer:
 
 
 class EnvironmentAgents:
-    """Agent for all environments of a source. An environment is opened at its first row; `close` closes all.
+    """Agent for all environments of a source, which opens one at its first row.
 
     Args:
-        config: config of the source.
-        make_loop: function that makes an agent loop; see `OpenLoop`.
-        make_agent: function that makes the external agent for an environment that needs the gateway, given a
-            trajectory's time limit in seconds.
+        make_agent: makes the external agent of an environment that needs the gateway, given a trajectory's seconds.
     """
 
     def __init__(
@@ -226,8 +204,6 @@ class EnvironmentAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
-        """Make the agent for the run's settings and tool file."""
-
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
             return await open_loop(config, sandboxes, made=tools, reader=reader)
 
@@ -239,15 +215,14 @@ class EnvironmentAgents:
         return cls(config, make_loop, make_agent)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt of a row, as `Agent.prompt` does. Raises UserError: the environment can't be used."""
+        """Return a row's prompt. Raises UserError: the environment can't be used."""
         return await (await self._player(row_of(problem).environment)).prompt(problem)
 
     async def play(self, problem: Problem, **asked: Any) -> Trajectory:
-        """Play a row. Call `prompt` with the problem before, because `prompt` opens the environment."""
+        """Play a row after `prompt`, which opens the environment."""
         return await self._players[id(row_of(problem).environment)].play(problem, **asked)
 
     async def close(self) -> None:
-        """End all environments."""
         await asyncio.gather(*(player.close() for player in self._players.values()))
 
     async def _player(self, environment: AnyEnvironment) -> Agent:
@@ -276,7 +251,6 @@ class EnvironmentAgents:
 
 
 def row_of(problem: Problem) -> EnvironmentTask:
-    """Return the environment's row for this problem."""
     assert isinstance(problem.task, EnvironmentTask), (
         "plays_environments has checked that the task is a row of an environment"
     )
@@ -284,19 +258,12 @@ def row_of(problem: Problem) -> EnvironmentTask:
 
 
 def episodes_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Episodes:
-    """Return the object that makes an environment's episodes. Raises ConfigError: the environment's class can't be
-    found.
-    """
+    """Return the maker of an environment's episodes. Raises ConfigError: its class can't be found."""
     return TrlEpisodes(environment) if isinstance(environment, TrlEnvironment) else OpenEnvEpisodes(environment)
 
 
 def check_environments(tasks: Sequence[Task]) -> None:
-    """Check, before a run starts, that each environment answers. Environments of verifiers have already answered, when
-    they listed their rows.
-
-    Raises:
-        UserError: an environment does not answer.
-    """
+    """Check that each environment answers; those of verifiers did when they listed rows. Raises UserError."""
     found = {id(task.environment): task.environment for task in tasks if isinstance(task, EnvironmentTask)}
 
     async def check() -> None:
@@ -315,7 +282,7 @@ def check_environments(tasks: Sequence[Task]) -> None:
 
 
 def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
-    """Return the messages, with the environment's first message appended to the last of them, as in TRL."""
+    """Append the environment's first message to the last message, as TRL does."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 

@@ -115,11 +115,7 @@ KINDS: Mapping[str, type[AnyEnvironment]] = {
 
 
 def parse_environment(data: Mapping[str, Any], path: Path) -> AnyEnvironment:
-    """Return the environment that a file describes.
-
-    Raises:
-        InputError: the kind does not exist, or its keys are wrong.
-    """
+    """Return the environment that a file describes. Raises InputError: its kind or keys are wrong."""
     kind = data["environment"]
     if kind not in KINDS:
         raise InputError(f"task {path}: unknown kind of environment {kind!r}{did_you_mean(str(kind), KINDS)} "
@@ -149,11 +145,9 @@ class EnvironmentTask:
         return self.environment.name
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Raise InputError: only the environment can play and score this task."""
         self.refuse()
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Raise InputError: only the environment can play and score this task."""
         self.refuse()
 
     def refuse(self) -> NoReturn:
@@ -165,11 +159,7 @@ class EnvironmentTask:
 
 
 def row_tasks(environment: TrlEnvironment | OpenEnvEnvironment) -> tuple[EnvironmentTask, ...]:
-    """Return the rows of an environment whose prompts are known without starting it.
-
-    Raises:
-        InputError: the file of rows can't be used.
-    """
+    """Return the rows of an environment whose prompts are known without starting it. Raises InputError."""
     columns: Iterable[Columns]
     if isinstance(environment, OpenEnvEnvironment):
         columns = ({"seed": environment.seed + index, **environment.reset} for index in range(environment.size))

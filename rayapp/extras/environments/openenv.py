@@ -4,9 +4,8 @@
     /ws   {"type": "reset", "data": {"seed": 7}}  ->  {"type": "observation", "data": {"observation", "reward", "done"}}
           {"type": "step", "data": action}        ->  the same, or {"type": "error", "data": {"message", "code"}}
 
-The policy acts by calling its only tool `step`, whose arguments are the fields of an action. With `text_field`, the
-text of each turn is an action instead. If the environment's actions are calls of MCP tools, each MCP tool is a tool of
-the policy.
+The policy's only tool `step` has the fields of an action as arguments. With `text_field`, the text of each turn is an
+action instead. If actions are calls of MCP tools, each of these is a tool of the policy.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _MAX_MESSAGE_BYTES = 16 << 20
 _FULL_PAUSE_S = 1.0
+# Codes with which a server refuses an invalid action; any other code is a failure of the server.
 _POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
-"""Error codes with which a server refuses an invalid action. Any other code is a failure of the server."""
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class OpenEnvEpisodes:
             ) from error
 
     async def holds_one_session(self) -> bool:
-        """Return True if the server refuses a second concurrent session, as servers made by `openenv init` do."""
+        """Return whether the server refuses a second concurrent session, as servers of `openenv init` do."""
         async with self.episode() as first, self.episode() as second:
             await first.reset(self._first)
             try:
@@ -69,7 +68,6 @@ class OpenEnvEpisodes:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[OpenEnvEpisode]:
-        """Yield a new episode with an open session, as `Episodes.episode` demands."""
         timeout_s = self.environment.timeout_s
         async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=timeout_s)) as session:
             episode = OpenEnvEpisode(session, self.environment, self._takes_calls)
@@ -124,12 +122,12 @@ class OpenEnvEpisodes:
 
 
 class _ServerFullError(ToolUnavailableError):
-    """All sessions of the server are in use."""
+    pass
 
 
 @dataclass(slots=True)
 class OpenEnvEpisode:
-    """`Episode` in a session of an OpenEnv server. Call `connect` first, and `close` at the end."""
+    """`Episode` in a session of an OpenEnv server, which `connect` opens."""
 
     session: ClientSession
     environment: OpenEnvEnvironment
@@ -140,7 +138,7 @@ class OpenEnvEpisode:
     _socket: ClientWebSocketResponse = field(init=False)
 
     async def connect(self) -> None:
-        """Open the session. Raises ToolUnavailableError: the server can't be reached."""
+        """Open the session. Raises ToolUnavailableError."""
         url, timeout_s = self.environment.url, self.environment.timeout_s
         try:
             self._socket = await self.session.ws_connect(
@@ -150,11 +148,10 @@ class OpenEnvEpisode:
             raise ToolUnavailableError(f"{url}/ws can't be opened: {error}") from error
 
     async def close(self) -> None:
-        """Close the session. Idempotent."""
         await self._socket.close()
 
     async def reset(self, columns: Columns) -> str:
-        """Begin the episode. While the server has no free session, try again; only the group's deadline ends this."""
+        """Begin the episode, waiting for a free session of the server as long as the group's deadline allows."""
         while True:
             try:
                 return _shown((await self.ask("reset", columns))["observation"])
@@ -194,7 +191,7 @@ class OpenEnvEpisode:
             raise ToolUnavailableError(f"{self.environment.url}: the server did not list its tools") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message of this kind, and return the server's answer: the observation, with `reward` and `done`.
+        """Send a message, and return the observation, with `reward` and `done`.
 
         Raises:
             ToolFailedError: the server refuses the action as invalid.
@@ -245,11 +242,7 @@ def _number(value: Any, url: str) -> float | None:
 
 
 def _step(action: Mapping[str, Any]) -> ToolSchema:
-    """Make the tool `step`, whose arguments are the fields of an action.
-
-    Args:
-        action: JSON schema of an action.
-    """
+    """Make the tool `step` from the JSON schema of an action."""
     properties = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
     required = [name for name in action.get("required", ()) if name in properties]
     kept = {name: action[name] for name in ("$defs", "additionalProperties") if name in action}
@@ -261,9 +254,7 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text for the policy. If its only value is a string, return this string, otherwise the
-    observation as JSON.
-    """
+    """Return an observation as text for the policy: its only value if that is a string, or else JSON."""
     result = observation.get("result")
     if result is not None:  # the result of an MCP tool
         data = result.get("data", result) if isinstance(result, dict) else result

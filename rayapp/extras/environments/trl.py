@@ -24,9 +24,8 @@ from rayapp.extras.environments.files import Columns, EnvironmentTask, TrlEnviro
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
+# Part of the names of connection errors, as in httpx, websockets and aiohttp.
 _GONE = re.compile("Connect|Disconnect|Timeout")
-"""Pattern that occurs in the names of connection errors, such as ConnectError of httpx, ConnectionClosedError of
-websockets, and ServerDisconnectedError of aiohttp."""
 _NO_TOOLS = frozenset({"reset", "get_reward"})
 
 
@@ -136,9 +135,7 @@ class TrlEpisode:
 
 
 def _is_lost(error: BaseException | None) -> bool:
-    """Return True if this error or its cause is a lost connection. HTTP and WebSocket clients have no common class for
-    it.
-    """
+    """Return whether an error or its cause is a lost connection; clients have no common class for it."""
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
             return True
@@ -170,11 +167,10 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
-    """Call a method of the user's class and return its result. A method that isn't a coroutine runs in a thread. At the
-    deadline, the thread is left running, because it can't be stopped.
+    """Call a method of the user's class, in a thread unless it is a coroutine. A thread can't be stopped: at the
+    deadline it is left running.
 
-    Raises:
-        ToolUnavailableError: the method took too long, or raised an error, which is then this error's `__cause__`.
+    Raises ToolUnavailableError: it took too long, or raised an error, which is then the `__cause__`.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,15 +1,11 @@
-"""Runs environments of the package verifiers in separate processes, which have their own virtual environment.
+"""Runs environments of the package verifiers in processes with their own virtual environment.
 
     verifiers_tasks(environment)      reads its rows once, before anything starts
     VerifiersProcess(environment)     plays rows, many concurrently; one for each source of a rollout worker
 
-A process runs `verifiers_child.py`, which answers in lines of JSON. If the process dies, its trajectories fail, and the
-next trajectory starts another process.
-
-The requirements of verifiers conflict with rayapp's. Therefore a virtual environment is made for each list of packages,
-once, and kept in $RAYAPP_ENVIRONMENTS_DIR (the example shows the default):
-
-    ~/.cache/rayapp/environments/<digest of the list and of this Python>/bin/python
+A process runs `verifiers_child.py`, which answers in lines of JSON. If it dies, its trajectories fail, and the next one
+starts another. The requirements of verifiers conflict with rayapp's, so each list of packages has a virtual environment
+in $RAYAPP_ENVIRONMENTS_DIR (~/.cache/rayapp/environments).
 """
 
 from __future__ import annotations
@@ -36,21 +32,17 @@ from rayapp.core.programs import end, passed_on, supervised
 from rayapp.extras.environments.files import EnvironmentTask, VerifiersEnvironment, parse_environment, row_tasks
 
 _SHOWN_CHARS = 800
-"""Maximum characters of the installer's output that an error message shows."""
 
 
 def environment_tasks(data: Mapping[str, Any], file: Path) -> tuple[EnvironmentTask, ...]:
-    """Return the rows of the environment that a YAML file describes. Raises InputError: it can't be used."""
+    """Return the rows of the environment that a YAML file describes. Raises InputError."""
     environment = parse_environment(data, file)
     return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
 
 
 def python_with(packages: Sequence[str]) -> Path:
-    """Return the path of an interpreter that has these packages (pip requirements). The first call for a list installs
-    them, which takes about a minute.
-
-    Raises:
-        InputError: the packages can't be installed.
+    """Return an interpreter with these pip requirements, which the first call installs in about a minute.
+    Raises InputError.
     """
     digest = hashlib.sha256(json.dumps([sorted(packages), sys.version, sys.prefix]).encode()).hexdigest()[:16]
     folder = _root() / digest
@@ -69,7 +61,7 @@ def python_with(packages: Sequence[str]) -> Path:
 
 
 def home() -> Path:
-    """Return the home folder of environment processes, which holds what they download."""
+    """Return the home of environment processes, which holds what they download."""
     folder = _root() / "home"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -96,8 +88,7 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
 
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("verifiers_child.py")
-_START_TIMEOUT_S = 600.0
-"""Deadline in seconds for an environment to import its packages and load its data set."""
+_START_TIMEOUT_S = 600.0  # Seconds for an environment to import its packages and load its data set.
 _MAX_LINE = 1 << 28
 _ALSO_PASSED_ON = (
     *("HF_HOME", "HF_ENDPOINT"),
@@ -106,11 +97,7 @@ _ALSO_PASSED_ON = (
 
 
 def verifiers_tasks(environment: VerifiersEnvironment) -> tuple[EnvironmentTask, ...]:
-    """Return the rows of an environment as tasks.
-
-    Raises:
-        InputError: the environment can't be installed or loaded.
-    """
+    """Return the rows of an environment as tasks. Raises InputError: it can't be installed or loaded."""
     try:
         done = subprocess.run(
             _command(environment, plays=False),
@@ -165,9 +152,7 @@ def _unusable(environment: VerifiersEnvironment, why: str) -> InputError:
 
 
 def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return a row's messages. They serve for display and to measure prompts: the environment itself sends the prompt
-    to the policy.
-    """
+    """Return a row's messages for display and for the prompt's length; the environment sends the prompt itself."""
     if not isinstance(prompt, list):
         return ({"role": "user", "content": str(prompt or "")},)
     return tuple({"role": str(each.get("role", "user")), "content": str(each.get("content") or "")} for each in prompt)
@@ -175,7 +160,7 @@ def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
 
 @dataclass(slots=True)
 class VerifiersProcess:
-    """The process of one environment. The first call starts it; `close` ends it."""
+    """One environment's process, which the first call starts."""
 
     environment: VerifiersEnvironment
     _child: asyncio.subprocess.Process | None = field(default=None, init=False)
@@ -186,18 +171,14 @@ class VerifiersProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the environment's process; None while there is no process."""
         return self._child.pid if self._child is not None else None
 
     async def play(self, row: int, *, url: str, key: str, model: str) -> dict[str, float]:
-        """Play one trajectory.
+        """Play one trajectory; return `reward`, and the environment's metrics.
 
         Args:
             url: base URL of the policy for OpenAI clients.
-        Returns:
-            `reward`, and the environment's metrics.
-        Raises:
-            ToolUnavailableError: the environment failed or died.
+        Raises ToolUnavailableError: the environment failed or died.
         """
         child = await self._started()
         number = next(self._numbers)
@@ -218,7 +199,6 @@ class VerifiersProcess:
         return {**said["metrics"], "reward": said["reward"]}
 
     async def close(self) -> None:
-        """End the process and its descendants. Idempotent."""
         child, self._child = self._child, None
         if child is not None:
             await end(child)

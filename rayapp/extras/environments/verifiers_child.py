@@ -107,8 +107,6 @@ def load(given: dict[str, Any]) -> Classic | Taskset:
 
 
 class Serving:
-    """Reads calls from stdin, plays their rows, and writes the answers to stdout."""
-
     def __init__(self, environment: Classic | Taskset, out: TextIO) -> None:
         self.environment = environment
         self.out = out

@@ -2,10 +2,9 @@
 
     reasoning_gym:chain_sum      reasoning_gym:countdown?size=200&seed=7&max_value=20
 
-Each problem is one task with the generator's name. Some generators score an answer by comparing texts; this process
-does that. Other generators evaluate the answer (`eval`, sympy's parser). They run in a sandbox that has the package,
-and make the problem again from their name and its number. The answer's code could forge its score there, so the verdict
-has the term `verdict/forgeable`.
+Some generators compare texts, which this process does. Others evaluate the answer (`eval`, sympy's parser): they run in
+a sandbox with the package, and make the problem again from their name and its number. The answer's code could forge its
+score there, so the verdict has the term `verdict/forgeable`.
 """
 
 from __future__ import annotations
@@ -48,21 +47,16 @@ class GeneratedTask:
 
     name: str
     prompt: str
-    answer: str | None
-    """Right answer; None if the generator gives none, because several answers are right."""
-    options: str
-    """Options of the generator, as JSON."""
+    answer: str | None  # Right answer; None if several are right.
+    options: str  # Options of the generator as JSON.
     index: int
-    is_compared: bool
-    """True if this process compares the answer as text, by the package's default rule; False if a sandbox scores it."""
+    is_compared: bool  # False if a sandbox scores the answer.
 
     @property
     def solution(self) -> str | None:
-        """Completion that contains the right answer; None if the generator gives none."""
         return None if self.answer is None else f"<answer>{self.answer}</answer>"
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt: the question as a user message, or as plain text if the model has no chat template."""
         text, is_chat = f"{self._told}\n", bool(getattr(tokenizer, "chat_template", None))
         messages = ({"role": "user", "content": self._told},)
         if is_chat:
@@ -71,7 +65,6 @@ class GeneratedTask:
         return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), messages=messages)
 
     def agent_start(self) -> AgentStart:
-        """Return what an agent starts with: the question as a user message. The tools come from the run's tool file."""
         return AgentStart(messages=({"role": "user", "content": self._told},))
 
     @property
@@ -79,11 +72,7 @@ class GeneratedTask:
         return f"{self.prompt}\n\n{_INSTRUCTION}"
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the generator's own score, from 0 to 1, as reward. The term `solved` is 1 if the score is 1.
-
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
-        """
+        """Return the generator's score, from 0 to 1; the term `solved` is 1 if it is 1. Raises SandboxConfigError."""
         started = time.monotonic()
         answer = _answer_in(answer_of(completion_text))
         if answer is None:
@@ -124,9 +113,7 @@ def _answer_in(text: str) -> str | None:
 
 
 def _compared(answer: str, wanted: str) -> float:
-    """Return the score by the package's default rule: 1 if the answer equals `wanted`, a fraction if it contains
-    `wanted`.
-    """
+    """Return the score by the package's rule: 1 if the answer equals `wanted`, a fraction if it contains it."""
     if answer == wanted:
         return 1.0
     return len(wanted) / len(answer) if wanted and wanted in answer else 0.0
@@ -137,12 +124,9 @@ def _reward(value: float) -> Reward:
 
 
 def load_generated(source: str) -> tuple[GeneratedTask, ...]:
-    """Return the problems of a generator.
+    """Return the problems of a source `reasoning_gym:NAME?size=…&seed=…`, which may have options of the generator.
 
-    Args:
-        source: `reasoning_gym:NAME`, optionally with `?size=…&seed=…` and options of the generator.
-    Raises:
-        InputError: the package is not installed, the generator doesn't exist, or it refuses an option.
+    Raises InputError: the package or the generator is missing, or it refuses an option.
     """
     name, _, query = source.removeprefix(GENERATED).partition("?")
     options = {"size": _SIZE, "seed": _SEED, **{key: _value(text) for key, text in parse_qsl(query)}}

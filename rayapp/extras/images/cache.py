@@ -18,9 +18,7 @@ _PULLS_AT_ONCE, _AHEAD_AT_ONCE = 4, 2
 
 
 class ImageSource:
-    """The cache of images for asyncio code. It pulls missing images in threads; callers that need the same image share
-    one pull.
-    """
+    """The cache of images for asyncio code, which pulls in threads. Callers that need the same image share one pull."""
 
     def __init__(
         self,
@@ -30,10 +28,7 @@ class ImageSource:
         wanted: Wanted | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """
-        Args: aliases: template -> the template to use in its place, e.g. with a tag -> with the digest that the run has
-        pinned.
-        """
+        """Args: aliases: template -> the one to use in its place, e.g. with the digest that the run has pinned."""
         self._folder, self._max_gib = folder, max_gib
         self._wanted = wanted
         self._aliases = aliases or {}
@@ -45,7 +40,6 @@ class ImageSource:
 
     @property
     def store(self) -> Store:
-        """The cache, which is opened at the first use. Raises ImageError: the cache's folder can't be made."""
         if self._opened is None:
             self._opened = open_store(self._folder, self._max_gib)
         return self._opened
@@ -55,8 +49,8 @@ class ImageSource:
         return self.store.trees
 
     async def hold(self, template: str) -> Hold:
-        """Return a lock (`Hold`) that keeps the image of a template in the cache; pull the image first if it is
-        missing. A pull continues if its caller is cancelled.
+        """Return a lock that keeps the image of a template in the cache, after pulling it if it is missing. A pull
+        continues if its caller is cancelled.
 
         Raises:
             ImageError: the image is missing, damaged, too large, or for another platform.
@@ -69,13 +63,11 @@ class ImageSource:
             await asyncio.shield(self._pull(template))
 
     def find(self, template: str) -> Image | None:
-        """Return the image of a template if it is in the cache."""
         return self.store.named(parse(self._aliases.get(template, template)))
 
     def prefetch(self, templates: Sequence[str]) -> None:
-        """Pull missing images in the background, in this order. Only two are pulled at a time, so that threads are left
-        for images that sandboxes wait for now. A failed pull is logged, and raised when the image is used.
-        """
+        """Pull missing images in the background, in order, two at a time: threads are left for images that sandboxes
+        wait for. A failed pull is raised when the image is used."""
         self._ahead.extend(template for template in templates if template not in self._ahead)
         self._pull_ahead()
 

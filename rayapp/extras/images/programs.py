@@ -36,7 +36,7 @@ _UNREACHABLE = re.compile(
 
 
 def this_platform() -> str:
-    """Return this machine's platform as OCI writes it, e.g. linux/amd64."""
+    """Return this machine's platform in OCI's form, e.g. linux/amd64."""
     return f"linux/{_ARCHITECTURES.get(platform.machine(), platform.machine())}"
 
 
@@ -56,7 +56,7 @@ class Watch:
     what: str
 
     def wait(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait for the program's end. Raises ImageError: it exceeded a limit, and was ended."""
+        """Wait for the program. Raises ImageError: it exceeded a limit, and was ended."""
         until, pause_s = time.monotonic() + _TIMEOUT_S, 0.05
         while True:
             try:
@@ -114,12 +114,7 @@ def skopeo(
     watched: Watch | None = None,
     progress: IO[str] | int = subprocess.PIPE,
 ) -> bytes:
-    """Run skopeo, and return its output.
-
-    Raises:
-        ImageError: the image is missing, damaged or too large.
-        SandboxUnavailableError: the registry can't be reached.
-    """
+    """Run skopeo, and return its output. Raises ImageError, and SandboxUnavailableError (the registry)."""
     what = f"image {reference}"
     system, _, machine = this_platform().partition("/")
     login = Path(os.environ.get("DOCKER_CONFIG", ""), "config.json") if os.environ.get("DOCKER_CONFIG") else None
@@ -167,7 +162,7 @@ def skopeo(
 
 
 def in_child(store: Store, folder: Path, what: str, job: Mapping[str, object]) -> str:
-    """Run a job of `tree.py`, and return what it printed. Raises ImageError: the image is damaged or too large."""
+    """Run a job of `tree.py`, and return what it printed. Raises ImageError."""
     facts = {
         "folder": str(folder),
         "readable": [CODE_PATH, sys.prefix, sys.base_prefix],

@@ -2,8 +2,8 @@
 
     name -> skopeo inspect: its digest -> skopeo copy: a folder in OCI's layout -> umoci: a tree -> record
 
-skopeo knows registries, credentials (Docker's `config.json`), folders and archives. umoci unpacks as an
-unprivileged user that can write to one folder only (`tree.py`). `pull` blocks; `cache.py` calls it in threads.
+skopeo knows registries, credentials (Docker's `config.json`), folders and archives. umoci unpacks as an unprivileged
+user that can write to one folder only (`tree.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from rayapp.sandbox.images import Image, Reference, is_image, parse
 
 _SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+# Registries from which every task's images may come.
 PUBLIC = (
     "docker.io", "ghcr.io", "quay.io", "gcr.io", "mcr.microsoft.com", "nvcr.io", "public.ecr.aws",
     "registry.gitlab.com",
 )  # fmt: skip
-"""Registries from which every task's images may come."""
-_GUESSED_RATIO = 3
-"""Estimated size of an image's tree, as a multiple of the downloaded bytes. This much room is made before unpacking."""
+_GUESSED_RATIO = 3  # Estimated size of a tree, as a multiple of the download, for which room is made.
 _MAX_DOCUMENT_BYTES = 8 << 20
 _RETRIES = 3
 
@@ -40,12 +39,11 @@ _RETRIES = 3
 class Wanted:
     """Settings of a pull."""
 
+    # Registry -> mirrors that are tried before it; `http://HOST` is used without TLS.
     mirrors: Mapping[str, Sequence[str]] | None = None
-    """Registry -> mirrors that are tried before it; `http://HOST` is used without TLS."""
+    # Hosts that may be asked besides `mirrors`; None: any host, for names that a person typed.
     registries: Collection[str] | None = None
-    """Hosts that may be asked besides `mirrors`; None: any host, for names that a person typed."""
-    progress: IO[str] | int = subprocess.DEVNULL
-    """File or descriptor to which skopeo writes what it is doing."""
+    progress: IO[str] | int = subprocess.DEVNULL  # File or descriptor for skopeo's progress.
 
 
 def wanted_by_tasks(
@@ -65,14 +63,12 @@ class _Source:
     """A place that may have an image, in skopeo's form."""
 
     name: str
-    is_plain: bool = False
-    """True for a registry that is asked without TLS."""
+    is_plain: bool = False  # True for a registry that is asked without TLS.
 
 
 def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
-    """Return a lock (`Hold`) that keeps an image in the cache; download and unpack the image first if it is missing. An
-    image of the cache needs no request if its name has a digest, or if it was built here. For a tag, the registry is
-    first asked for the digest.
+    """Return a lock that keeps an image in the cache, after pulling it if it is missing. A tag's digest is always asked
+    for; a name with a digest, or one that was built here, needs no request.
 
     Raises:
         ImageError: the image is missing, damaged, too large, for another platform, or its registry must not be asked.
@@ -101,20 +97,13 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
 
 
 def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
-    """Return the name with its current digest, without downloading the image. A name that has a digest is also looked
-    up.
-
-    Raises:
-        ImageError: the image is missing, or its registry must not be asked.
-        SandboxUnavailableError: the registry can't be reached.
-    """
+    """Look up the name's digest without downloading the image. Raises as `pull`."""
     if reference.kind != "registry":
         return reference
     return reference.pinned(_resolved(reference, wanted or Wanted())[1])
 
 
 def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
-    """Return the first place that has the image, and the image's digest."""
     problem: Exception | None = None
     mirrors, registry = wanted.mirrors or {}, reference.registry.lower()
     if registry and wanted.registries is not None and registry not in {*wanted.registries, *mirrors}:
@@ -153,7 +142,7 @@ def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iter
 
 
 def _archive(reference: Reference) -> str:
-    """Return skopeo's name of an image in an archive, which `docker save` or a tool for OCI archives wrote."""
+    """Return skopeo's name of an image in an archive of `docker save` or of a tool for OCI archives."""
     if not Path(reference.name).is_file():
         raise ImageError(f"image {reference} can't be read: there is no file {reference.name}")
     try:
@@ -173,7 +162,7 @@ def _archive(reference: Reference) -> str:
 
 
 def _bring(store: Store, source: _Source, reference: Reference, digest: str, wanted: Wanted) -> None:
-    """Download and unpack an image into the cache. The caller holds the lock of its tree."""
+    """Download and unpack an image. The caller holds the lock of its tree."""
     what = f"image {reference}"
     with store.pending(tree_of(digest)) as folder:
         layout = folder / "oci"
@@ -201,7 +190,7 @@ def _bring(store: Store, source: _Source, reference: Reference, digest: str, wan
 
 
 def _config(layout: Path, what: str) -> dict[str, Any]:
-    """Read the configuration of a downloaded image. Raises ImageError: it is malformed, or for another platform."""
+    """Read a downloaded image's configuration. Raises ImageError: it is malformed, or for another platform."""
 
     def document(digest: str) -> Any:
         with (layout / "blobs" / digest.replace(":", "/")).open("rb") as file:

@@ -33,7 +33,7 @@ _PENDING = ".pending"
 
 
 class Hold:
-    """A shared lock on an image, as `rayapp.sandbox.images.Hold`."""
+    """A shared lock on an image."""
 
     def __init__(self, image: Image, file: IO[bytes]) -> None:
         self.image = image
@@ -61,7 +61,7 @@ class Store:
         return self.folder / "trees"
 
     def prepare(self) -> Self:
-        """Make the cache's folders. Raises ImageError: this user may not make them."""
+        """Make the cache's folders. Raises ImageError."""
         try:
             for name in ("trees", "images", "names", "locks"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,6 @@ class Store:
         return self
 
     def image(self, digest: str) -> Image | None:
-        """Return the image with this digest; None if it is not in the cache."""
         return self._read(self._record(digest))
 
     def _read(self, record: Path) -> Image | None:
@@ -89,7 +88,7 @@ class Store:
         return image if (self.trees / image.tree).is_dir() else None
 
     def named(self, reference: Reference) -> Image | None:
-        """Return the image that was pulled under a name; None if there is none."""
+        """Return the image that was pulled under a name."""
         try:
             digest = str(json.loads(self._name(reference).read_text())["digest"])
         except (OSError, ValueError, KeyError):
@@ -97,7 +96,6 @@ class Store:
         return self.image(digest) if digest else None
 
     def put(self, image: Image, *references: Reference) -> None:
-        """Write an image's record, and the names that stand for it."""
         _write(self._record(image.digest), asdict(image))
         for reference in references:
             _write(self._name(reference), {"name": str(reference), "digest": image.digest})
@@ -112,7 +110,7 @@ class Store:
         return sorted(found, key=lambda each: each[1])
 
     def names(self) -> dict[str, str]:
-        """Return every known name with the digest of its image."""
+        """Return every known name with its image's digest."""
         found = {}
         for path in (self.folder / "names").glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -121,7 +119,7 @@ class Store:
         return found
 
     def hold(self, image: Image) -> Hold | None:
-        """Return a lock on an image, and update the time of its last use; None if the image was just evicted."""
+        """Return a lock on an image, and note its use; None if the image was just evicted."""
         file = self._lock_file(image.tree).open("ab")
         fcntl.flock(file, fcntl.LOCK_SH)
         if self.image(image.digest) is None:
@@ -133,14 +131,13 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Wait for an exclusive lock, and hold it for the length of the block."""
         with self._lock_file(name).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     @contextlib.contextmanager
     def _if_unused(self, name: str) -> Iterator[bool]:
-        """Yield True with the lock held, or False if another process or thread holds the lock."""
+        """Yield whether the lock is held; False if another process or thread holds it."""
         with self._lock_file(name).open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +148,7 @@ class Store:
 
     @contextlib.contextmanager
     def pending(self, tree: str) -> Iterator[Path]:
-        """Yield an empty folder for work on a tree; its folder `rootfs` becomes the tree if the block succeeds."""
+        """Yield an empty folder, whose `rootfs` becomes the tree if the block succeeds."""
         making = self.trees / f"{tree}{_PENDING}-{os.getpid()}-{os.urandom(4).hex()}"
         making.mkdir(mode=0o755)
         try:
@@ -166,11 +163,10 @@ class Store:
             remove_tree(making)
 
     def num_bytes(self) -> int:
-        """Return the bytes of all images as they lie on the disk."""
         return sum(image.num_bytes for image, _ in self.images())
 
     def make_room(self, num_bytes: int) -> bool:
-        """Evict images, least recently used first, until this many bytes fit; return False if they can't."""
+        """Evict the least recently used images until this many bytes fit; return False if they can't."""
         with self.alone("cache"):
             for image, _ in self.images():
                 if self.num_bytes() + num_bytes <= self.max_bytes:
@@ -209,14 +205,12 @@ class Store:
 
 
 def tree_of(digest: str) -> str:
-    """Return the name of the tree of an image, short enough for the zygote's requests."""
+    """Return the name of an image's tree, short enough for the zygote's requests."""
     return digest.removeprefix("sha256:")[:32]
 
 
 def open_store(folder: str = "", max_gib: float = 50.0) -> Store:
-    """Open the cache of images; make its folders if they are missing. The default folder is one that the users of
-    sandboxes can enter: root's home is closed to them. Raises ImageError: the folders can't be made.
-    """
+    """Open the cache, by default in a folder that sandboxes' users can enter, unlike root's home. Raises ImageError."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     default = Path("/var/cache/rayapp/images") if os.geteuid() == 0 else home / "rayapp/images"
     return Store(Path(folder).expanduser() if folder else default, max_bytes=int(max_gib * _GIB)).prepare()
@@ -228,7 +222,7 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the whole file system of a folder to disk: for thousands of files this is faster than fsync."""
+    """Sync the folder's file system: for thousands of files this is faster than fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         kernel.syncfs(descriptor)

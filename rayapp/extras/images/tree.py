@@ -33,13 +33,11 @@ _PYTHON = "python3"
 
 
 class BadImageError(Exception):
-    """An image can't be used; the message says why."""
+    pass
 
 
 def finish(root: int) -> int:
-    """Give the owner of every file its rights, drop set-id bits, and make the mount points. Return the bytes of the
-    tree as they lie on the disk.
-    """
+    """Give owners their rights, drop set-id bits, and make the mount points; return the tree's bytes on the disk."""
     for name in MOUNT_POINTS:
         _make_mount_point(root, name)
     num_bytes, seen = 512 * os.fstat(root).st_blocks, set()
@@ -58,11 +56,7 @@ def finish(root: int) -> int:
 
 
 def open_in(root: int, path: str, flags: int) -> int:
-    """Open a path as if the folder `root` were the root of the file system: symbolic links can't lead out of it.
-
-    Raises:
-        OSError: the path can't be opened, as in os.open.
-    """
+    """Open a path as if the folder `root` were `/`: symbolic links can't lead out of it. Raises OSError."""
     how = struct.pack("<QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     return kernel.syscall(
         seccomp.number("openat2"),
@@ -75,7 +69,7 @@ def open_in(root: int, path: str, flags: int) -> int:
 
 
 def _make_mount_point(root: int, name: str) -> None:
-    """Make `name` a folder, not a symbolic link: a mount would follow a link out of the tree."""
+    """Make `name` a folder: a mount would follow a symbolic link out of the tree."""
     try:
         if stat.S_ISDIR(os.lstat(name, dir_fd=root).st_mode):
             return
@@ -86,11 +80,7 @@ def _make_mount_point(root: int, name: str) -> None:
 
 
 def user_of(root: int, user: str) -> tuple[int, int, str]:
-    """Return user id, group id and home of an image's USER: `name`, `id`, `name:group` or `id:group`.
-
-    Raises:
-        BadImageError: the image's /etc/passwd or /etc/group has no such name.
-    """
+    """Return user id, group id and home of a USER `name`, `id`, `name:group` or `id:group`. Raises BadImageError."""
     name, _, group = (user or "0").partition(":")
     uid, gid, home = (int(name), 0, "/") if name.isdecimal() else (-1, 0, "/")
     for fields in _records(root, "etc/passwd", 7):
@@ -122,9 +112,7 @@ def _records(root: int, path: str, num_fields: int) -> Iterator[list[str]]:
 
 
 def python_in(root: int, search_path: str) -> str:
-    """Return the path of the image's python3; empty if there is none, or if its file name says that it is older than
-    3.9.
-    """
+    """Return the image's python3; empty if there is none that is usable."""
     for folder in search_path.split(":"):
         path = f"{folder.rstrip('/')}/{_PYTHON}"
         try:
@@ -139,9 +127,7 @@ def python_in(root: int, search_path: str) -> str:
 
 
 def _is_usable(root: int, file: str) -> bool:
-    """Return False if a Python is older than 3.9 or has only a part of the standard library (Debian's
-    python3-minimal).
-    """
+    """Return whether a Python is at least 3.9 and has its whole standard library, unlike Debian's python3-minimal."""
     version = file.rpartition("/")[2]
     minor = version.removeprefix(f"{_PYTHON}.")
     if not minor.isdecimal():
@@ -155,7 +141,7 @@ def _is_usable(root: int, file: str) -> bool:
 
 
 def main() -> None:
-    """Run in the child process: read one job from standard input, do it, and print its result."""
+    """Read a job from standard input, do it, and print its result, in the child process."""
     job = json.loads(sys.stdin.readline())
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0o022)
@@ -182,7 +168,6 @@ def _described(root: int, job: dict[str, Any]) -> dict[str, object]:
 
 
 def _confine(folder: str) -> None:
-    """Let this process write only below this folder, if the kernel has Landlock."""
     if landlock.abi() < 1:
         return
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)

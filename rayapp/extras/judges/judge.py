@@ -33,24 +33,21 @@ class Bill:
 
     requests: int = 0
     cached: int = 0
-    """Number of answers that came from the cache."""
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
-    failed: int = 0
-    """Number of questions without a usable answer."""
+    failed: int = 0  # Questions without a usable answer.
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     @property
     def terms(self) -> dict[str, float]:
-        """The cost as terms of a reward. Metrics sum these terms."""
         return {f"judged/{name}": float(value) for name, value in asdict(self).items()}
 
 
 class JudgeFailedError(RewardFailedError):
-    """The answer of a judge is unusable. The error has the answer's cost."""
+    """The answer of a judge is unusable; the error has the answer's cost."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -61,24 +58,22 @@ class JudgeFailedError(RewardFailedError):
 class Judgement:
     """A judge's answer."""
 
+    # {"reason": …, "scores": …} of a rubric judge, {"reason": …, "winner": …} of a pairwise judge, {"probs": […]} of a
+    # reward model.
     answer: Mapping[str, Any]
-    """`{"reason": …, "scores": …}` of a rubric judge, `{"reason": …, "winner": …}` of a pairwise judge,
-    `{"probs": […]}` of a reward model."""
     bill: Bill = field(default_factory=Bill)
 
     @property
     def reason(self) -> str:
-        """The judge's reason in one line; empty for a reward model."""
         return one_line(self.answer.get("reason", ""), 500)
 
 
 class Judge:
-    """One judge with its client and its cache. Call `close` at the end.
+    """One judge with its client and its cache.
 
     Args:
-        folder: folder for the cache of answers. Answers are not cached if it is None, or if the judge has
-            `cache: false`.
-        num_sharing: number of processes that use the judge at the same time. The rate limits are divided by it.
+        folder: folder for the cache of answers; None, or `cache: false` of the judge: no cache.
+        num_sharing: number of processes that use the judge at the same time, by which the rate limits are divided.
     """
 
     def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
@@ -88,11 +83,7 @@ class Judge:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
-        """Ask a rubric judge or reward model. Return the score, the score of each criterion, and the judge's answer.
-
-        Raises:
-            RewardFailedError: the judge gives no usable answer.
-        """
+        """Ask a rubric judge or reward model; return score, criteria's scores and answer. Raises RewardFailedError."""
         if self.section.kind == "reward_model":
             said = await self._remembered((asked,), lambda: self._classified(asked))
             return self._of_class(said.answer["probs"]), {}, said
@@ -103,20 +94,14 @@ class Judge:
         return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
-        """Ask a pairwise judge, showing the responses in this order. Return the preferred one, and the judge's answer.
-        Raises RewardFailedError: the judge gives no usable answer.
-        """
+        """Ask a pairwise judge, showing the responses in this order. Raises RewardFailedError."""
         said = await self._remembered(
             (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
         )
         return said.answer["winner"], said
 
     async def check(self) -> None:
-        """Ask the judge one question without using the cache.
-
-        Raises:
-            ConfigError: the judge gives no usable answer.
-        """
+        """Ask the judge one question without the cache. Raises ConfigError: it gives no usable answer."""
         sample = Asked(messages=({"role": "user", "content": "What is 6 times 7?"},), response="42", reference="42")
         try:
             if self.section.kind == "reward_model":
@@ -131,12 +116,10 @@ class Judge:
             ) from error
 
     async def close(self) -> None:
-        """Close the client. Idempotent."""
         await self._client.close()
 
     async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
-        """Return the answer from the cache or from the server. Concurrent callers with the same question share one
-        request."""
+        """Return the answer from the cache or the server; callers with the same question share one request."""
         if self._folder is None:
             return await ask()
         digest = self._digest(about)
@@ -156,9 +139,7 @@ class Judge:
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
-        """Ask the judge. Ask again after an unusable answer, but not at temperature 0, at which the answer would be the
-        same.
-        """
+        """Ask the judge, and again after an unusable answer, except at temperature 0, where it would be the same."""
         section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
@@ -247,7 +228,7 @@ def _short(found: Mapping[str, Any]) -> str:
 
 
 def _text(content: Any) -> Any:
-    """Return a message's text. Some servers send the text in parts."""
+    """Return a message's text, which some servers send in parts."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part.get("type") == "text")
     return content

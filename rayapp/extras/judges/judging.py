@@ -22,19 +22,16 @@ from rayapp.extras.judges.judge import Bill, Judge, JudgeFailedError
 from rayapp.extras.judges.questions import Asked
 
 CACHE = "judgements"
-"""Folder of cached answers, in the run folder."""
 SOLVED = "solved"
 _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
 
 class Judges:
-    """All judges of one process. Call `close` at the end.
+    """All judges of one process.
 
     Args:
-        run_folder: folder for the cache of answers.
-        num_sharing: number of processes that use the judges at the same time. The rate limits are divided by it.
-    Raises:
-        ConfigError: the environment variable of a key is not set.
+        num_sharing: number of processes that use the judges at the same time, by which the rate limits are divided.
+    Raises ConfigError: the environment variable of a key is not set.
     """
 
     def __init__(self, sections: Iterable[JudgeSection], run_folder: Path, *, num_sharing: int = 1) -> None:
@@ -42,26 +39,19 @@ class Judges:
         self._judges = {each.name: Judge(each, folder, num_sharing=num_sharing) for each in sections}
 
     async def check(self) -> None:
-        """Ask each judge one question. Raises ConfigError: a judge gives no usable answer."""
+        """Ask each judge one question. Raises ConfigError: one gives no usable answer."""
         await side_by_side(judge.check() for judge in self._judges.values())
 
     def of(self, reward: RewardSection) -> Judging:
-        """Return the judges that one source uses."""
         return Judging(self._judges, reward)
 
     async def close(self) -> None:
-        """Close all judges. Idempotent."""
         for judge in self._judges.values():
             await judge.close()
 
 
 class Judging:
-    """The judges of one source, with their weights.
-
-    Args:
-        judges: judges by name.
-        reward: the source's reward settings.
-    """
+    """The judges of one source, with their weights."""
 
     def __init__(self, judges: Mapping[str, Judge], reward: RewardSection) -> None:
         named = [(judges[name], weight) for name, weight in reward.judges.items()]
@@ -71,18 +61,16 @@ class Judging:
 
     @property
     def compares(self) -> bool:
-        """True if one of the judges compares the responses of a group."""
+        """Return whether a judge compares the responses of a group."""
         return bool(self._comparing)
 
     @property
     def compare_timeout_s(self) -> float:
-        """Minimum time in seconds to reserve for comparisons within the group's deadline."""
+        """Seconds to reserve for comparisons within the group's deadline."""
         return max((judge.section.timeout_s for judge, _ in self._comparing), default=0.0)
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
-        """Add the scores of judges that score single responses to a verdict. Return an invalid verdict unchanged, and
-        any verdict if the source has no judges.
-        """
+        """Add the scores of judges that score single responses. An invalid verdict stays as it is."""
         if not verdict.valid or not (self._alone or self._comparing):
             return verdict
         reward = replace(verdict, value=self._verdict_weight * verdict.value)
@@ -92,9 +80,7 @@ class Judging:
         return reward
 
     async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
-        """Add the scores of pairwise judges to the rewards of a group's responses. Invalid rewards are returned
-        unchanged.
-        """
+        """Add the scores of pairwise judges to the rewards of a group. Invalid rewards stay as they are."""
         found = list(rewards)
         there = [place for place, reward in enumerate(rewards) if reward.valid]
         solved = [bool(rewards[place].terms.get(SOLVED)) for place in there]
@@ -122,9 +108,7 @@ class _Opinion:
 
 
 def _with_opinion(reward: Reward, judge: Judge, weight: float, opinion: _Opinion) -> Reward:
-    """Return the reward with a judge's score added. If the score is missing and its weight is not 0, the reward is
-    invalid.
-    """
+    """Return the reward with a judge's score added; a missing score whose weight is not 0 makes it invalid."""
     name = f"judge/{judge.section.name}"
     costs = {key: reward.terms.get(key, 0.0) + value for key, value in opinion.bill.terms.items()}
     if (failure := opinion.failure) is not None:
@@ -155,9 +139,7 @@ def _failed(error: RewardFailedError) -> _Opinion:
 
 
 async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[bool]) -> list[_Opinion]:
-    """Return the score of each response: the mean score of its pairs. Pairs that were not judged in both orders don't
-    count.
-    """
+    """Return each response's mean score over its pairs. Pairs that were not judged in both orders don't count."""
     responses = list(asked.values())
     opinions = [_Opinion() for _ in responses]
     pairs = list(_pairs(len(responses), judge.section.num_opponents))
@@ -183,9 +165,7 @@ async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[b
 
 
 async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
-    """Return the first response's score: 1 if it is better, 0 if it is worse, 0.5 for a tie. It is the mean over both
-    orders of showing the responses.
-    """
+    """Return the first response's mean score over both orders: 1 if better, 0 if worse, 0.5 for a tie."""
     if first.response == second.response:
         return _Opinion(score=0.5)
     try:

@@ -23,10 +23,10 @@ from rayapp.core.syntax import answer_of
 from rayapp.core.types import Prompt
 
 Messages = list[dict[str, Any]]
+# Beginnings of control words of chat templates, such as <|im_end|>, </s>, <end_of_turn> and [INST].
 _CONTROL = re.compile(
     r"(<)(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|(?:start|end)_of_\w+|think)>|<SYS>>|</SYS>>)|(\[)(?=/?[A-Z][A-Z_]+\])"
 )
-"""Beginnings of chat templates' control words, such as <|im_end|>, </s>, <end_of_turn> and [INST]."""
 _FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
 _MAX_ANSWER_CHARS = 1 << 16
 _SYSTEM = """\
@@ -47,15 +47,13 @@ class Asked:
 
     messages: tuple[Mapping[str, Any], ...]
     response: str
-    reference: str = ""
-    """The row's ground truth; empty if the judge must not see it."""
+    reference: str = ""  # Row's ground truth; empty if the judge must not see it.
 
     @classmethod
     def of(cls, prompt: Prompt, completion_text: str, judge: JudgeSection) -> Asked:
-        """Make the object for a completion. The prefill counts as part of the response; thoughts don't.
+        """Make the object for a completion, whose prefill counts as response, and whose thoughts don't.
 
-        Raises:
-            RewardFailedError: of kind judge_reference: the judge needs the ground truth, and the row has none.
+        Raises RewardFailedError (judge_reference): the judge needs the ground truth, and the row has none.
         """
         reference = ""
         if judge.reference:
@@ -71,7 +69,7 @@ class Asked:
 
     @property
     def chat(self) -> Messages:
-        """The conversation of prompt and response, as reward models read it."""
+        """Return the conversation of prompt and response, as reward models read it."""
         said = [*self.messages, {"role": "assistant", "content": self.response}]
         return [{"role": str(each["role"]), "content": harmless(_text(each["content"]))} for each in said]
 
@@ -99,11 +97,9 @@ def pairwise_question(judge: JudgeSection, first: Asked, second: Asked) -> tuple
 
 
 def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON object that a judge answered, without `question`. The object is the whole text, or its only
-    fenced block.
+    """Return the JSON object of an answer, without `question`. It is the whole text, or its only fenced block.
 
-    Raises:
-        RewardFailedError: of kind judge_answer: the text is prose, does not match the schema, or has a key twice.
+    Raises RewardFailedError (judge_answer): the text is prose, does not match the schema, or has a key twice.
     """
     text = answer_of(text)
     if len(text) > _MAX_ANSWER_CHARS:
@@ -146,7 +142,6 @@ def _given(asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def question_number() -> int:
-    """Draw the number that the answer to a question has to repeat."""
     return 10_000 + secrets.randbelow(90_000)
 
 
@@ -157,10 +152,10 @@ def _asked(
     answer: tuple[str, Any, Mapping[str, Any]],
     parts: Sequence[tuple[str, str]],
 ) -> tuple[Messages, dict[str, Any]]:
-    """Return the messages of a question and the JSON schema of its answer.
+    """Return a question's messages and its answer's JSON schema.
 
     Args:
-        answer: the key of the judgement in the answer, an example of its value, and the value's schema.
+        answer: key of the judgement in the answer, an example of its value, and the value's schema.
     """
     number, (key, shown, schema) = question_number(), answer
     example = {"question": number, "reason": "one sentence", key: shown}
@@ -189,9 +184,7 @@ def _messages(
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object in OpenAI's strict form: all of these properties are required, no others are
-    allowed.
-    """
+    """Return an object's schema in OpenAI's strict form: all properties are required, and no others allowed."""
     return {
         "type": "object",
         "properties": dict(properties),

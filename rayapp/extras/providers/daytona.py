@@ -2,11 +2,9 @@
 
     DaytonaProvider -> ServiceProvider (deadlines, late answers) -> DaytonaService (control plane) -> DaytonaChannel
 
-Sandboxes are ephemeral (Daytona deletes them when they stop). They have a time to live, which counts in every state,
-and no network unless the configuration allows it. Daytona takes whole minutes, so rayapp rounds times up.
-
-The channel runs programs as shell commands, and stateful code in the interpreter context that every sandbox has. Some
-calls of the SDK seem to succeed when the connection is lost, so the channel checks the results of calls.
+Sandboxes are ephemeral (Daytona deletes them when they stop), and their time to live counts in every state, in whole
+minutes. The channel runs programs as shell commands, and stateful code in the interpreter context of every sandbox. It
+checks results: some calls of the SDK seem to succeed when the connection is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _CREATE = "create"
 
 
 class DaytonaChannel(SdkChannel):
-    """Data plane of one sandbox, in the worker's process. `remote.Channel` describes its methods."""
+    """Data plane of one sandbox, in the worker's process."""
 
     def __init__(self, sandbox_id: str, service: DaytonaService) -> None:
         super().__init__(sandbox_id, service)
@@ -77,7 +75,6 @@ class DaytonaChannel(SdkChannel):
         )
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        """Run a program and exchange lines with it, as `relay.Converse` describes."""
         process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
         await self.guard(process.create_session(session), "create_session")
         # The program runs in a subshell, because the session's shell must stay alive. Input is not echoed as output.
@@ -111,11 +108,9 @@ class DaytonaChannel(SdkChannel):
 
 @cache
 def sdk() -> ModuleType:
-    """Import and return Daytona's SDK, with its client, which the SDK itself imports only when it is named. The import
-    takes seconds, which must not be part of the first call's deadline.
+    """Import Daytona's SDK and its client before the first call, whose deadline is shorter than this import.
 
-    Raises:
-        SandboxConfigError: the SDK is not installed.
+    Raises SandboxConfigError: the SDK is not installed.
     """
     for name in _NAMES:
         if find_spec(name) is not None:
@@ -129,13 +124,10 @@ def sdk() -> ModuleType:
 
 
 def daytona_error(error: Exception, what: str) -> SandboxError:
-    """Convert an exception of the SDK to a SandboxError.
+    """Convert an exception of the SDK's call `what`, e.g. `create`.
 
-    Most calls raise DaytonaError or a subclass. Some raise ApiException of the generated clients, which has no base
-    class in common with DaytonaError. So the HTTP status decides; if there is none, the type decides.
-
-    Args:
-        what: name of the call for the message, e.g. `create`.
+    Most calls raise DaytonaError, but some ApiException of the generated clients, which shares no base class with it.
+    So the HTTP status decides, or else the type.
     """
     text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
     status = _status_of(error)
@@ -147,7 +139,6 @@ def daytona_error(error: Exception, what: str) -> SandboxError:
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status of an error of the SDK or of its generated clients."""
     status = getattr(error, "status_code", None) or getattr(error, "status", None)
     return status if type(status) is int else None
 
@@ -164,16 +155,12 @@ _ENDED = ("destroyed", "destroying")
 
 
 class DaytonaProvider(ServiceProvider):
-    """Provider of sandboxes at Daytona. `leases.RemoteProvider` describes its methods."""
-
     def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
         sdk()  # an SDK that is missing is an error now, not at the first call
         super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
 
 
 class DaytonaService:
-    """Daytona's control plane. `providers.service.Service` describes its methods."""
-
     name = "daytona"
 
     def __init__(self, config: DaytonaConfig, api_key: str) -> None:
@@ -182,9 +169,7 @@ class DaytonaService:
         self._client: Any = None
 
     def client(self) -> Any:
-        """Return the SDK's client. The first call makes it, because it belongs to the event loop that runs at that
-        time.
-        """
+        """Return the SDK's client, made at the first call because it belongs to the event loop of that time."""
         if self._client is None:
             named = {"api_url": self._config.api_url, "target": self._config.target}
             given = {name: value for name, value in named.items() if value}
@@ -224,7 +209,7 @@ class DaytonaService:
         return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
 
     async def _end_half_made(self, error: Exception) -> None:
-        """End the sandbox that the error of a late creation names, because it may still start."""
+        """End the sandbox that a late creation's error names, because it may still start."""
         if (sandbox_id := getattr(error, "sandbox_id", None)) is not None:
             try:
                 await self.kill(str(sandbox_id))
@@ -259,7 +244,7 @@ class DaytonaService:
             await found.refresh_activity(request_timeout=_CALL_TIMEOUT_S)
 
     async def get(self, sandbox_id: str) -> Any:
-        """Return the SDK's object of a living sandbox. Raises SandboxGoneError: there is none."""
+        """Return the SDK's object of a living sandbox. Raises SandboxGoneError."""
         with raised_as(daytona_error, "get"):
             found = await self.client().get(sandbox_id, request_timeout=_CALL_TIMEOUT_S)
         state = str(getattr(found.state, "value", found.state))
@@ -277,7 +262,5 @@ class DaytonaService:
 
 
 def _is_image(template: str) -> bool:
-    """Return True for a name of an image, e.g. `org/name:tag`. Names of snapshots contain neither a slash nor a
-    colon.
-    """
+    """Return whether this names an image, e.g. `org/name:tag`: names of snapshots have no slash and no colon."""
     return "/" in template or ":" in template

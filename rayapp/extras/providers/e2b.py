@@ -1,16 +1,14 @@
 """E2B: its cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager.
 
     E2BProvider -> ServiceProvider (deadlines, late answers) -> SdkService    (dialect e2b: the SDK's control plane)
-                                                            '-> KruiseService (dialect kruise: see below)
+                                                             '-> KruiseService (dialect kruise: see below)
 
-Both services reach the inside of a sandbox through the SDK. docs/sandbox-providers.md lists the SDK versions for each
-server.
+Both services reach the inside of a sandbox through the SDK; docs/sandbox-providers.md lists its versions.
 
-OpenKruise's sandbox-manager (also on Alibaba ACK) speaks an older version of E2B's protocol. It has `POST /sandboxes`,
-but not the `/v2` routes with which SDKs since 2.51 create sandboxes, and it names ports by path
-(`…/kruise/<sandbox>/<port>/…`), not by host name. So `KruiseService` makes the few control calls itself and gives the
-SDK the URLs of the ports; the SDK is not patched. The time limits of a creation and of a sandbox's life are always
-sent, because the server's default wait for a sandbox is a hundred years.
+OpenKruise's sandbox-manager (also on Alibaba ACK) has `POST /sandboxes`, but not the `/v2` routes of SDKs since 2.51,
+and names ports by path (`…/kruise/<sandbox>/<port>/…`), not by host name. So `KruiseService` makes the few control
+calls itself and gives the SDK the URLs of the ports. It always sends the time limits of a creation and of a sandbox's
+life: the server's default wait for a sandbox is a hundred years.
 """
 
 from __future__ import annotations
@@ -57,14 +55,11 @@ from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
-MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
-"""Function that makes the SDK's configuration from the HTTP headers for one sandbox."""
+MakeConfig = Callable[[dict[str, str]], ConnectionConfig]  # Function of the HTTP headers for one sandbox.
 
 
 class _Counted:
-    """Counter of a command's output. It ends a command that writes too much, because the SDK keeps everything that it
-    reads.
-    """
+    """Counter of a command's output, which ends a command that writes too much: the SDK keeps all that it reads."""
 
     def __init__(self, max_chars: int) -> None:
         self.max_chars = self.room = max_chars
@@ -78,7 +73,7 @@ class _Counted:
 
 
 class E2BChannel(SdkChannel):
-    """Data plane of one sandbox, in the worker's process. `remote.Channel` describes its methods."""
+    """Data plane of one sandbox, in the worker's process."""
 
     passed = (e2b.CommandExitException, e2b.NotEnoughSpaceException, e2b.InvalidArgumentException)
 
@@ -132,7 +127,6 @@ class E2BChannel(SdkChannel):
         return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        """Run a program and exchange lines with it, as `relay.Converse` describes."""
         run = self._sandbox.commands.run(
             shell_command(program), background=True, stdin=True, on_stdout=hear, timeout=0, retain_output=False
         )
@@ -172,18 +166,18 @@ class E2BChannel(SdkChannel):
 _PAGE = 100
 _CALL_TIMEOUT_S = 15.0
 _LATE_ANSWER_S = 30.0
+# Longest waits of OpenKruise's server, always sent because it would else wait forever.
 _CLAIM_TIMEOUT_S, _READY_TIMEOUT_S = 30, 60
-"""Longest waits of OpenKruise's server. Always sent, because otherwise it would wait forever."""
 _MIN_TTL_S = 30
 _BUILD_TIMEOUT_S = 3600.0
+# Begin of the SDK's message if the server refused to build; other messages are of failed builds.
 _STATUS = re.compile(r"\d{3}: ")
-"""Begin of the SDK's message about a build if the server refused a request; other messages are of failed builds."""
 _EXTENSION = "e2b.agents.kruise.io"
 _DEFAULT_ENVD = "0.1.0"
 
 
 class KruiseConfig(ConnectionConfig):  # type: ignore[misc]
-    """Configuration of the SDK whose URLs name a sandbox's ports by path, not by host name."""
+    """Configuration of the SDK whose URLs name a sandbox's ports by path."""
 
     def __init__(self, ports_url: str, **options: Any) -> None:
         super().__init__(**options)
@@ -197,7 +191,7 @@ class KruiseConfig(ConnectionConfig):  # type: ignore[misc]
 
 
 class KruiseService:
-    """Control plane of OpenKruise's sandbox-manager. `providers.service.Service` describes its methods."""
+    """Control plane of OpenKruise's sandbox-manager."""
 
     name = "e2b"
 
@@ -249,12 +243,10 @@ class KruiseService:
         await self._call("DELETE", f"/sandboxes/{sandbox_id}", timeout_s=timeout_s, gone_is_fine=True)
 
     async def is_running(self, sandbox_id: str) -> bool:
-        """Return True if the manager lists the sandbox as running."""
         answer = await self._call("GET", f"/sandboxes/{sandbox_id}", timeout_s=_CALL_TIMEOUT_S, gone_is_fine=True)
         return answer.status_code != 404 and _object(answer).get("state", "running") == "running"
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None:
-        """Make the manager end the sandbox `ttl_s` seconds from now."""
         body = {"timeout": max(_MIN_TTL_S, math.ceil(ttl_s))}
         answer = await self._call(
             "POST", f"/sandboxes/{sandbox_id}/timeout", json=body, timeout_s=_CALL_TIMEOUT_S, gone_is_fine=True
@@ -322,15 +314,13 @@ def _object(answer: httpx.Response) -> dict[str, object]:
 
 
 class E2BProvider(ServiceProvider):
-    """Provider of sandboxes of a server with E2B's protocol. `leases.RemoteProvider` describes its methods."""
-
     def __init__(self, config: E2BConfig, *, api_key: str) -> None:
         service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
         super().__init__(service, answer_within_s=config.answer_within_s)
 
 
 class SdkService:
-    """E2B's control plane through the SDK. `providers.service.Service` describes its methods."""
+    """E2B's control plane through the SDK."""
 
     name = "e2b"
 
@@ -339,8 +329,7 @@ class SdkService:
         self._options: dict[str, Any] = {"api_key": api_key, "debug": False}
         named = {"domain": config.domain, "api_url": config.api_url, "sandbox_url": config.sandbox_url}
         self._options |= {name: value for name, value in named.items() if value}
-        self._builds: dict[str, asyncio.Task[str]] = {}
-        """Image -> task that returns the name of its template."""
+        self._builds: dict[str, asyncio.Task[str]] = {}  # Image -> task that returns the name of its template.
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
@@ -382,9 +371,7 @@ class SdkService:
         )
 
     async def _template(self, wanted: str) -> str:
-        """Return the name of the template for a task's template or image. The first sandbox of an image waits until E2B
-        has built the template; later runs use the same template.
-        """
+        """Return the template for a task's template or image. An image's first sandbox waits until E2B has built it."""
         name = self._config.template_of(wanted) or self._config.template
         image = wanted.removeprefix(PREFIX)
         if not is_image(wanted) or name != image:
@@ -395,11 +382,7 @@ class SdkService:
         return await asyncio.shield(self._builds[image])
 
     async def _build(self, image: str) -> str:
-        """Build the template of an image, if the account does not have it.
-
-        Raises:
-            SandboxConfigError: E2B can't build the template, e.g. because the image does not exist.
-        """
+        """Build an image's template, if the account lacks it. Raises SandboxConfigError: e.g. there is no image."""
         name = f"rayapp-{hashlib.sha256(image.encode()).hexdigest()[:24]}"
         try:
             async with asyncio.timeout(_BUILD_TIMEOUT_S):
@@ -429,7 +412,6 @@ class SdkService:
             await AsyncSandbox.kill(sandbox_id, request_timeout=timeout_s, **self._options)
 
     async def is_running(self, sandbox_id: str) -> bool:
-        """Return True if the control plane lists the sandbox as running. Raises SandboxError: it did not answer."""
         with raised_as(control_error, "get_info"):
             try:
                 info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
@@ -438,7 +420,6 @@ class SdkService:
         return bool(info.state == SandboxState.RUNNING)
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None:
-        """Make the control plane end the sandbox `ttl_s` seconds from now."""
         with raised_as(control_error, "set_timeout"):
             try:
                 await AsyncSandbox.set_timeout(
@@ -454,20 +435,13 @@ class SdkService:
         return ConnectionConfig(extra_sandbox_headers=headers, **self._options)
 
     async def close(self) -> None:
-        """Stop waiting for builds of templates. The SDK's connections belong to the process and stay open."""
+        """Stop waiting for builds. The SDK's connections belong to the process and stay open."""
         for build in self._builds.values():
             build.cancel()
 
 
 def control_error(error: Exception, what: str) -> SandboxError:
-    """Convert an exception of the SDK's control plane to a SandboxError.
-
-    The SDK's errors have several base classes: SandboxException, AuthenticationException, ServiceBusyException, and
-    those of its transports.
-
-    Args:
-        what: name of the call for the message, e.g. `create`.
-    """
+    """Convert an exception of the SDK's call `what`. The SDK's errors have several base classes."""
     text = f"e2b {what}: {type(error).__name__}: {error}"[:600]
     if isinstance(error, e2b.AuthenticationException):
         return SandboxConfigError(f"{text}. Check the key in the variable that sandbox.providers[].api_key_env names")

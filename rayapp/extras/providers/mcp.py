@@ -2,9 +2,8 @@
 
     McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
 
-MCP has no call to list, extend or end a sandbox: a session is a sandbox's only handle. So the process that uses the
-sandbox opens the session, and the pool only counts sandboxes. A sandbox ends after the time to live that was sent when
-its session began.
+A session is a sandbox's only handle, and MCP can't list, extend or end sandboxes. So the process that uses the sandbox
+opens the session, and the pool only counts. A sandbox ends after the time to live that its session began with.
 """
 
 from __future__ import annotations
@@ -35,15 +34,12 @@ from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.verdict.program import command_of
 from rayapp.tools.mcp_session import McpSession, RpcError
 
-_AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
-"""Error codes of OpenKruise's server that JSON-RPC does not define."""
+_AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005  # Codes of OpenKruise's server that JSON-RPC does not define.
 _CHUNK_BYTES = 48_000
 
 
 class McpProvider:
-    """Provider that makes a sandbox by opening a session. `core.protocols.SandboxProvider` describes its methods;
-    `list` and `kill` know only the sandboxes of this object.
-    """
+    """Provider that makes a sandbox by opening a session. `list` and `kill` know only this object's sandboxes."""
 
     name = "mcp"
 
@@ -62,9 +58,7 @@ class McpProvider:
         return self._sandbox(Connection(sandbox_id=sandbox_id), channel, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        """Return a sandbox that this object created. Sandboxes of other processes can't be used, because sessions can't
-        be passed on.
-        """
+        """Return a sandbox that this object created: sessions can't be passed on to other processes."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
             raise SandboxGoneError(
@@ -105,7 +99,7 @@ class McpProvider:
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpChannel:
-    """Data plane of one session's sandbox. `remote.Channel` describes its methods."""
+    """Data plane of one session's sandbox."""
 
     id: str
     session: McpSession
@@ -172,11 +166,7 @@ class McpChannel:
         self.on_end(self.id)
 
     async def _call(self, tool: str, arguments: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
-        """Call a tool and return its structured answer.
-
-        Raises:
-            SandboxError: there is no answer, or the answer is an error.
-        """
+        """Call a tool and return its structured answer. Raises SandboxError: it has none, or an error."""
         try:
             answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
         except Exception as error:  # boundary: the SDK and its transport raise errors of many types
@@ -189,9 +179,7 @@ class McpChannel:
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:
-        """Set the spec's environment variables in the interpreter before it runs code, because the tool has no argument
-        for them.
-        """
+        """Set the spec's environment variables before code runs, because the tool has no argument for them."""
         if self.spec.env and not self._is_env_set:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
@@ -214,13 +202,7 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
 
 
 async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession:
-    """Open a session and return it.
-
-    Raises:
-        SandboxConfigError: the server refuses the key.
-        SandboxDeadlineError: the server did not answer in time.
-        SandboxUnavailableError: the server can't be reached, or does not speak MCP.
-    """
+    """Open a session and return it. Raises SandboxError: SandboxConfigError if the server refuses the key."""
     try:
         await session.open(timeout_s=timeout_s)
     except TimeoutError:
@@ -248,9 +230,7 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 
 def _tool_error(text: str, tool: str) -> SandboxError:
-    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code in the same way.
-    But rayapp's watcher catches failures of code, so a tool that fails means a failed sandbox.
-    """
+    """Convert a tool's failure, which means a failed sandbox: rayapp's watcher catches failures of code."""
     said = f"MCP tool {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code and run_command")

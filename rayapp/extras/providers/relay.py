@@ -24,8 +24,8 @@ from rayapp.sandbox.loopback import Loopback
 from rayapp.sandbox.verdict.program import new_nonce
 
 _SOURCE = Path(relay_program.__file__).read_text()
+# Largest number of bytes, over all connections, that the service behind the loopback has not read yet.
 _MOST_UNREAD_BYTES = 64 << 20
-"""Maximum number of bytes, over all connections, that the service behind the loopback has not read yet."""
 Hear = Callable[[str], Awaitable[None]]
 Say = Callable[[str], Awaitable[None]]
 
@@ -36,7 +36,7 @@ class Converse(Protocol):
 
     Args:
         hear: called with the program's output, piece by piece.
-        started: called with the function that writes to the program's standard input.
+        started: called with the function that writes to its standard input.
     """
 
     async def __call__(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None: ...
@@ -47,9 +47,8 @@ async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loop
     """Run a relay for the length of a block, and yield the loopback. If the relay fails, the block is cancelled.
 
     Args:
-        timeout_s: maximum seconds until the relay listens.
-    Raises:
-        SandboxError: the relay did not start, or has ended.
+        timeout_s: longest wait until the relay listens.
+    Raises SandboxError: the relay did not start, or has ended.
     """
     with one_error():
         async with asyncio.TaskGroup() as group:
@@ -124,9 +123,7 @@ class _Relay:
             writer.close()
 
     def _check_unread(self) -> None:
-        """Check that the unread bytes in memory stay below the limit. Waiting until they are read would stop all
-        connections.
-        """
+        """Limit the unread bytes in memory: waiting until they are read would stop all connections."""
         if sum(writer.transport.get_write_buffer_size() for writer in self._writers.values()) > _MOST_UNREAD_BYTES:
             raise SandboxProtocolError(
                 "agent.external.inside: the relay in the sandbox sends faster than rayapp reads: more than "

@@ -18,31 +18,24 @@ import os
 import tempfile
 import zlib
 
-PIECE_BYTES = 32768
-"""Maximum number of a connection's bytes in one line, because some servers drop lines of 64 KiB and more."""
-MOST_CONNECTIONS = 256
-"""Maximum number of connections that the relay carries at the same time; further connections wait."""
+PIECE_BYTES = 32768  # Bytes of a connection in one line: some servers drop lines of 64 KiB and more.
+MOST_CONNECTIONS = 256  # Further connections wait.
 
-Carried = tuple[asyncio.StreamWriter, asyncio.Event]
-"""A connection, and an event that is set when relay.py has ended it."""
+Carried = tuple[asyncio.StreamWriter, asyncio.Event]  # Connection, and an event that is set when relay.py has ended it.
 
 
 def line_of(mark: str, number: int, data: bytes) -> bytes:
-    """Return the line for a piece of a connection, with its newline."""
     return f"{mark} {number} {base64.b64encode(zlib.compress(data, 1)).decode() if data else ''}\n".encode()
 
 
 def parts_of(line: str) -> tuple[int, bytes]:
-    """Parse the part of a line after the mark; return number and piece. Raises ValueError or zlib.error: it is
-    malformed.
-    """
+    """Parse a line without its mark. Raises ValueError or zlib.error."""
     number, _, packed = line.strip().partition(" ")
     data = base64.b64decode(packed, validate=True)
     return int(number), zlib.decompressobj().decompress(data, PIECE_BYTES) if data else b""
 
 
 async def main(mark: str) -> None:
-    """Carry connections until stdin ends."""
     carried: dict[int, Carried] = {}
     numbers, room = itertools.count(1), asyncio.Semaphore(MOST_CONNECTIONS)
 

@@ -35,13 +35,12 @@ _CALLS_OUTPUT_BYTES = 65536
 
 
 class Channel(Protocol):
-    """A provider's operations on one sandbox. They raise errors of `rayapp.core.errors`."""
+    """A provider's operations on one sandbox, which raise errors of `rayapp.core.errors`."""
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         """Run a program in a new interpreter of the sandbox's python3, and return its stdout.
 
-        If the program prints more than `max_chars`, its output may be cut or the program ended. A nonzero exit status
-        raises no error; a sandbox that died raises one.
+        Beyond `max_chars` the output may be cut or the program ended. A nonzero exit status is no error.
         """
         ...
 
@@ -60,15 +59,13 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RemoteSandbox:
-    """Sandbox that runs jobs through a channel. `core.protocols.Sandbox` describes its methods."""
+    """Sandbox that runs jobs through a channel."""
 
     provider: str
     connection: Connection
     channel: Channel
     spec: SandboxSpec
-    margin_s: float
-    """Seconds that a call may take in addition to the code's time limit, for the network and the start of an
-    interpreter."""
+    margin_s: float  # Seconds beyond the code's time limit, for the network and the start of an interpreter.
 
     @property
     def id(self) -> str:
@@ -107,7 +104,6 @@ class RemoteSandbox:
         return await self._run_job({"kind": "command", "argv": list(argv), "stdin": stdin}, timeout_s, max_output_bytes)
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
-        """Open the sandbox's loopback; see `rayapp.sandbox.loopback`."""
         converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
             raise SandboxConfigError(
@@ -193,9 +189,9 @@ class RemoteSandbox:
 
 _PROBE_TIMEOUT_S = 10.0
 Sink = Callable[[str], None]
+# Function of (code, stdout, stderr) that returns `ValueError: …` if the code raised, else an empty text. The code stops
+# if the call is cancelled.
 Run = Callable[[str, Sink, Sink], Awaitable[str]]
-"""Function that runs code, given (code, stdout, stderr). It returns `ValueError: …` if the code raised, else an empty
-text. If the call is cancelled, the code stops."""
 
 
 async def run_session(
@@ -207,10 +203,8 @@ async def run_session(
     timeout_s: float,
     max_output_bytes: int,
 ) -> ExecResult:
-    """Run code in a session through the function `run`, and return the result.
+    """Run code in a session through the function `run`. `alive` checks that the sandbox is alive.
 
-    Args:
-        alive: the channel's check that the sandbox is alive.
     Raises:
         SandboxGoneError: the sandbox died while the code ran.
         SandboxProtocolError: the output ended before the code's last line.
@@ -253,7 +247,7 @@ async def run_session(
 
 
 class _CappedOutput:
-    """Output of code, up to a limit for each stream. The event `is_full` is set when the code prints more."""
+    """Output of code, with a limit for each stream; `is_full` is set when the code prints more."""
 
     def __init__(self, max_bytes: int, num_extra: int) -> None:
         self.is_full = asyncio.Event()

@@ -2,10 +2,8 @@
 
     ServiceProvider (these rules) -> Service (e2b | daytona: the calls themselves)
 
-If a creation is answered after its deadline, the sandbox is killed at once. If the answer is lost, the pool's next
-sweep kills the sandbox; without a pool, the provider object finds it by its label and kills it when it is closed.
-
-`error_of_status` converts an HTTP status to a SandboxError, by one table for all services.
+A creation that is answered after its deadline is killed at once. If the answer is lost, the pool's next sweep kills the
+sandbox; without a pool, the provider finds it by its label when it is closed.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from rayapp.sandbox.leases import Connection
 T = TypeVar("T")
 _PROBE_TIMEOUT_S = 10.0
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
+# Exceptions of Python that an SDK raises if the server's answer has an unexpected form.
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
-"""Python's own exceptions that an SDK raises if the server's answer has an unexpected form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """Words in a service's message that mean that a quota is reached, and the hint for refusals that are permanent."""
+    """Words of a service's message for a reached quota, and the hint for refusals that are permanent."""
 
     quota_words: tuple[str, ...]
     quota_statuses: tuple[int, ...]
@@ -72,10 +70,9 @@ def error_of(
     """Return the SandboxError for an SDK's exception.
 
     Args:
-        text: text of the message.
-        status: HTTP status of the answer; None if there was no answer or the status is unknown.
+        status: HTTP status of the answer, if there was one.
         is_late: True if there was no answer in time.
-        wait_s: pause in seconds that the service asks for.
+        wait_s: pause that the service asks for.
     """
     if is_late:
         return SandboxDeadlineError(text)
@@ -85,7 +82,7 @@ def error_of(
 
 
 def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float | None = None) -> SandboxError:
-    """Return the SandboxError for an HTTP status of the control plane; see `error_of`."""
+    """Return the SandboxError for an HTTP status of the control plane."""
     if status in wording.quota_statuses and any(word in text.lower() for word in wording.quota_words):
         return SandboxQuotaError(text)
     if status == 429:
@@ -107,8 +104,6 @@ def raised_as(convert: Callable[[Exception, str], SandboxError], what: str) -> I
 
 
 class Control(Protocol):
-    """The control plane's calls about one sandbox."""
-
     async def is_running(self, sandbox_id: str) -> bool: ...
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None: ...
@@ -117,10 +112,10 @@ class Control(Protocol):
 
 
 class SdkChannel:
-    """Base of the data planes that an SDK reaches: finds out what a failed call means, and asks the control plane."""
+    """Base of the data planes that an SDK reaches, which asks the control plane what a failed call means."""
 
+    # Errors of the SDK about code or files, which are no failures of the sandbox.
     passed: tuple[type[Exception], ...] = ()
-    """The SDK's errors about code or files, which are no failures of the sandbox."""
 
     def __init__(self, sandbox_id: str, control: Control) -> None:
         self._id = sandbox_id
@@ -130,7 +125,7 @@ class SdkChannel:
         raise NotImplementedError
 
     def says_gone(self, error: Exception) -> bool:
-        """Return True if the error itself says that the sandbox has ended."""
+        """Return whether the error itself says that the sandbox has ended."""
         return False
 
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
@@ -140,7 +135,6 @@ class SdkChannel:
         await self._control.kill(self._id, timeout_s=timeout_s)
 
     async def guard(self, call: Coroutine[object, object, T], what: str) -> T:
-        """Return the call's result, or raise the SandboxError that it means."""
         try:
             return await call
         except self.passed:
@@ -166,23 +160,20 @@ class SdkChannel:
 
 
 log = logging.getLogger(__name__)
-MAKER_LABEL = "rayapp-maker"
-"""Label whose value is the id of the provider object that created the sandbox."""
+MAKER_LABEL = "rayapp-maker"  # Label with the id of the provider object that created the sandbox.
 _LATE_WAIT_S = 120.0
 _CLOSE_WAIT_S = 5.0
 
 
 class Service(Protocol):
-    """The calls of one service. Implementations convert an SDK's exceptions: they raise only errors of
-    `rayapp.core.errors`.
-    """
+    """The calls of one service, which raise only errors of `rayapp.core.errors`."""
 
     name: str
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        """Create a sandbox. The caller waits only `timeout_s` seconds; the call may take longer."""
+        """Create a sandbox. The caller waits only `timeout_s`; the call may take longer."""
         ...
 
     def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]: ...
@@ -195,10 +186,10 @@ class Service(Protocol):
 
 
 class ServiceProvider:
-    """Provider that adds deadlines and clean-up to a service. `leases.RemoteProvider` describes its methods.
+    """Provider that adds deadlines and clean-up to a service.
 
     Args:
-        answer_within_s: seconds that a call to a sandbox may take in addition to the code's own time limit.
+        answer_within_s: seconds that a call to a sandbox may take beyond the code's own time limit.
     """
 
     def __init__(self, service: Service, *, answer_within_s: float) -> None:
@@ -239,7 +230,6 @@ class ServiceProvider:
         return self._sandbox(connection, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        """Return a sandbox that another process created; see `RemoteProvider.attach`."""
         return self._sandbox(connection, spec)
 
     def _sandbox(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
@@ -296,7 +286,7 @@ class ServiceProvider:
             log.warning("%s: a creation past its deadline failed: %s", self.name, error)
 
     async def _end_what_was_made(self) -> None:
-        """Kill the sandboxes of this object: known ones by id, others by the label of this object."""
+        """Kill the sandboxes of this object: known ones by id, others by its label."""
         left = set(self._made)
         try:
             if self._has_lost:

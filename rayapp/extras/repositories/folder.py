@@ -6,9 +6,8 @@
     tests/test_*.py     hidden tests (`hidden_tests.py`); or tests/test.sh, if the user trusts it (`scripts.py`)
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
-A Dockerfile that only copies its folder into an image of Python, Debian or Ubuntu needs no image. A Dockerfile that
-only copies its folder into some other image needs that image. Any other Dockerfile has to be built
-(docs/environments.md): then the image has the repository, and no file is written into a workspace.
+A Dockerfile that only copies its folder into an image needs that image, or none if it is one of Python, Debian or
+Ubuntu. Any other has to be built (docs/environments.md): then the image has the repository.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ _HERE = frozenset({".", "./"})
 
 
 def why_an_image(dockerfile: str) -> str:
-    """Return the first line of a Dockerfile that needs more than a plain Python sandbox, and the reason; empty if there
-    is none.
-    """
+    """Return a Dockerfile's first line that needs more than a plain Python sandbox, and why; empty without one."""
     for number, words in _instructions(dockerfile):
         name, rest = words[0].upper(), words[1:]
         why = ""
@@ -60,9 +57,7 @@ def why_an_image(dockerfile: str) -> str:
 
 
 def base_image(dockerfile: str) -> str:
-    """Return the image in a Dockerfile's FROM, if the Dockerfile otherwise only copies its folder and sets variables;
-    else an empty string.
-    """
+    """Return the image of a Dockerfile that otherwise only copies its folder and sets variables; else an empty text."""
     found = _instructions(dockerfile)
     bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
     others = [words for _, words in found if words[0].upper() != "FROM"]
@@ -74,7 +69,6 @@ def base_image(dockerfile: str) -> str:
 
 
 def variables_of(dockerfile: str) -> dict[str, str]:
-    """Return the environment variables that a Dockerfile sets."""
     found: dict[str, str] = {}
     for _, words in _instructions(dockerfile):
         if words[0].upper() != "ENV" or len(words) < 2:
@@ -94,12 +88,10 @@ def _pair(part: str) -> tuple[str, str]:
 
 
 def _built(name: str) -> str:
-    """Return the name of the image that is built from the task folder with this name."""
     return f"{PREFIX}build:{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def workdir_of(dockerfile: str) -> str:
-    """Return the folder of a Dockerfile's last WORKDIR; empty without one."""
     return next((words[-1] for _, words in reversed(_instructions(dockerfile)) if words[0].upper() == "WORKDIR"), "")
 
 
@@ -111,11 +103,7 @@ def _of_base(image: str) -> str:
 
 
 def copied_files(dockerfile: str, files: Mapping[str, str], workdir: str) -> dict[str, str]:
-    """Return the files that a Dockerfile copies into the folder `workdir`: path there -> text.
-
-    Args:
-        files: path -> text of the files beside the Dockerfile.
-    """
+    """Return path -> text of the files that a Dockerfile copies into the folder `workdir`, out of `files` beside it."""
     return {
         str(place.relative_to(workdir)): files[path]
         for _, path, place in _copies(dockerfile, files, workdir)
@@ -124,12 +112,7 @@ def copied_files(dockerfile: str, files: Mapping[str, str], workdir: str) -> dic
 
 
 def _copies(dockerfile: str, paths: Iterable[str], workdir: str) -> Iterator[tuple[str, str, PurePosixPath]]:
-    """Yield the copies that a Dockerfile makes: its line, the path of a file beside the Dockerfile, and the path to
-    which the file is copied.
-
-    Args:
-        workdir: working folder before the first WORKDIR.
-    """
+    """Yield (line, path beside the Dockerfile, path to which it is copied); `workdir` counts before any WORKDIR."""
     at = PurePosixPath(workdir)
     for number, words in _instructions(dockerfile):
         if words[0].upper() == "WORKDIR":
@@ -146,7 +129,7 @@ def _copies(dockerfile: str, paths: Iterable[str], workdir: str) -> Iterator[tup
 
 
 def _place(path: str, source: str, target: PurePosixPath, *, is_folder: bool) -> PurePosixPath | None:
-    """Return the path to which a file is copied; None if the copy's source does not name the file."""
+    """Return the path to which a file is copied; None if the copy's source does not name it."""
     if source == "." or path.startswith(f"{source}/"):
         place = target / posixpath.relpath(path, source)
     elif fnmatch.fnmatchcase(path, source) and path.count("/") == source.count("/"):
@@ -157,7 +140,7 @@ def _place(path: str, source: str, target: PurePosixPath, *, is_folder: bool) ->
 
 
 def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
-    """Return the instructions of a Dockerfile as pairs (number of the first line, words)."""
+    """Return a Dockerfile's instructions as (number of the first line, words)."""
     found: list[tuple[int, list[str]]] = []
     begun, words = 0, list[str]()
     for number, line in enumerate(dockerfile.splitlines(), start=1):
@@ -174,15 +157,14 @@ def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
 
 MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
-_SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0
-"""Default time limits in seconds: Harbor's for test.sh, and rayapp's for hidden tests."""
+_SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0  # Harbor's limit for test.sh, and rayapp's for hidden tests.
 _UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 _DOCKER = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
 _SKIPPED = frozenset({"__pycache__", ".git", ".pytest_cache", ".DS_Store"})
 
 
 class _Section(BaseModel):
-    """Section of task.toml. Keys without a field here belong to Harbor and are ignored."""
+    """Section of task.toml; unknown keys belong to Harbor."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -191,14 +173,11 @@ class Own(BaseModel):
     """Section `[metadata.rayapp]` of task.toml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    answer: tuple[str, ...] = ("*",)
-    """Patterns of paths. Only files that match one belong to an answer; changes to other files are ignored."""
+    answer: tuple[str, ...] = ("*",)  # Patterns of paths that belong to an answer; changes to other files are ignored.
+    # all: 1 if every test passes, else 0; share: the fraction of tests that pass.
     score: Literal["all", "share"] = "all"
-    """Rule for the reward: `all` gives 1 if every test passes, else 0; `share` gives the fraction of tests that
-    pass."""
+    # Largest number of additional runs of a trusted test.sh, each with one wrong expectation, to find forged verdicts.
     sentinels: int = Field(12, ge=0, le=64)
-    """Maximum number of additional runs of a trusted test.sh, each with one wrong expectation, to find forged verdicts.
-    0 disables them."""
 
 
 class _Metadata(_Section):
@@ -214,7 +193,7 @@ class _TaskEnvironment(_Section):
     @model_validator(mode="before")
     @classmethod
     def _read_sizes(cls, values: dict[str, object]) -> dict[str, object]:
-        """Accept sizes as texts, such as `memory = "2G"`, which Harbor's first version wrote."""
+        """Accept `memory = "2G"`, as in Harbor's first version."""
         return {f"{name}_mb": _mebibytes(values[name]) for name in ("memory", "storage") if name in values} | values
 
 
@@ -233,46 +212,32 @@ class _Toml(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFolder:
-    """The checked contents of a task folder."""
-
     name: str
     instruction: str
-    repository: Mapping[str, str]
-    """Path -> text of the repository's files."""
+    repository: Mapping[str, str]  # Path -> text of the repository's files.
+    # True if workspaces and verdicts use the image's files, which the Dockerfile may have changed after copying them.
     is_in_image: bool = False
-    """True if the image already has the repository, which the Dockerfile's commands may have changed after it was
-    copied. Then workspaces and verdicts use the image's files, and `repository` only names what was copied."""
     tests: tuple[HiddenTest, ...]
-    script: TestScript | None
-    """Script that judges instead of `tests`; None without a trusted script."""
+    script: TestScript | None  # Script that judges instead of `tests`; None without a trusted one.
+    # Repository's own tests that judge instead of `tests` and `script`, for rows in SWE-bench's form.
     named: NamedTests | None = None
-    """The repository's own tests, which judge instead of `tests` and `script`. Only rows in SWE-bench's form have
-    them."""
-    solution: Mapping[str, str]
-    """Path -> text of the solution's files; empty if the folder has no solution."""
+    solution: Mapping[str, str]  # Path -> text; empty without a solution.
     own: Own
-    image: str
-    """Image or template that the sandboxes need; empty if any sandbox with Python is enough."""
-    images: Mapping[str, str]
-    """Image that workspaces or verdicts need -> the reason for it."""
+    image: str  # Image or template that the sandboxes need; empty if any sandbox with Python is enough.
+    images: Mapping[str, str]  # Image that workspaces or verdicts need -> the reason for it.
+    # Folder at which Harbor's scripts expect the repository, or in which an image has it; empty without both.
     workdir: str
-    """Folder at which Harbor's scripts expect the repository, or in which an image has it; empty without both."""
-    image_workdir: str
-    """Folder of the repository in the image; empty for the image's working folder."""
-    env: tuple[tuple[str, str], ...]
-    """Environment variables that the Dockerfile adds to those of its image."""
+    image_workdir: str  # Repository's folder in the image; empty for the image's working folder.
+    env: tuple[tuple[str, str], ...]  # Variables that the Dockerfile adds to those of its image.
     timeout_s: float
     memory_mib: int
     disk_mib: int
 
 
 def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) -> TaskFolder:
-    """Read a task folder, check its contents, and return them.
+    """Read a task folder and check its contents. With `trusts_script`, its `tests/test.sh` judges, if there is one.
 
-    Args:
-        trusts_script: if True and there is a `tests/test.sh`, this script judges.
-    Raises:
-        InputError: a part of the folder is missing or can't be used. The message names the part and the way out.
+    Raises InputError: a part is missing or can't be used; the message names the way out.
     """
     where = f"task {name}"
     for part in ("instruction.md", "task.toml", "environment", "tests"):
@@ -332,8 +297,7 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
 
 
 def _image(section: _TaskEnvironment, recipe: Mapping[str, str], name: str, workdir: str = "") -> tuple[str, str]:
-    """Return the image that the task needs, and the reason for it; two empty strings if any sandbox with Python is
-    enough.
+    """Return the image that the task needs, and why; two empty texts if any sandbox with Python is enough.
 
     Args:
         recipe: name -> text of the files that say how the image is built.
@@ -352,9 +316,7 @@ def _image(section: _TaskEnvironment, recipe: Mapping[str, str], name: str, work
 
 
 def _copied_elsewhere(dockerfile: str, workdir: str) -> str:
-    """Return the first line of a Dockerfile that copies its folder to another folder than `workdir`; empty if there is
-    none.
-    """
+    """Return a Dockerfile's first line that copies to another folder than `workdir`; empty without one."""
     lines = (
         line for line, file, place in _copies(dockerfile, ("file",), workdir) if place.parent != PurePosixPath(workdir)
     )
@@ -364,9 +326,7 @@ def _copied_elsewhere(dockerfile: str, workdir: str) -> str:
 def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
-    """Return the script, and the reason why it needs its image. The image is the agents' image, or one that Harbor
-    would build from `tests`.
-    """
+    """Return the script, and why it needs its image: the agents', or one that Harbor would build from `tests`."""
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(
             f"{where}: its verifier.env.{secret} takes its value from an environment variable of this machine, which "
@@ -408,7 +368,7 @@ def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
 
 
 def _mebibytes(size: object) -> object:
-    """Convert `2G`, `512M` or `64K` to MiB. Return any other value unchanged, so that pydantic refuses it."""
+    """Convert `2G`, `512M` or `64K` to MiB. Any other value stays, so that pydantic refuses it."""
     text = str(size).upper()
     try:
         return int(float(text[:-1]) * _UNITS[text[-1:]])
@@ -417,11 +377,7 @@ def _mebibytes(size: object) -> object:
 
 
 def _texts(folder: Traversable, where: str, *, only_texts: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield pairs (relative path, text) of every file, in order.
-
-    Args:
-        only_texts: True: leave out files that are too large or not text. False: raise InputError for them.
-    """
+    """Yield (relative path, text) of every file, in order; `only_texts` skips those too large or no text."""
     for path, entry in _entries(folder):
         try:
             yield path, _decoded(path, _read(entry, where), where)

@@ -57,10 +57,7 @@ def {_ENTRY}(files, source, image_folder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestOutcome:
-    """Result of one hidden test on a repository."""
-
-    problem: str
-    """Reason why the test failed; empty if it passed."""
+    problem: str  # Reason why the test failed; empty if it passed.
     seconds: float
 
 
@@ -75,14 +72,10 @@ async def run_tests(
     """Run every test, each in its own interpreter.
 
     Args:
-        repository: relative path -> text of the repository's files; None for a deleted file.
-        image_folder: folder of the image that holds the repository, to a copy of which `repository` is added. If the
-            sandbox has no such folder, its working folder is copied. Empty for no folder.
-        timeout_s: time limit for all tests together. Only the time in which tests run counts. Tests that have not run
-            when the limit is reached fail.
-    Raises:
-        SandboxError: the sandbox failed.
-        TextReadingFailedError: the text process, which checks the tests' conditions, can't be started.
+        repository: relative path -> text; None for a deleted file.
+        image_folder: folder of the image, or else its working folder, to a copy of which `repository` is added.
+        timeout_s: limit for all tests together; tests that have not run by then fail.
+    Raises SandboxError, and TextReadingFailedError from the process that checks conditions.
     """
     left_s, outcomes = timeout_s, []
     for test in tests:
@@ -101,10 +94,7 @@ async def run_tests(
 
 
 def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
-    """Return the verdict: 1 if all tests passed, else 0; with `pays_share`, the fraction of tests that passed.
-
-    Terms: `pass_rate` and `solved`.
-    """
+    """Return 1 if all tests passed, else 0, with `pays_share` the fraction; terms `pass_rate` and `solved`."""
     failed = [(test, outcome) for test, outcome in zip(tests, outcomes, strict=True) if outcome.problem]
     share = 1 - len(failed) / len(tests)
     solved = float(not failed)
@@ -113,5 +103,4 @@ def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pay
 
 
 def no_answer(detail: str) -> Reward:
-    """Return the verdict 0 on a text that is not an answer."""
     return Reward(value=0.0, terms={"pass_rate": 0.0, "solved": 0.0}, status="no_code", detail=detail)

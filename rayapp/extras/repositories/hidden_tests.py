@@ -25,33 +25,24 @@ from rayapp.core.errors import InputError
 from rayapp.core.syntax import module, parse
 from rayapp.tasks.code.conditions import COMPARE
 
+# Function of a probe's value (plain data); if it raises, the assertion does not hold. It must be a `partial` of a
+# function of this module, because it runs in the text process.
 Condition = Callable[[Any], object]
-"""Function that takes a probe's value (plain data), and returns a true value if the assertion holds. If the function
-raises, the assertion does not hold. It runs in the text process, so it must be a `partial` of a function of this
-module."""
 PROBE = "_rayapp_probe"
-_MOST_MESSAGE_CHARS = 2000
-"""Maximum characters of an exception's message that are matched with a pattern."""
+_MOST_MESSAGE_CHARS = 2000  # Characters of an exception's message that are matched with a pattern.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTest:
-    """One test function of a hidden test file."""
-
-    name: str
-    """Name in pytest's form, such as `test_cart.py::test_total`."""
-    original: str
-    """Source of the test as it is written. It must not reach an agent."""
+    name: str  # Name in pytest's form, such as `test_cart.py::test_total`.
+    original: str  # Source of the test as written, which must not reach an agent.
+    # Source that runs in the sandbox; it calls PROBE once for each condition, in order, with the value to check.
     source: str
-    """Python source that runs in the sandbox. It calls PROBE once for each condition, in order, with the value to
-    check."""
     conditions: tuple[Condition, ...]
 
 
 def all_hold(conditions: Sequence[Condition], values: object) -> bool:
-    """Return True if a test's conditions hold for `values`, which may be any data from a sandbox. If this function
-    raises, they don't hold either.
-    """
+    """Return whether a test's conditions hold for any data of a sandbox. If this raises, they don't."""
     if type(values) is not list or len(values) != len(conditions):
         return False
     return all(bool(holds(value)) for holds, value in zip(conditions, values, strict=True))
@@ -60,8 +51,7 @@ def all_hold(conditions: Sequence[Condition], values: object) -> bool:
 def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
     """Return the tests of one file.
 
-    Raises:
-        InputError: the file is not Python, or a test can't be separated; the message names file and line.
+    Raises InputError: the file is not Python, or a test can't be separated; the message names file and line.
     """
     tree = parse(source)
     if tree is None:
@@ -97,7 +87,7 @@ def _hidden_test(file: str, above: Sequence[ast.stmt], test: ast.FunctionDef, li
 
 
 class _HiddenTestReader:
-    """Reads the statements of one test. `conditions` has the conditions found so far."""
+    """Reads the statements of one test into `conditions`."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -127,7 +117,7 @@ class _HiddenTestReader:
         return ast.Call(ast.Name(PROBE, ast.Load()), [value], [])
 
     def _separated(self, test: ast.expr) -> ast.expr:
-        """Separate an assertion. Return the part that runs in the sandbox, and append the condition to `conditions`."""
+        """Return the part of an assertion that runs in the sandbox, and append the condition to `conditions`."""
         match test:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARE:
                 return self._comparison(test, left, op, right)

@@ -31,15 +31,14 @@ _SETUP_TIMEOUT_S = 120.0
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_TEST_BYTES = 1 << 20
 _SHOWN_CHARS = 300
-_FILE_TIME_S = 1_577_836_800
-"""Time of all files that a run writes, in seconds since 1970."""
+_FILE_TIME_S = 1_577_836_800  # Time of all files that a run writes, in seconds since 1970.
 _LIBRARY = ".harbor/lib"
 _PATCH = ".harbor/test.patch"
 _TOUCHED = re.compile(
     r"^(?:diff --git a/(?P<old>.+?) b/(?P<new>.+)|(?:\+\+\+ b|--- a)/(?P<plain>[^\t\n]+))", re.MULTILINE
 )
+# Interpreters to look for in a sandbox; the first two are in SWE-bench's and R2E's images.
 PYTHONS = ("/opt/miniconda3/envs/testbed/bin/python", "/testbed/.venv/bin/python", "python3", "python")
-"""Interpreters to look for in a sandbox, in this order. The first two are in SWE-bench's and R2E's images."""
 _PREPARE = """
 import base64, json, os, shutil, subprocess, sys
 job = json.loads(sys.stdin.read())
@@ -165,20 +164,15 @@ print(json.dumps({'outcomes': outcomes, 'whys': whys, 'has_ended': has_ended, 't
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTests:
-    """A repository's own tests that judge an answer. No part of this object may reach an agent."""
+    """A repository's own tests that judge an answer. No part may reach an agent."""
 
     __test__ = False  # not a pytest class
-    patch: str
-    """Diff that adds or changes the tests; empty if the repository already has them."""
+    patch: str  # Diff that adds or changes the tests; empty if the repository has them.
+    # Names in pytest's form (`tests/test_cart.py::test_total[a]`) of tests that only pass with the solution.
     fail_to_pass: tuple[str, ...]
-    """Names in pytest's form (`tests/test_cart.py::test_total[a]`) of the tests that fail without the solution and pass
-    with it."""
-    pass_to_pass: tuple[str, ...]
-    """Names of the tests that pass without the solution and with it."""
-    pythons: tuple[str, ...] = PYTHONS
-    """Interpreters to look for in the sandbox; the first one that exists runs pytest."""
-    brings_pytest: bool
-    """True if the sandbox gets a copy of the pytest that is installed here; False if its image has pytest."""
+    pass_to_pass: tuple[str, ...]  # Names of the tests that pass without the solution, too.
+    pythons: tuple[str, ...] = PYTHONS  # Interpreters to look for; the first one that exists runs pytest.
+    brings_pytest: bool  # True if the sandbox gets a copy of the pytest that is installed here.
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -186,28 +180,22 @@ class NamedTests:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of the named tests' files, relative to the repository."""
         return tuple(sorted({name.partition("::")[0] for name in self.names}))
 
     @property
     def own_files(self) -> frozenset[str]:
-        """Paths that an answer can't change: the files of the named tests, and all files that the patch touches."""
+        """Paths that an answer can't change: those of named tests, and all that the patch touches."""
         return frozenset(self.files) | touched_by(self.patch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
-    """Outcomes of one run of a repository's tests."""
-
     __test__ = False
-    outcomes: Mapping[str, bool]
-    """Name of a test that ran -> whether it passed."""
+    outcomes: Mapping[str, bool]  # Name of a test that ran -> whether it passed.
+    # Name of a failed test -> the exception's message, if pytest gives one.
     whys: Mapping[str, str] = field(default_factory=dict)
-    """Name of a failed test -> the exception's message, if pytest gives one."""
-    problem: str
-    """Reason why no test counts as passed; empty if the run came to its end."""
-    told: str
-    """End of the output."""
+    problem: str  # Reason why no test counts as passed; empty if the run came to its end.
+    told: str  # End of the output.
     seconds: float
 
     def passes(self, name: str) -> bool:
@@ -215,22 +203,20 @@ class TestRun:
         return not self.problem and bool(found) and all(found)
 
     def outcomes_of(self, name: str) -> list[bool]:
-        """Return the outcomes of the tests that a data set's name means. Many names of SWE-bench are cut at a blank,
-        such as `test_x[(AttributeError,`: they mean all tests whose names begin so.
-        """
+        """Return the outcomes of the tests that a name means. SWE-bench cuts many names at a blank, as in
+        `test_x[(AttributeError,`: they mean all tests that begin so."""
         if name in self.outcomes or "[" not in name or name.endswith("]"):
             return [self.outcomes[name]] if name in self.outcomes else []
         return [passed for each, passed in self.outcomes.items() if each.startswith(name)]
 
 
 def touched_by(patch: str) -> frozenset[str]:
-    """Return the paths of the files that a diff adds, changes, renames or deletes."""
     found = _TOUCHED.finditer(patch)
     return frozenset(path for each in found for path in each.groups() if path and path != "/dev/null")
 
 
 class PreparedTests:
-    """A fresh sandbox with the repository and its tests, to which `run` adds an answer. Make it with `prepare`."""
+    """A fresh sandbox with the repository and its tests, to which `run` adds an answer."""
 
     def __init__(
         self,
@@ -244,21 +230,18 @@ class PreparedTests:
         self._sandbox = sandbox
         self._tests = tests
         self._python = python
+        # Path -> contents of the files of `own_files`, after and before the patch.
         self.texts, self.before = texts, before
-        """Path -> contents of the files of `own_files`, after and before the patch."""
 
     @classmethod
     async def prepare(
         cls, sandbox: Sandbox, tests: NamedTests, repository: Mapping[str, str]
     ) -> PreparedTests | Reward:
-        """Fill a fresh sandbox with the repository and the tests, and return the object for it. Return an invalid
-        reward if the tests' patch does not apply to the repository.
+        """Fill a fresh sandbox with repository and tests; return an invalid reward if their patch does not apply.
 
         Args:
-            repository: path -> text of the files to write; empty if the sandbox's image has the repository.
-        Raises:
-            SandboxConfigError: the sandbox lacks Python or git.
-            SandboxError: the sandbox failed.
+            repository: path -> text of the files to write; empty if the image has the repository.
+        Raises SandboxError, e.g. SandboxConfigError if the sandbox lacks Python or git.
         """
         files = {path: text.encode() for path, text in repository.items()}
         files |= {_PATCH: tests.patch.encode()} if tests.patch else {}
@@ -286,13 +269,12 @@ class PreparedTests:
         timeout_s: float,
         sentinels: Sequence[Sentinel] = (),
     ) -> TestRun:
-        """Run the tests once, on the repository with these changes.
+        """Run the tests once, with these changes.
 
         Args:
             files: path -> text of each changed file; None for a deleted file.
             sentinels: expectations of the tests to replace by wrong ones.
-        Raises:
-            SandboxError: the sandbox failed.
+        Raises SandboxError.
         """
         changed = {path: text.encode() for path, text in files.items() if text is not None}
         # A run with sentinels and a run without do the same: the tests are written last, and all files get one time.
@@ -344,11 +326,9 @@ def _unpacked(files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def named_verdict(tests: NamedTests, run: TestRun, *, pays_share: bool) -> Reward:
-    """Return the verdict: 1 if all named tests passed, else 0; with `pays_share`, the fraction of the named tests that
-    passed.
+    """Return 1 if all named tests passed, else 0, with `pays_share` the fraction that passed.
 
-    The terms are `solved`, `verdict/forgeable`, and three fractions of passed tests: `pass_rate`, `fail_to_pass` and
-        `pass_to_pass`.
+    Terms: `solved`, `verdict/forgeable`, and the fractions `pass_rate`, `fail_to_pass` and `pass_to_pass`.
     """
     failed = [name for name in tests.names if not run.passes(name)]
     share = 1 - len(failed) / len(tests.names)
@@ -378,21 +358,14 @@ def _share(names: Sequence[str], run: TestRun) -> float:
 
 
 def passed_sentinels(sentinels: Sequence[Sentinel], names: Sequence[str], run: TestRun) -> list[Sentinel]:
-    """Return the sentinels whose test passes although it has a wrong expectation. All parametrized variants of the test
-    must pass.
-    """
+    """Return the sentinels that pass in all variants of their test, although their expectation is wrong."""
     variants = {each.name: [name for name in names if name.partition("[")[0] == each.name] for each in sentinels}
     return [each for each in sentinels if variants[each.name] and all(map(run.passes, variants[each.name]))]
 
 
 @cache
 def pytest_files() -> dict[str, bytes]:
-    """Return path -> bytes of the files of the pytest installed here and of its dependencies, for sandboxes without
-    pytest.
-
-    Raises:
-        InputError: pytest is not installed here.
-    """
+    """Return path -> bytes of the pytest installed here and its dependencies. Raises InputError: there is none."""
     found: dict[str, bytes] = {}
     for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         try:

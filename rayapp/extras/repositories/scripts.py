@@ -26,15 +26,13 @@ from rayapp.core.types import Reward
 from rayapp.extras.repositories.sentinels import Sentinel, draw, run_by, with_sentinels
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 
-WORKDIR = "/app"
-"""Default folder of a repository. Local sandboxes support no other folder."""
+WORKDIR = "/app"  # Default folder of a repository, and the only one of local sandboxes.
 SOLVE = "solve.sh"
 _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
 _FILL_TIMEOUT_S = 60.0
 _SHOWN_CHARS = 300
-SCRIPT_FAILURES = ("no_reward", "bad_reward")
-"""Failure kinds of invalid verdicts that the script itself caused."""
+SCRIPT_FAILURES = ("no_reward", "bad_reward")  # Failure kinds of invalid verdicts that the script itself caused.
 _STEERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
      "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
@@ -73,6 +71,7 @@ for path, data in job['files'].items():
         os.chmod(path, 0o755)
 print('[]')
 """
+# Shell commands that make the task's folder ($0) a link to the working folder, and move the image's files there.
 LINK_WORKDIR = f"""
 root() {{ "$@" 2>/dev/null || sudo -n "$@"; }}
 at=$(readlink "$0" || echo "$0")
@@ -82,8 +81,6 @@ if [ "$at" != "$PWD" ]; then
 fi
 git init -q . && echo {HARBOR} >> .git/info/exclude
 """
-"""Shell commands that make the task's folder ($0) a link to the sandbox's working folder. Files that the image has in
-the task's folder are moved to the working folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +88,9 @@ class TestScript:
     """A `test.sh` that the user trusts, with the files, variables and image that it needs."""
 
     __test__ = False  # not a pytest class
-    files: Mapping[str, bytes]
-    """Relative path -> contents of the files in the folder `tests`."""
+    files: Mapping[str, bytes]  # Relative path -> contents of the files in the folder `tests`.
     env: tuple[tuple[str, str], ...]
-    image: str
-    """Image or template of the script's sandboxes; empty if any sandbox with Python is enough."""
+    image: str  # Image or template of the script's sandboxes; empty if any sandbox with Python is enough.
 
     def sentinels(self, rng: random.Random) -> list[Sentinel]:
         """Draw sentinels, in random order, from the Python tests that the script seems to run."""
@@ -104,9 +99,7 @@ class TestScript:
 
 
 def why_a_script_needs_an_image(script: str) -> str:
-    """Return the first line of a test.sh that needs more than a plain Python sandbox, and the reason; empty if there is
-    none.
-    """
+    """Return a test.sh's first line that needs more than a plain Python sandbox, and why; empty without one."""
     for number, line in enumerate(script.splitlines(), start=1):
         program = interpreter_of(line) if number == 1 else ""
         why = f"this node has no {program}" if program and shutil.which(program) is None else ""
@@ -116,9 +109,7 @@ def why_a_script_needs_an_image(script: str) -> str:
 
 
 def interpreter_of(first_line: str) -> str:
-    """Return the program in a script's first line (`#!`). It is empty if the line names none; the script can't be
-    started then.
-    """
+    """Return the program of a script's first line (`#!`); empty without one, and then the script can't be started."""
     words = first_line.removeprefix("#!").split() if first_line.startswith("#!") else []
     return next((word for word in words if PurePosixPath(word).name != "env" and not word.startswith("-")), "")
 
@@ -126,12 +117,10 @@ def interpreter_of(first_line: str) -> str:
 def without_steering(
     base: Mapping[str, str], changed: Mapping[str, str | None], told: Sequence[str]
 ) -> tuple[dict[str, str | None], list[str]]:
-    """Undo changes to files that control a test runner. Return the repository (None for a deleted file), and the paths
-    of the undone changes.
+    """Undo changes to files that control a test runner; return the repository (None: deleted), and the paths undone.
 
-    The files that control a test runner are its configuration, Python's start-up code, metadata of packages (which
-    names plug-ins), and new top-level modules with the name of a module of Python or pytest. Files whose names are in
-    the texts `told` (the task's instruction and solution) may be changed.
+    These are its configuration, Python's start-up code, metadata of packages (which name plug-ins), and new top-level
+    modules named like one of Python or pytest. Files named in `told` (instruction and solution) may be changed.
     """
     words = "\n".join(told)
     left_out = [
@@ -159,14 +148,12 @@ async def judge_by_script(
     timeout_s: float,
     sentinels: Sequence[Sentinel] = (),
 ) -> tuple[Reward, float]:
-    """Run `test.sh`. Return the reward that it writes, and the seconds that it took.
+    """Run `test.sh`; return the reward that it writes, and the seconds that it took.
 
     Args:
         repository: path -> text of the files to write; None for a file to delete.
-        sentinels: expectations of the tests to replace by wrong ones before the script runs.
-    Raises:
-        SandboxConfigError: Harbor's folders (/tests, /logs and the repository's) can't be made in these sandboxes.
-        SandboxError: the sandbox failed.
+        sentinels: expectations to replace by wrong ones before the script runs.
+    Raises SandboxError; SandboxConfigError if Harbor's folders (/tests, /logs and the repository's) can't be made.
     """
     tests = {f"/tests/{path}": data for path, data in with_sentinels(script.files, sentinels).items()}
     code = {f"{workdir}/{path}": text.encode() for path, text in repository.items() if text is not None}
@@ -192,11 +179,7 @@ async def judge_by_script(
 
 
 async def run_solve_script(sandbox: Sandbox, files: Mapping[str, str], *, workdir: str, timeout_s: float) -> None:
-    """Run `solve.sh` in an agent's workspace.
-
-    Raises:
-        SandboxError: the sandbox failed.
-    """
+    """Run `solve.sh` in an agent's workspace. Raises SandboxError."""
     solution = {f"/solution/{path}": text.encode() for path, text in files.items()}
     await _fill(sandbox, solution, folders=("/solution",))
     await sandbox.run_command(in_folder(workdir, f"/solution/{SOLVE}"), timeout_s=timeout_s)
@@ -234,8 +217,7 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """Return the number in a reward file: the number itself, the value of the key `reward`, or else the only
-    value."""
+    """Return the number of a reward file: itself, the key `reward`, or else the only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)
@@ -256,7 +238,7 @@ def _reward(value: float, detail: str) -> Reward:
 
 
 def forged(passed: Sequence[Sentinel]) -> Reward:
-    """Return the verdict 0 on code that passed these sentinels, although right code fails them."""
+    """Return 0 for code that passed these sentinels, although right code fails them."""
     names = ", ".join(sorted({sentinel.name for sentinel in passed}))
     detail = f"forged: it also passes with a wrong expectation in {names}"
     return replace(_reward(0.0, ""), status="forged", detail=detail[:_SHOWN_CHARS])

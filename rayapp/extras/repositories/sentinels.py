@@ -36,16 +36,11 @@ _NEVER_RAISED = ("BufferError", "StopAsyncIteration", "UnicodeTranslateError", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentinel:
-    """One expectation of a hidden test, and a wrong expectation to replace it."""
-
     file: str
-    test: str
-    """Name of the test within the file: `test_total`, or `TestCart::test_total`."""
+    test: str  # Name within the file: `test_total`, or `TestCart::test_total`.
     start: int
-    end: int
-    """`start` and `end` are the range of the file's bytes to replace."""
+    end: int  # End of the range of the file's bytes to replace.
     wrong: str
-    """Source text of the wrong expectation."""
 
     @property
     def name(self) -> str:
@@ -53,16 +48,14 @@ class Sentinel:
 
 
 def run_by(script: str, files: Sequence[str]) -> list[str]:
-    """Return the Python test files that a script's text names. If the text names only a test runner, return all test
-    files.
-    """
+    """Return the test files that a script names, or all if it names only a test runner."""
     tests = [file for file in files if file.endswith(".py") and file.rpartition("/")[2].startswith("test")]
     named = [file for file in tests if file.rpartition("/")[2].removesuffix(".py") in script]
     return named or (tests if _RUNNERS.search(script) else [])
 
 
 def draw(files: Mapping[str, bytes], tests: Sequence[str], rng: random.Random) -> list[Sentinel]:
-    """Return sentinels of these tests, in random order: first one sentinel for each test, then the others."""
+    """Return sentinels in random order: first one for each test, then the others."""
     by_test: dict[str, list[Sentinel]] = {}
     for file in tests:
         for sentinel in _in_file(file, files[file], rng):
@@ -74,7 +67,6 @@ def draw(files: Mapping[str, bytes], tests: Sequence[str], rng: random.Random) -
 
 
 def with_sentinels(files: Mapping[str, bytes], sentinels: Sequence[Sentinel]) -> dict[str, bytes]:
-    """Return the files, with the expectations of the sentinels replaced by wrong ones."""
     changed = dict(files)
     for each in sorted(sentinels, key=lambda each: each.start, reverse=True):
         data = changed[each.file]
@@ -95,15 +87,13 @@ def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
 
 
 def tests_in(file: str, data: bytes) -> dict[str, str]:
-    """Return `file::test` -> source of the tests in a Python file, in `ast`'s form."""
+    """Return `file::test` -> source in `ast`'s form."""
     tree = parse(data.decode(errors="replace")) if file.endswith(".py") else None
     return {f"{file}::{name}": ast.unparse(node) for name, node in _tests_of(tree.body)} if tree else {}
 
 
 def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield pairs (name, function) of test functions and methods. Tests that are marked to be skipped or to fail are
-    left out.
-    """
+    """Yield (name, function) of tests, without those marked to be skipped or to fail."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
@@ -115,10 +105,8 @@ def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, 
             yield above + node.name, node
 
 
-_Change = tuple[ast.expr, str]
-"""A node of a test, and the text that replaces it."""
-_Text = partial[str]
-"""Function that returns the source text of a node."""
+_Change = tuple[ast.expr, str]  # Node of a test, and the text that replaces it.
+_Text = partial[str]  # Function that returns the source text of a node.
 
 
 def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
@@ -157,9 +145,7 @@ def _of_method(call: ast.Call, rng: random.Random) -> Iterator[_Change]:
 
 
 def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
-    """Return a change to the side of a comparison that is a literal. If neither is, the change replaces the right side
-    by a random number.
-    """
+    """Return a change to the literal side of a comparison; without one, of the right side to a random number."""
     for side in (right, left):
         if (found := _leaf(side, rng)) is not None:
             return found
@@ -167,7 +153,7 @@ def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
 
 
 def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
-    """Return a change to one constant in a literal or in `pytest.approx(literal)`; None for any other expression."""
+    """Return a change to a constant in a literal or in `pytest.approx(literal)`; None for any other expression."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("approx") and node.args:
         node = node.args[0]
     try:
@@ -182,7 +168,7 @@ def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
 
 
 def _other(value: object, rng: random.Random) -> str:
-    """Return the source of a constant that has the same type and is clearly different."""
+    """Return the source of a constant of the same type that is clearly different."""
     match value:
         case bool():
             return str(not value)

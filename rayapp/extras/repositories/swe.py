@@ -38,6 +38,7 @@ from rayapp.sandbox.images import PREFIX
 from rayapp.tasks.data.files import json_rows
 
 _log = logging.getLogger(__name__)
+# Field -> its column's names in public data sets, of which the first with a value counts.
 COLUMNS = {
     "instance_id": ("instance_id", "id", "task_id"),
     "repo": ("repo", "repo_name", "repository"),
@@ -50,7 +51,6 @@ COLUMNS = {
     "image": ("image", "docker_image", "image_name", "image_tag"),
     "workdir": ("workdir", "working_dir"),
 }
-"""Field of a row -> names of its column in public data sets. The first column that has a value counts."""
 _REQUIRED = ("instance_id", "problem_statement", "fail_to_pass")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 _REPO = re.compile(r"[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)?")
@@ -58,10 +58,8 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _TEST = re.compile(r"(?!/)(?!.*\.\./)[^:\0\n]+\.py(?:::[^\0\n]+)+")
 _MAX_REPOSITORY_BYTES = 128 << 20
 _GIT_TIMEOUT_S = 120.0
-_SHOWN = 5
-"""Maximum number of bad rows that a message names."""
-PATCH = "solution.patch"
-"""Name of the solution's diff in a task's folder `solution`."""
+_SHOWN = 5  # Bad rows that a message names.
+PATCH = "solution.patch"  # Name of the solution's diff in a task's folder `solution`.
 _APPLY = f"#!/bin/sh\ngit apply --whitespace=nowarn /solution/{PATCH}\n"
 
 
@@ -96,9 +94,7 @@ class SweOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MirrorFiles(Mapping[str, str]):
-    """Text files of a repository at a commit. They are read from a local clone at the first use. A pickle has only the
-    clone's path and the commit.
-    """
+    """Text files of a commit, read from a local clone at the first use. Pickles hold only path and commit."""
 
     mirror: str
     commit: str
@@ -115,11 +111,7 @@ class MirrorFiles(Mapping[str, str]):
 
 @lru_cache(maxsize=8)
 def _files_at(mirror: str, commit: str) -> dict[str, str]:
-    """Return path -> text of the text files of a commit; binary files and links are left out.
-
-    Raises:
-        InputError: git can't read the commit, or its files are too large together.
-    """
+    """Return path -> text of a commit's text files. Raises InputError: git can't read it, or it is too large."""
     data = _git(mirror, "archive", "--format=tar", commit)
     if len(data) > _MAX_REPOSITORY_BYTES:
         raise InputError(
@@ -160,10 +152,9 @@ def _git(mirror: str, *words: str, stdin: bytes = b"") -> bytes:
 
 
 def load_swe(source: str) -> tuple[RepositoryTask, ...]:
-    """Return the tasks of a file in SWE-bench's form, in the file's order. Rows that can't be used are left out.
+    """Return the tasks of a file in SWE-bench's form, in order, without rows that can't be used.
 
-    Raises:
-        InputError: the file or an option can't be used, or too many rows can't be used.
+    Raises InputError: the file or an option can't be used, or too many rows can't.
     """
     file, _, query = source.removeprefix(SWE).partition("?")
     try:
@@ -234,7 +225,7 @@ def _first(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
 
 
 def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
-    """Return the task of a row. Raises InputError: a value is missing or can't be used."""
+    """Return the task of a row. Raises InputError."""
     for name in _REQUIRED:
         if fields[name] is None:
             raise InputError(f"it has no {' or '.join(COLUMNS[name][:2])}")
@@ -321,7 +312,7 @@ def _mirror_files(fields: Mapping[str, Any], mirrors: Path) -> MirrorFiles:
 
 
 def _without_commit(tasks: Mapping[str, RepositoryTask]) -> dict[str, str]:
-    """Return name -> reason for each task whose commit is missing in its clone. git starts once for each clone."""
+    """Return name -> reason for tasks whose commit is missing in its clone. git starts once for each clone."""
     of_mirror: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, task in tasks.items():
         if isinstance(files := task.folder.repository, MirrorFiles):
@@ -366,9 +357,7 @@ def _list_of(text: str) -> Any:
 
 
 def _names(value: Any, column: str, row: str) -> tuple[str, ...]:
-    """Return the names in a column's value, which is a list, or a list as text of JSON or Python. Blanks around names,
-    and empty names, are left out.
-    """
+    """Return the names of a list, or of a list as text of JSON or Python, without blanks and empty names."""
     names = _list_of(value) if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"its {column.upper()} is {value!r:.80}: it must be a list of names, or its JSON text")

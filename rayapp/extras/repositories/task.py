@@ -47,15 +47,12 @@ from rayapp.tasks.text_process import TextReadingFailedError
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _T = TypeVar("_T")
-MAX_BYTES = 1 << 20
-"""Maximum bytes of all changed files together."""
+MAX_BYTES = 1 << 20  # Bytes of all changed files together.
 MAX_FILES = 200
 _TIMEOUT_S = 30.0
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
-_START = "refs/rayapp/start"
-"""Git reference to the commit with which the workspace starts."""
-_SNAPSHOT = f"{HARBOR}/start"
-"""List of the files, with their digests, with which a workspace on an image starts."""
+_START = "refs/rayapp/start"  # Reference to the commit with which the workspace starts.
+_SNAPSHOT = f"{HARBOR}/start"  # List of the files, with digests, with which a workspace on an image starts.
 _PROGRAM = """
 import hashlib, json, os, subprocess, sys
 known, most, skipped, start, snapshot = json.loads(sys.stdin.read())
@@ -108,24 +105,18 @@ files.update((path, None) for path in known if not os.path.lexists(path))
 found = json.dumps({'problem': problem, 'files': {} if problem else files}, ensure_ascii=False)
 sys.stdout.buffer.write(found.encode(errors='replace'))
 """
-_MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)
-"""MAX_BYTES, and room for JSON's escapes. Reading more bytes would block the event loop."""
+_MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)  # Room for JSON's escapes, too. More bytes would block the event loop.
 
 
 async def changed_files(
     sandbox: Sandbox, base: Mapping[str, str], *, by_git: bool = False, by_snapshot: bool = False
 ) -> dict[str, str | None]:
-    """Return path -> text of the files that were changed or created since the workspace's start; None for a deleted
-    file.
+    """Return path -> text of the files changed since the workspace's start; None for a deleted file.
 
     Args:
-        by_git: True: git lists the changes since the workspace's start, without files that it ignores. False: the files
-            are compared with `base`.
-        by_snapshot: compare the files with the list that the workspace's setup made, if it is still there.
-    Raises:
-        SandboxConfigError: the sandbox has no git, which `by_git` needs.
-        UnusableWorkError: the changes are too large.
-        SandboxError: the sandbox failed.
+        by_git: git lists the changes, without files that it ignores; otherwise the files are compared with `base`.
+        by_snapshot: compare with the list that the workspace's setup made, if it is still there.
+    Raises SandboxError, SandboxConfigError if `by_git` has no git, and UnusableWorkError if the changes are too large.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
     start, snapshot = _START if by_git else "", _SNAPSHOT if by_snapshot else ""
@@ -155,9 +146,7 @@ def as_answer(files: Mapping[str, str | None]) -> str:
 
 
 def read_answer(text: str) -> dict[str, str | None] | None:
-    """Parse an answer: return path -> text of the changed files (None for a deleted file), or None if the text is not
-    an answer.
-    """
+    """Return an answer's path -> text (None for a deleted file); None if the text is not an answer."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -183,6 +172,7 @@ def _is_change(item: tuple[object, object]) -> bool:
 
 TOOLS = ("bash", "edit", "python", "submit_work")
 _GIT = "git init -q . && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out'"
+# Shell commands that replace the history, which may contain the solution, by one commit.
 _NEW_GIT = f"""
 tracked=$(git -c safe.directory='*' ls-files -z 2>/dev/null | base64)
 rm -rf .git && git init -q . && git add -A
@@ -193,20 +183,16 @@ else
 fi
 git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out' && git update-ref {_START} HEAD
 """
-"""Shell commands that replace a repository's history by one commit, because the history may contain the solution."""
 _TAKE_SNAPSHOT = f"""
 mkdir -p {HARBOR}
 find . '(' -name .git -o -name {HARBOR} ')' -prune -o -type f -exec sha256sum {{}} + > {_SNAPSHOT} || rm -f {_SNAPSHOT}
 """
 _SETUP_TIMEOUT_S = 30.0
-_PROCESSES = 64
-"""Maximum number of processes in a sandbox. Git needs several, because it starts helper processes."""
+_PROCESSES = 64  # Git needs several, because it starts helper processes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryTask:
-    """A repository task. Make it with `load_repository`."""
-
     folder: TaskFolder
 
     @property
@@ -215,7 +201,6 @@ class RepositoryTask:
 
     @property
     def spec(self) -> SandboxSpec:
-        """Requirements of the sandboxes in which agents work."""
         folder = self.folder
         return SandboxSpec(
             template=folder.image,
@@ -229,19 +214,15 @@ class RepositoryTask:
 
     @property
     def verdict_spec(self) -> SandboxSpec:
-        """Requirements of the sandboxes in which verdicts are made."""
         return replace(self.spec, template=self.folder.script.image) if self.folder.script else self.spec
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Raise InputError: only an agent can play this task."""
         raise InputError(
             f"task {self.name} is a repository, which only the tool agent can change: set agent.name to tool_agent"
         )
 
     def agent_start(self) -> AgentStart:
-        """Return what an agent starts with: the instruction, and a workspace with a quota that holds the repository,
-        under git if git is installed.
-        """
+        """Return the instruction, and a workspace with a quota and the repository, under git if it is installed."""
         folder = self.folder
         told = f"{folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
         git = _NEW_GIT if folder.named else f"{LINK_WORKDIR}{_GIT}" if folder.workdir else _GIT
@@ -257,23 +238,15 @@ class RepositoryTask:
         )
 
     async def collect(self, sandbox: Sandbox) -> str:
-        """Return the changed files of the workspace as an answer.
-
-        Raises:
-            UnusableWorkError: the changes are too large.
-            SandboxError: the sandbox failed.
-        """
+        """Return the changed files as an answer. Raises UnusableWorkError if they are too large, and SandboxError."""
         folder, by_git = self.folder, self.folder.named is not None
         base = {} if by_git else folder.repository
         return as_answer(await changed_files(sandbox, base, by_git=by_git, by_snapshot=folder.is_in_image))
 
     async def solve(self, sandboxes: SandboxSource) -> str | None:
-        """Return the solution as an answer; None if the folder has no solution. If the solution is a `solve.sh`, run it
-        in a workspace.
+        """Return the solution as an answer; None without one. A `solve.sh` runs in a workspace.
 
-        Raises:
-            UnusableWorkError: the changes of the solution are too large.
-            SandboxError: the sandbox failed.
+        Raises UnusableWorkError: its changes are too large; SandboxError.
         """
         folder = self.folder
         if SOLVE not in folder.solution:
@@ -287,11 +260,9 @@ class RepositoryTask:
             return await self.collect(sandbox)
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the verdict: 1 if the changed files pass every hidden test, else 0. If task.toml has
-        `score = "share"`, return the fraction of tests that pass.
+        """Return 1 if the changed files pass every hidden test, else 0; the share of passed tests if task.toml says so.
 
-        Raises:
-            SandboxConfigError: this configuration can never give a sandbox.
+        Raises SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
         files = read_answer(completion_text)
@@ -305,9 +276,7 @@ class RepositoryTask:
         return replace(found, time_score_s=time.monotonic() - started)
 
     def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Return the repository with these changes: path -> text, None for a deleted file. Changes to files that don't
-        belong to an answer are left out.
-        """
+        """Return the repository with those changes that belong to an answer; None for a deleted file."""
         allowed = self.folder.own.answer
         counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
         return {**self.folder.repository, **counted}
@@ -331,7 +300,7 @@ class RepositoryTask:
     async def run_tests(
         self, repository: Mapping[str, str | None], sandbox: Sandbox, tests: Sequence[HiddenTest]
     ) -> list[TestOutcome]:
-        """Run hidden tests on the repository with its changes (`with_changes`)."""
+        """Run hidden tests on the repository of `with_changes`."""
         folder = self.folder
         if folder.is_in_image:
             return await run_tests(
@@ -359,12 +328,10 @@ class RepositoryTask:
         sandboxes: SandboxSource,
         seed: int,
     ) -> Reward:
-        """Return the script's verdict `found`, or the verdict on a forgery if the code also passes sentinels, which
-        right code fails.
+        """Return the script's verdict, or that on a forgery if the code also passes sentinels, which right code fails.
 
-        A single passed sentinel proves a forgery if the solution fails this sentinel. Without a solution, or if the
-        script gives a fraction, only passing all sentinels proves it: the script might not run the test of one
-        sentinel.
+        One sentinel proves it if the solution fails this sentinel. Without a solution, or for a script that gives a
+        fraction, only all together do: the script might not run one sentinel's test.
         """
         rng = random.Random(f"sentinels/{self.name}/{seed}")
         sentinels = script.sentinels(rng)[: self.folder.own.sentinels]
@@ -388,7 +355,7 @@ class RepositoryTask:
         return forged(passed) if passed and len(passed) == len(sentinels) else found
 
     async def _solution_fails(self, sentinel: Sentinel, sandboxes: SandboxSource) -> bool:
-        """Return True if the task's own solution passes the original tests and fails this sentinel."""
+        """Return whether the solution passes the original tests and fails this sentinel."""
         solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
         with_it = await self._by_script(solution, sandboxes, (sentinel,))
         return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
@@ -396,9 +363,7 @@ class RepositoryTask:
     async def run_named_tests(
         self, tests: NamedTests, files: Mapping[str, str | None], sandbox: Sandbox, **options: Any
     ) -> TestRun | Reward:
-        """Run the named tests and return their outcomes; return an invalid reward if their patch does not apply.
-        `options` are passed to `PreparedTests.run`.
-        """
+        """Run the named tests; return an invalid reward if their patch does not apply."""
         prepared = await self._prepared(tests, sandbox)
         if isinstance(prepared, Reward):
             return prepared
@@ -407,9 +372,7 @@ class RepositoryTask:
     async def _by_named_tests(
         self, tests: NamedTests, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int
     ) -> Reward:
-        """Return the verdict of the named tests, or the verdict on a forgery if the code passes the tests and also
-        passes sentinels that the solution fails.
-        """
+        """Return the named tests' verdict, or that on a forgery, which passes sentinels that the solution fails."""
         rng, wrong = random.Random(f"sentinels/{self.name}/{seed}"), list[Sentinel]()
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -445,9 +408,7 @@ class RepositoryTask:
     async def _passed(
         self, tests: NamedTests, sentinels: list[Sentinel], files: Mapping[str, str | None], sandboxes: SandboxSource
     ) -> list[Sentinel] | Reward:
-        """Return the sentinels that the repository with these changes passes; an invalid reward if the sandboxes
-        fail.
-        """
+        """Return the sentinels that these changes pass; an invalid reward if the sandboxes fail."""
         found: list[Sentinel] = []
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -465,11 +426,8 @@ class RepositoryTask:
         return await PreparedTests.prepare(sandbox, tests, await asyncio.to_thread(dict, self.folder.repository))
 
     def _drawn(self, tests: NamedTests, prepared: PreparedTests, rng: random.Random) -> list[Sentinel]:
-        """Draw the sentinels of a verdict, at most one for each named test.
-
-        If the patch adds or changes tests, only these get sentinels: code could recognize a sentinel of a test that its
-        author, the agent, has read.
-        """
+        """Draw at most one sentinel for each named test. If the patch adds or changes tests, only these get one: code
+        could recognize a sentinel of a test that its author, the agent, has read."""
         named = {name.partition("[")[0] for name in tests.names}
         texts = {path: prepared.texts[path] for path in tests.files if path in prepared.texts}
         known = {test for path, data in prepared.before.items() for test in tests_in(path, data).items()}
@@ -483,9 +441,7 @@ class RepositoryTask:
         return list(firsts.values())[: self.folder.own.sentinels]
 
     def _counted(self, tests: NamedTests, files: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Return the changes that count. Changes to the tests, and to files that control how tests run, are left
-        out.
-        """
+        """Return the changes without those to the tests, and to files that control how tests run."""
         base, told = self.folder.repository, (self.folder.instruction, *self.folder.solution.values())
         own = {path: text for path, text in files.items() if path not in tests.own_files}
         _, left_out = without_steering({path: base[path] for path in own if path in base}, own, told)
@@ -494,7 +450,7 @@ class RepositoryTask:
     async def judge_by_script(
         self, changed: Mapping[str, str | None], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
     ) -> tuple[Reward, float]:
-        """Run the folder's `test.sh`. Return its reward, and the seconds that it took."""
+        """Run the folder's `test.sh`; return its reward, and the seconds that it took."""
         folder = self.folder
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
@@ -513,16 +469,12 @@ class RepositoryTask:
 
 
 async def _together(runs: Sequence[Callable[[], Coroutine[Any, Any, _T]]], rng: random.Random) -> list[_T]:
-    """Run a verdict's runs at the same time, started in random order, and return their results in the order of `runs`.
-
-    Code that passed the tests runs again with the true tests and with wrong ones. It could tell the runs apart by the
-    clock if one always came first.
-    """
+    """Run a verdict's runs at the same time, started in random order: code could tell the run with the true tests from
+    those with wrong ones by the clock if it always came first. Return results in the order of `runs`."""
     order = rng.sample(range(len(runs)), len(runs))
     ended = dict(zip(order, await side_by_side(runs[place]() for place in order), strict=True))
     return [ended[place] for place in range(len(runs))]
 
 
 def load_repository(folder: Traversable, name: str, *, trusts_script: bool = False) -> RepositoryTask:
-    """Return the task of a folder. Arguments and errors are those of `folder.read_folder`."""
     return RepositoryTask(folder=read_folder(folder, name, trusts_script=trusts_script))

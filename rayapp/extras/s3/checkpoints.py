@@ -20,9 +20,7 @@ _AT_ONCE = 4
 
 
 async def whole_checkpoints(storage: Storage) -> list[Checkpoint]:
-    """Return checkpoints with a manifest whose files are all there with their sizes, oldest first. Their `path` is the
-    key of their folder.
-    """
+    """Return checkpoints whose files are all there with their sizes, oldest first; `path` is their folder's key."""
     sizes = {info.key: info.num_bytes async for info in storage.list(f"{CHECKPOINTS}/")}
     found = []
     for key in sizes:
@@ -39,16 +37,15 @@ async def whole_checkpoints(storage: Storage) -> list[Checkpoint]:
 
 
 async def send_files(storage: Storage, folder: Path, key: str) -> None:
-    """Send the files of the checkpoint at `folder`, but not its manifest. Stored files are not sent again."""
+    """Send a checkpoint's files that are not stored, but not its manifest."""
     names = json.loads((folder / MANIFEST).read_text())["files"]
     await together(lambda name: put_missing(storage, folder / name, f"{key}/{name}"), names, at_once=_AT_ONCE)
 
 
 async def fetch_newest(storage: Storage, run: Path) -> None:
-    """Read the newest checkpoint with intact files into the run folder `run`, where it appears when complete.
+    """Read the newest intact checkpoint into the run folder `run`, where it appears when complete.
 
-    Raises:
-        StorageCorruptError: there are checkpoints, and all of them are damaged.
+    Raises StorageCorruptError: all checkpoints are damaged.
     """
     damaged: StorageCorruptError | None = None
     for checkpoint in reversed(await whole_checkpoints(storage)):
@@ -73,9 +70,7 @@ async def _fetch(storage: Storage, key: str, target: Path) -> None:
 
 
 async def prune(storage: Storage, keep_last: int, keep_best: int) -> None:
-    """Delete checkpoints that are neither among the newest nor among the best, and incomplete ones older than the
-    newest complete one.
-    """
+    """Delete checkpoints that are not to be kept, and incomplete ones older than the newest complete one."""
     whole = await whole_checkpoints(storage)
     kept = {checkpoint.version for checkpoint in to_keep(whole, keep_last, keep_best)}
     keys = [info.key async for info in storage.list(f"{CHECKPOINTS}/")]

@@ -37,19 +37,16 @@ LOCKS = "locks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Content of a lock object."""
-
     owner: str
     host: str
-    boot: str
-    """Id of the machine's boot and the process namespace: process ids are unique only within both."""
+    boot: str  # Id of the machine's boot and the process namespace: process ids are unique only within both.
     pid: int
     beat: int = 0
     released: bool = False
 
     @property
     def is_free(self) -> bool:
-        """True if the lock was released, or its holder was a process of this machine that has ended."""
+        """Return whether it was released, or its holder was a process of this machine that has ended."""
         return self.released or (self.boot == _boot() and not Path(f"/proc/{self.pid}").exists())
 
     def __str__(self) -> str:
@@ -58,7 +55,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Content of a lock object that this version can't read. It is held, and has beaten if it changes."""
+    """Content of a lock object that this version can't read: it is held, and has beaten if it changes."""
 
     content: bytes
     owner: ClassVar = ""
@@ -69,12 +66,11 @@ class Unreadable:
 
 
 class RunLock:
-    """The lock that this process holds; make one with `acquire`."""
+    """The lock that this process holds."""
 
     def __init__(self, number: int, holder: Holder) -> None:
         self.number, self._holder = number, holder
-        self.lost = ""
-        """Reason why the folder is lost; empty while it is held."""
+        self.lost = ""  # Reason why the folder is lost; empty while it is held.
 
     async def beat(self, storage: Storage, *, released: bool = False) -> None:
         """Write a sign of life, or the release, unless another run took over. Raises StorageError."""
@@ -90,7 +86,6 @@ class RunLock:
             await storage.put_bytes(_dump(self._holder), _key(self.number))
 
     async def beat_for_ever(self, storage: Storage, every_s: float) -> None:
-        """Write beats until the folder is lost or the task is cancelled."""
         while not self.lost:
             await asyncio.sleep(every_s)
             with suppress(StorageError):  # the uploads will report the same error
@@ -98,12 +93,7 @@ class RunLock:
 
 
 async def acquire(storage: Storage, *, lease_s: float, settle_s: float) -> RunLock:
-    """Become the only writer of the folder; wait for a lease to end if needed.
-
-    Raises:
-        RunFolderError: another run is alive in it.
-        StorageError: the storage can't be asked.
-    """
+    """Become the only writer of the folder, waiting for a lease to end. Raises RunFolderError: another run is alive."""
     while True:
         names = [info.key.rpartition("/")[2].removesuffix(".json") async for info in storage.list(f"{LOCKS}/")]
         number = max((int(name) for name in names if name.isdigit()), default=0)
@@ -135,7 +125,6 @@ async def _wait_until_free(storage: Storage, number: int, lease_s: float) -> Non
 
 
 async def _look(storage: Storage, number: int) -> Holder | Unreadable | None:
-    """Return the content of a lock object; None if it is missing."""
     try:
         content = await storage.get_bytes(_key(number))
     except StorageNotFoundError:

@@ -5,9 +5,8 @@
     config.yaml, rewards.png, trajectories/…, metrics.jsonl      sent when they change; metrics last
     checkpoints/step=000010/, final/                             files first, manifest last
 
-`RunFolder.open` opens the mirror before anything starts and closes it after the run. No local file is deleted before
-all files are stored: if an upload fails at the end, the same command sends the rest. `.mirror.json` in the staging
-folder has the number of the lock under which the folder was last written.
+No local file is deleted before all files are stored: if an upload fails at the end, the same command sends the rest.
+`.mirror.json` in the staging folder has the number of the lock under which it was last written.
 """
 
 from __future__ import annotations
@@ -60,27 +59,20 @@ RECORD = ".mirror.json"
 _AT_ONCE = 4
 _LEFT_THERE = tuple(f"{folder}/" for folder in (CHECKPOINTS, FINAL, LOCKS, TRAJECTORIES))
 _LOCAL_ONLY = "run.lock"
-Stamp = tuple[int, int]
-"""Size in bytes and time of change in ns of a file: a different stamp means different content."""
+Stamp = tuple[int, int]  # Bytes and time of change in ns: a different stamp means different content.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Intervals and time limits of a mirror, in seconds."""
-
     look_every_s: float = 1.0
     beat_every_s: float = 10.0
     lease_s: float = 60.0
     settle_s: float = 1.0
-    finish_s: float = 60.0
-    """Time for which failing uploads are retried at the end of a run. Uploads that progress may take longer."""
+    finish_s: float = 60.0  # Retries of failing uploads at the end of a run; uploads that progress may take longer.
 
 
 class RunMirror:
-    """The uploads of a run, in a thread with its own event loop: neither uploads nor outages delay a training step.
-
-    Make one with `mirroring`.
-    """
+    """The uploads of a run, in a thread with its own event loop: neither uploads nor outages delay a training step."""
 
     def __init__(
         self, uri: str, folder: Path, lock: RunLock, section: CheckpointSection, settings: S3Settings | None,
@@ -89,8 +81,8 @@ class RunMirror:
         self.uri, self._folder, self._lock, self._section = uri, folder, lock, section
         self._settings, self._patience = settings, patience
         self._checkpoints = CheckpointFolder(folder / CHECKPOINTS, section)
+        # Key -> stamp of the local file when it was sent. A checkpoint and `final` are one entry.
         self._sent: dict[str, Stamp] = {}
-        """Stamp of the local file when it was sent, by key. A checkpoint and `final` are one entry."""
         self._busy: Path | None = None
         self._cut_after: int | None = None
         self._num_failed = 0
@@ -113,7 +105,7 @@ class RunMirror:
         }
 
     def pending(self) -> dict[str, int]:
-        """Return the bytes that still have to be sent, by key; stored data that must still be deleted is a key too."""
+        """Return key -> bytes that still have to be sent; stored data that must still be deleted is a key, too."""
         left = {} if self._cut_after is None else {f"files of steps after {self._cut_after}, to be deleted": 0}
         return left | {key: stamp[0] for key, stamp in self._new()}
 
@@ -122,15 +114,11 @@ class RunMirror:
         self._cut_after = version
 
     def is_reading(self, checkpoint: Path) -> bool:
-        """Return True while a checkpoint is being sent, so that it must not be deleted."""
+        """Return whether a checkpoint is being sent, so that it must not be deleted."""
         return checkpoint == self._busy
 
     def finish(self) -> str:
-        """Upload the remaining files and release the remote folder. Idempotent.
-
-        Returns:
-            A message about files that are not stored; empty if all are.
-        """
+        """Upload the rest and release the remote folder; return a message about files that are not stored, if any."""
         self._ended.set()
         while self._thread.is_alive():  # a Ctrl-C must get through
             self._thread.join(0.2)
@@ -180,7 +168,7 @@ class RunMirror:
                 self._is_stored = self._is_stored and not self._lock.lost
 
     async def _round(self, storage: Storage, final: Storage) -> None:
-        """Send what is new. Failures are counted and tried again in the next round; an outage is logged once."""
+        """Send what is new. Failures are repeated in the next round; an outage is logged once."""
         num_failed = self._num_failed
         try:
             if self._cut_after is not None:
@@ -265,7 +253,6 @@ class RunMirror:
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """Return the stamp of a file, or of all files of a folder; None if there is none."""
     try:
         stats = [file.stat() for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     except OSError:
@@ -295,7 +282,6 @@ def mirroring(
     """Bring the staging folder up to date, and mirror it while the block runs.
 
     Args:
-        uri: the run's folder in object storage.
         folder: the staging folder; no other process on this machine writes to it.
         section: checkpoints to keep in storage.
         must_be_new: refuse an existing run (run.resume: never).
@@ -342,9 +328,7 @@ async def _open(
 async def _prepare(storage: Storage, folder: Path, number: int, *, must_be_new: bool) -> None:
     """Make the staging folder equal to the run in object storage, unless it is newer.
 
-    Raises:
-        RunFolderError: `must_be_new` and a run exists; or the local run's remote folder is gone.
-        StorageError: the run can't be read completely.
+    Raises RunFolderError: `must_be_new` and a run exists, or the local run's remote folder is gone; and StorageError.
     """
     try:
         written_by = int(json.loads((folder / RECORD).read_text())["generation"])
@@ -371,9 +355,7 @@ async def _prepare(storage: Storage, folder: Path, number: int, *, must_be_new: 
 
 
 def _clear(folder: Path, *, keeps: bool) -> None:
-    """Empty the folder. Files of an interrupted restore are deleted. Files of a run are moved to another name: another
-    machine has continued the run, and they may not have been uploaded.
-    """
+    """Empty the folder: delete an interrupted restore, but rename a run, which may have files that aren't stored."""
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.stale-{n}").exists())
     stale = folder.with_name(f"{folder.name}.stale-{number}")
     stale.mkdir()

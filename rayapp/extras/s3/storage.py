@@ -58,12 +58,7 @@ def _read_part(path: Path, start: int, size: int) -> bytes:
 
 
 class S3Storage:
-    """`Storage` in a folder of a bucket.
-
-    Args:
-        client: an open client, which must stay open as long as this object is used.
-        root: the folder to which keys are relative.
-    """
+    """`Storage` in a folder of a bucket, with an open client."""
 
     def __init__(self, client: Any, root: Location, settings: S3Settings) -> None:
         self._client, self._root, self._settings = client, root, settings
@@ -100,8 +95,7 @@ class S3Storage:
 
     async def _upload(self, path: Path, before: os.stat_result, location: Location, metadata: dict[str, str]) -> None:
         """Send a file in parallel parts. aioboto3's own upload holds up to a hundred parts in memory, and hangs where a
-        part fails while its queue is full.
-        """
+        part fails while its queue is full."""
         place = {"Bucket": location.bucket, "Key": location.key}
         size = part_bytes_for(before.st_size, self._settings.transfer.part_bytes)
         parts: dict[int, dict[str, Any]] = {}
@@ -242,6 +236,7 @@ _KEY = "{at} does not accept these credentials ({code}). Check the access key an
 _RIGHTS = (
     "these credentials don't permit this ({code}): {text}. They need permission to read, write and list this prefix."
 )
+# Codes and HTTP statuses, error, text; the first line that has the code or the status counts.
 _CODES: tuple[tuple[str, type[StorageError], str], ...] = (
     ("NoSuchBucket", StorageBucketError, "there is no bucket {bucket!r} at {at}. Create it, or correct its name."),
     ("ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired", StorageCredentialsError,
@@ -257,16 +252,14 @@ _CODES: tuple[tuple[str, type[StorageError], str], ...] = (
      "the bucket is in another region ({text}). Set AWS_REGION."),
     ("403", StoragePermissionError, _RIGHTS),
 )  # fmt: skip
-"""Error and text for codes and HTTP statuses of the service; the first line that has the code or the status counts."""
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the client's error: aioboto3's downloads wrap it in a bare Exception."""
+    """Return the client's error, which aioboto3's downloads wrap in a bare Exception."""
     return error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
 
 
 def translate(error: Exception, location: Location, settings: S3Settings) -> StorageError:
-    """Convert an exception of the client to a StorageError that says what to do."""
     cause, at, status = _cause(error), settings.endpoint_url or "AWS", 0
     text = f"{type(cause).__name__}: {one_line(cause)}"
     if isinstance(cause, StorageError):
@@ -296,18 +289,13 @@ def translate(error: Exception, location: Location, settings: S3Settings) -> Sto
 
 @asynccontextmanager
 async def opened(location: Location, settings: S3Settings) -> AsyncIterator[S3Storage]:
-    """Open the folder at `location` for the length of the block. Raises as `s3_client` does."""
     async with s3_client(settings) as client:
         yield S3Storage(client, location, settings)
 
 
 @asynccontextmanager
 async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
-    """Yield an open client, which is closed at the end of the block.
-
-    Raises:
-        StorageConfigError: the endpoint or region is invalid.
-    """
+    """Yield an open client. Raises StorageConfigError: the endpoint or region is invalid."""
     session = aioboto3.Session(
         aws_access_key_id=settings.access_key_id,
         aws_secret_access_key=settings.secret_access_key,

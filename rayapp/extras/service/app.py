@@ -50,15 +50,12 @@ async def serving(
     limits: ServerLimits | None = None,
     lease_timeout_s: float = 120.0,
 ) -> AsyncIterator[str]:
-    """Serve for the length of the block, and then end every sandbox. Yield the address, e.g. `http://127.0.0.1:8082`.
+    """Serve for the length of the block, then end every sandbox. Yield the address, e.g. `http://127.0.0.1:8082`.
 
     Args:
         key: key that clients send; empty accepts every client.
-        port: port to listen on; 0 for any free port.
-        lease_timeout_s: maximum seconds to wait for a sandbox.
-    Raises:
-        ConfigError: the address is not available.
-        SandboxConfigError: a provider's package or key is missing.
+        port: 0 for any free port.
+    Raises ConfigError: the address is taken; SandboxConfigError: a provider's package or key is missing.
     """
     limits = limits or ServerLimits(max_sandbox_ttl_s=config.lease_ttl_s, passes_templates=config.local is None)
     with _listening(host, port) as listener:
@@ -91,7 +88,7 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that handles no signals, because uvicorn would end the process in the middle of the clean-up."""
+    """A server that handles no signals: uvicorn would end the process in the middle of the clean-up."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -124,11 +121,10 @@ def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, call
 
 
 class _Guard:
-    """Middleware that checks the key, limits the body, counts the answer, and ends a sandbox when its session ends.
+    """Middleware that checks the key, limits the body, counts the answer, and ends a sandbox with its session.
 
-    Only the listed routes need no key; all others do. A list of the routes that need a key would be unsafe, because the
-    router accepts unexpected spellings of a path: its pattern ends in `$`, which also matches before a newline, so
-    `/mcp%0A` reaches `/mcp`.
+    Only the listed routes need no key. A list of those that need one would be unsafe: the router's pattern ends in `$`,
+    which also matches before a newline, so `/mcp%0A` reaches `/mcp`.
     """
 
     def __init__(self, app: Starlette, key: str, calls: Calls, sessions: Sessions) -> None:
@@ -180,7 +176,7 @@ class _Guard:
 
 
 def _named(scope: Scope, call_id: str) -> Scope:
-    """Return the request with the call's id in `CALL_HEADER`, in place of such a header of the client."""
+    """Return the request with the call's id in `CALL_HEADER`, in place of the client's."""
     name = CALL_HEADER.encode()
     kept = ((key, value) for key, value in scope["headers"] if key.lower() != name)
     return {**scope, "headers": [*kept, (name, call_id.encode())]}

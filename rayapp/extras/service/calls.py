@@ -13,20 +13,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from rayapp.core.errors import SandboxDeadlineError
 from rayapp.sandbox.pool.pool import LeasePool
 
-CALL_HEADER = "x-rayapp-call"
-"""Header with the id of a call, by which `Calls.unless_hung_up` finds out that its client is gone. A client can't set
-it."""
+CALL_HEADER = "x-rayapp-call"  # Header with a call's id, which a client can't set.
 T = TypeVar("T")
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Calls:
-    """The calls in progress, and the metrics of all calls and of the pool."""
-
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool
-        self._hangups: dict[str, asyncio.Event] = {}
-        """Id of a call in progress -> event that is set when its client hangs up."""
+        self._hangups: dict[str, asyncio.Event] = {}  # Id of a call -> event that is set when its client hangs up.
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("rayapp_sandbox_requests", "Answered requests", ("route", "status"), registry=registry)
         self._seconds = Histogram(
@@ -36,7 +31,7 @@ class Calls:
 
     @contextmanager
     def calling(self) -> Iterator[tuple[str, asyncio.Event]]:
-        """Context manager of one call. Yield the call's id, and the event to set when the client hangs up."""
+        """Yield a call's id, and the event to set when the client hangs up."""
         call_id, hangup = secrets.token_hex(16), asyncio.Event()
         self._hangups[call_id] = hangup
         try:
@@ -46,12 +41,8 @@ class Calls:
             del self._hangups[call_id]
 
     async def unless_hung_up(self, call_id: str, work: Coroutine[object, object, T]) -> T:
-        """Return the result of a call's work. If the client hangs up, cancel the work, which gives its sandbox back:
-        a client that gives up and tries again would otherwise hold one more sandbox at each try.
-
-        Raises:
-            SandboxDeadlineError: the client hung up.
-        """
+        """Return the result of a call's work, or cancel it if the client hangs up, which gives its sandbox back: a
+        client that tries again would otherwise hold one more sandbox at each try. Raises SandboxDeadlineError then."""
         hangup = self._hangups.get(call_id) or asyncio.Event()
         working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hangup.wait())
         try:
@@ -65,12 +56,10 @@ class Calls:
             await asyncio.wait({working, leaving})
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Count a request that was answered."""
         self._requests.labels(route=route, status=str(status)).inc()
         self._seconds.observe(seconds)
 
     def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         for name, value in self._pool.stats().items():
             self._counts.labels(name=name.removeprefix("sandbox/")).set(value)
         return generate_latest(self._registry)

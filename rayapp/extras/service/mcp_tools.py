@@ -35,10 +35,8 @@ _MAX_SHOWN_CODE_CHARS = 64_000
 
 
 def with_last_value(code: str) -> tuple[str, str]:
-    """Make code print the value of its last expression, as a notebook does. Return the new code, and the mark that it
-    prints before the value. Code that can't be parsed or does not end in an expression is returned unchanged, with an
-    empty mark.
-    """
+    """Make code print its last expression, as a notebook does; return the new code, and the mark before the value.
+    Other code stays, with an empty mark."""
     if len(code) > _MAX_SHOWN_CODE_CHARS:
         return code, ""
     tree = parse(code)
@@ -58,7 +56,6 @@ def with_last_value(code: str) -> tuple[str, str]:
 
 
 def code_answer(result: ExecResult, sandbox_id: str, mark: str = "") -> dict[str, Any]:
-    """Build the structured answer of run_code and run_code_once."""
     stdout, value = _split_value(result.stdout, mark)
     stderr, traceback = result.stderr, ""
     if result.error and (at := stderr.rfind(_TRACEBACK)) >= 0:
@@ -75,7 +72,6 @@ def code_answer(result: ExecResult, sandbox_id: str, mark: str = "") -> dict[str
 
 
 def command_answer(result: ExecResult, sandbox_id: str) -> dict[str, Any]:
-    """Build the structured answer of run_command."""
     answer: dict[str, Any] = {
         "stdout": result.stdout,
         "stderr": result.stderr,
@@ -113,15 +109,12 @@ class ServerLimits:
     """Defaults and limits of a client's requests."""
 
     execution_timeout_s: float = 60.0
-    """Default time limit of an execution."""
     max_execution_timeout_s: float = 600.0
     sandbox_ttl_s: float = 300.0
-    """Default time to live of a session's sandbox."""
     max_sandbox_ttl_s: float = 3600.0
-    max_output_bytes: int = 65536
-    """Maximum size of stdout, and of stderr. Code that writes more is stopped."""
+    max_output_bytes: int = 65536  # Largest stdout, and stderr. Code that writes more is stopped.
+    # True if the header X-Template is passed to the provider; the local one has no templates.
     passes_templates: bool = False
-    """True if the header X-Template is passed to the provider; False for the local provider, which has no templates."""
 
 
 class SandboxTools:
@@ -196,7 +189,6 @@ class SandboxTools:
 
     @asynccontextmanager
     async def _failures(self, session: str | None) -> AsyncIterator[None]:
-        """Raise a SandboxError of the block as an error of the protocol."""
         try:
             yield
         except SandboxGoneError as error:
@@ -216,8 +208,6 @@ class SandboxTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallHeaders:
-    """Template, time to live and time limit that the headers of a call give."""
-
     call_id: str
     timeout_s: float
     ttl_s: float

@@ -15,15 +15,11 @@ from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.core.types import SandboxSpec
 
 log = logging.getLogger(__name__)
-_MAX_REMEMBERED = 10_000
-"""Maximum number of sessions that are remembered, including ended ones. It is needed because clients that vanish never
-end their session."""
+_MAX_REMEMBERED = 10_000  # Sessions that are remembered, with ended ones, because clients that vanish never end theirs.
 
 
 @dataclass(slots=True)
 class _Bound:
-    """The sandbox that a session has, and its lease."""
-
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease: SandboxLease | None = None
     sandbox: Sandbox | None = None
@@ -33,11 +29,7 @@ class _Bound:
 
 
 class Sessions:
-    """The sessions of one server and their sandboxes.
-
-    Args:
-        lease_timeout_s: maximum seconds to wait for a sandbox.
-    """
+    """The sessions of one server and their sandboxes."""
 
     def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
         self._sandboxes = sandboxes
@@ -50,15 +42,13 @@ class Sessions:
         return sum(bound.sandbox is not None for bound in self._bound.values())
 
     def once(self, spec: SandboxSpec) -> SandboxLease:
-        """Lease a sandbox for one execution."""
         return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
 
     async def sandbox(self, session: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
         """Return the session's sandbox.
 
-        Raises:
-            SandboxGoneError: the sandbox has ended. The session gets no other one: its code's variables are lost.
-            SandboxError: no sandbox is available.
+        Raises SandboxGoneError: it has ended, and the session gets no other, since its variables are lost;
+        SandboxError.
         """
         if len(self._bound) > _MAX_REMEMBERED:
             self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
@@ -80,21 +70,17 @@ class Sessions:
         return bound.num_executions
 
     async def end(self, session: str) -> None:
-        """Return the session's sandbox to the pool, because the client has ended the session. Idempotent."""
         bound = self._bound.pop(session, None)
         if bound is not None:
             await self._give_back(bound)
 
     async def lose(self, session: str) -> None:
-        """End the lease of the session's sandbox, which is dead or expired. Later calls of the session raise
-        SandboxGoneError.
-        """
+        """End the lease of a sandbox that is dead or expired. Later calls of the session raise SandboxGoneError."""
         bound = self._bound.get(session)
         if bound is not None:
             await self._give_back(bound)
 
     async def close(self) -> None:
-        """Return every session's sandbox to the pool."""
         await asyncio.gather(*(self.end(session) for session in tuple(self._bound)))
         if self._ending:
             await asyncio.wait(self._ending, timeout=10.0)

@@ -1,10 +1,7 @@
 """MLflow: metrics, parameters and traces of a run, on a tracking server or in a database file of the run folder.
 
-Metrics are logged through a client object: MLflow's global "active run" stays free for a user's own tools.
-
-Traces are made from rayapp's own spans, not with MLflow's decorators and global tracer, which record the time at which
-a span is made, in the process that makes it. A rollout's times were recorded earlier, in a worker that must not access
-the database.
+Metrics are logged through a client object, so MLflow's global "active run" stays free for a user's own tools. Traces
+are made from rayapp's spans: MLflow's decorators record the time and process in which a span is made.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ _NS = 1_000_000_000
 
 
 class TraceWriter:
-    """Writes traces to one experiment."""
-
     def __init__(self, uri: str, *, experiment_id: str, run_id: str, decode: Decode) -> None:
         self._client = TracingClient(uri)
         self._experiment_id = experiment_id
@@ -77,7 +72,7 @@ class TraceWriter:
 
 
 def to_mlflow(trace_id: str, number: int, parent: int | None, span: Span) -> MlflowSpan:
-    """Convert a span of a trace; its number in the trace becomes its id."""
+    """Convert a span; its number in the trace becomes its id."""
     attributes = {
         **span.attributes,
         "mlflow.traceRequestId": trace_id,
@@ -146,9 +141,9 @@ class MlflowTracker:
     """Logs to one MLflow run, also after a resume.
 
     Args:
-        folder: the run folder, whose name is the run's. Holds `mlflow.db` unless there is a server.
+        folder: the run folder, which holds `mlflow.db` unless there is a server.
         uri: tracking server; empty takes MLFLOW_TRACKING_URI, else the file.
-        load_decode: returns the function from token ids to text; called with the first trace, as it takes seconds.
+        load_decode: gives the function from token ids to text; called with the first trace, as it takes seconds.
         trace_ratio: share of all rollouts that become traces, drawn by `seed`.
     """
 
@@ -189,7 +184,6 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, metrics=values)
 
     def trace(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the chosen rollouts of a step as traces of this run."""
         chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
         if chosen and self._traces is None:
             experiment_id = self._client.get_run(self._run_id).info.experiment_id

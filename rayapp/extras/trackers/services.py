@@ -1,8 +1,7 @@
 """Trackers for TensorBoard and Weights & Biases.
 
-TensorBoard gets one event file in `<run>/tensorboard` (`tensorboard --logdir`), written with its own event writer, so
-that neither torch nor TensorFlow is loaded into the driver. Weights & Biases is offline unless the configuration says
-otherwise: files in `<run>/wandb`, sent with `wandb sync`.
+TensorBoard gets one event file in `<run>/tensorboard`, written with its own event writer, which loads neither torch nor
+TensorFlow into the driver. Weights & Biases is offline by default: files in `<run>/wandb`, sent with `wandb sync`.
 """
 
 from __future__ import annotations

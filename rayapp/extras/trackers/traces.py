@@ -22,32 +22,24 @@ from typing import Any
 from rayapp.core.trajectories import before
 from rayapp.core.types import CallRecord, ExecOutcome, Group, Reward, Trajectory, TurnRecord
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
+Decode = Callable[[Sequence[int]], str]  # Function from token ids to text, special tokens included.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One interval of time."""
-
     name: str
-    kind: str
-    """AGENT, CHAIN, LLM, TOOL or EVALUATOR, as MLflow names them."""
-    start_s: float
-    """Unix time."""
+    kind: str  # AGENT, CHAIN, LLM, TOOL or EVALUATOR, as MLflow names them.
+    start_s: float  # Unix time.
     end_s: float
     inputs: Any = None
     outputs: Any = None
     attributes: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    """Reason of a failure; empty if there was none."""
+    error: str = ""  # Reason of a failure; empty if there was none.
     children: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRollout:
-    """A trajectory to trace, and its place in the run."""
-
     step: int
     group: Group
     index: int
@@ -58,17 +50,13 @@ class TracedRollout:
 
     @property
     def key(self) -> str:
-        """Return the same key for the same place in a run, so that steps repeated by a resumed run replace traces."""
+        """Return a key of the place in a run, so that steps repeated by a resumed run replace traces."""
         return f"step={self.step}/group={self.group.group_id}/trajectory={self.index}"
 
 
 def chosen_rollouts(step: int, groups: Iterable[Group], ratio: float, *, seed: int) -> tuple[TracedRollout, ...]:
-    """Choose the trajectories to trace: a share of them, the same in every repetition of a run.
-
-    Args:
-        ratio: share of all trajectories; each trajectory is drawn independently. A trajectory that failed before its
-        first turn is left out: it has no spans.
-    """
+    """Choose a share `ratio` of the trajectories, each by itself, the same in every repetition of a run. Trajectories
+    without a turn have no spans and are left out."""
     found = (
         TracedRollout(step=step, group=group, index=index)
         for group in groups
@@ -84,7 +72,6 @@ def _draw(name: str) -> float:
 
 
 def to_span(rollout: TracedRollout, decode: Decode) -> Span:
-    """Build the root span of a trajectory."""
     trajectory, prompt = rollout.trajectory, rollout.group.prompt
     turns = tuple(_turn(trajectory, number, turn, decode) for number, turn in enumerate(trajectory.turns))
     last_s = max(turn.end_s for turn in turns)
@@ -187,7 +174,6 @@ def _score(reward: Reward, start_s: float) -> Span:
 
 
 def walk(root: Span) -> Iterator[tuple[int, int | None, Span]]:
-    """Yield every span with its number and its parent's number, parents first."""
     pending: list[tuple[int | None, Span]] = [(None, root)]
     for number, (parent, span) in enumerate(pending):
         yield number, parent, span

@@ -11,14 +11,12 @@ import yaml
 from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, rules_of, to, tracked
 from rayapp.core.errors import ConfigError
 
+# Arguments of `trl_config` that rules read, in addition to the fields.
 NUM_GPUS, NUM_ROWS, TERMS = "num_gpus", "number of rows", "reward_funcs"
-"""Names under which rules read arguments of `trl_config`, in addition to the fields."""
 
 
 def _batch(key: str, value: Any, values: Values) -> Landing:
-    """Translate the batch: the number of prompts in a generation batch, and the number of optimizer steps that train on
-    it.
-    """
+    """Translate the prompts of a generation batch, and the optimizer steps that train on it."""
     groups, minibatches, note = _sizes(values)
     settings = {
         "rollout.group_size": int(values["num_generations"]),
@@ -29,9 +27,7 @@ def _batch(key: str, value: Any, values: Values) -> Landing:
 
 
 def _sizes(values: Values) -> tuple[int, int, str]:
-    """Return the number of prompts in a generation batch, the number of its optimizer steps, and the arithmetic as
-    text.
-    """
+    """Return the prompts in a generation batch, its optimizer steps, and the arithmetic as text."""
     per_pass = int(values["per_device_train_batch_size"]) * int(values[NUM_GPUS])
     accumulated = int(values["gradient_accumulation_steps"])
     sampled = values["generation_batch_size"] or per_pass * int(values["steps_per_generation"] or accumulated)
@@ -54,9 +50,7 @@ def _sizes(values: Values) -> tuple[int, int, str]:
 
 
 def _num_steps(key: str, value: Any, values: Values) -> Landing:
-    """Translate max_steps, which counts optimizer steps, or epochs into a number of steps. rayapp counts generation
-    batches as steps.
-    """
+    """Translate max_steps, which counts optimizer steps, or epochs into steps, which are generation batches."""
     groups, minibatches, _ = _sizes(values)
     if int(value) > 0:
         steps = -(-int(value) // minibatches)
@@ -76,7 +70,7 @@ def _num_steps(key: str, value: Any, values: Values) -> Landing:
 
 
 def _every(target: str, strategy: str) -> Rule:
-    """Return a rule that translates the number of optimizer steps between two saves, or between two evaluations."""
+    """Return a rule for the optimizer steps between two saves or evaluations."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         when = str(getattr(values[strategy], "value", values[strategy]))
@@ -124,9 +118,7 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
 
 
 def _lengths(key: str, value: Any, values: Values) -> Landing:
-    """Translate the maximum length of a completion. The maximum length of a prompt follows from vLLM's maximum sequence
-    length.
-    """
+    """Translate a completion's length; a prompt's follows from vLLM's longest sequence."""
     completion = int(value)
     settings = {"rollout.max_completion_tokens": completion}
     whole = values["vllm_max_model_length"]
@@ -194,9 +186,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def _clip(key: str, value: Any, values: Values) -> Landing:
-    """Translate both sides of the clip range. TRL's cispo clips the importance weight itself, and only from above, at
-    epsilon_high.
-    """
+    """Translate the clip range. TRL's cispo clips the importance weight itself, only from above, at epsilon_high."""
     low = float(values["epsilon"])
     high = float(values["epsilon_high"] if values["epsilon_high"] is not None else low)
     if values["loss_type"] == "cispo":
@@ -210,18 +200,14 @@ def _delta(key: str, value: Any, values: Values) -> Landing:
 
 
 def _kl(key: str, value: Any, values: Values) -> Landing:
-    """Translate the coefficient and the estimator of the KL. At an importance ratio of 1, TRL's bias correction has the
-    gradient of verl's estimator `k3+`.
-    """
+    """Translate the KL. At an importance ratio of 1, TRL's bias correction has the gradient of verl's `k3+`."""
     corrected = bool(values["use_bias_correction_kl"])
     settings = {"algorithm.kl_loss_coef": float(value), "algorithm.kl_loss_type": "k3+" if corrected else "k3"}
     return Landing(settings=settings, note="" if float(value) else "no reference is loaded")
 
 
 def _correction(key: str, value: Any, values: Values) -> Landing:
-    """Translate the importance weights between vLLM and the learner. TRL's mask modes set weights outside the bounds to
-    0.
-    """
+    """Translate the importance weights of vLLM and learner. TRL's mask modes set those outside the bounds to 0."""
     section = "algorithm.rollout_correction"
     if not values["use_vllm"] or not values["vllm_importance_sampling_correction"]:
         return Landing(
@@ -275,9 +261,7 @@ def _several(key: str, value: Any, values: Values) -> Landing:
 
 
 def _turns(key: str, value: Any, values: Values) -> Landing:
-    """Translate the number of rounds of tool calls into a number of turns, which is one more: the last turn is the
-    answer.
-    """
+    """Translate rounds of tool calls into turns, which are one more: the last turn is the answer."""
     settings = {"agent.max_assistant_turns": 32 if value is None else int(value) + 1}
     return Landing(
         settings=settings,
@@ -320,8 +304,8 @@ def _resume(key: str, value: Any, values: Values) -> Landing:
 
 
 _YAML = yaml.safe_load((Path(__file__).parent / "fields.yaml").read_text())
-DEFAULTS: Mapping[str, Any] = _YAML["defaults"]
-"""TRL's defaults of the fields that rayapp reads, for mappings that omit these fields."""
+DEFAULTS: Mapping[str, Any] = _YAML["defaults"]  # Defaults of TRL, for mappings that omit these fields.
+# Field of TRL 1.16's GRPOConfig -> its rule.
 FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "output_dir": lambda key, value, values: Landing(settings={"run.output_dir": str(value or "trainer_output")}),
     "model_init_kwargs": _model_options,
@@ -356,4 +340,3 @@ FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "resume_from_checkpoint": _resume,
     "report_to": _trackers,
 }
-"""Every field of TRL 1.16's GRPOConfig -> its rule."""

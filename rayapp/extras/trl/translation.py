@@ -26,14 +26,14 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 
 DATA_SOURCE = "trl"
 _FOLDER = "trl_data"
+# Arguments that TRL passes to reward functions and rayapp doesn't.
 _NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
-"""Arguments that TRL passes to reward functions and rayapp doesn't."""
+# Field of peft's LoraConfig -> the only value that rayapp supports.
 _PEFT = {
     "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None, "layers_to_transform": None, "init_lora_weights":
     True, "layer_replication": None, "fan_in_fan_out": False,
 }  # fmt: skip
-"""Field of peft's LoraConfig -> the only value that rayapp supports."""
 
 
 def trl_config(
@@ -127,6 +127,7 @@ def _landings(given: Mapping[str, Any], known: Values) -> tuple[list[KeyRow], li
     return rows, problems
 
 
+# Argument of GRPOTrainer that rayapp doesn't have -> what to use in its place.
 _OTHERS = {
     "processing_class": "the tokenizer is in the model's folder",
     "reward_processing_classes": "a reward model becomes a judge (docs/judges.md)",
@@ -135,7 +136,6 @@ _OTHERS = {
     "quantization_config": "adapters are trained beside unquantized weights",
     "rollout_func": "docs/agents.md has agents of your own",
 }
-"""Argument of GRPOTrainer that rayapp doesn't have -> what to use in its place."""
 
 
 def _problems_of_arguments(model: Any, others: Mapping[str, Any]) -> list[str]:
@@ -149,7 +149,7 @@ def _problems_of_arguments(model: Any, others: Mapping[str, Any]) -> list[str]:
 
 
 def _names(functions: Sequence[Any]) -> list[str]:
-    """Return a name for each function, no two equal: they are names of reward terms."""
+    """Return different names for the functions: they are names of reward terms."""
     names: list[str] = []
     for function in functions:
         plain = getattr(function, "func", function)  # of functools.partial
@@ -186,7 +186,6 @@ def _is_needed(part: inspect.Parameter) -> bool:
 
 
 def _environment_of(tools: Sequence[Callable[..., Any]]) -> Callable[[], Any]:
-    """Return the class of an environment whose methods are these tools."""
     methods: dict[str, Any] = dict(zip(_names(tools), map(staticmethod, tools), strict=True))
     return type("Tools", (), methods | {"reset": lambda self, **columns: None})
 
@@ -226,7 +225,7 @@ def _rows(dataset: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows in verl's schema. TRL's columns are stored as one JSON text, which `_Answers` reads."""
+    """Write rows in verl's schema. TRL's columns are one JSON text, which `_Answers` reads."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -258,7 +257,7 @@ def _environment(
     folder: Path,
     objects: dict[str, object],
 ) -> dict[str, Any]:
-    """Write the environment's task file. Return the settings that name this file."""
+    """Write the environment's task file; return the settings that name it."""
     name = _names([factory])[0]
     objects[f"{PREFIX}{name}"] = factory
     task = {"environment": "trl", "factory": f"{PREFIX}{name}"}
@@ -281,14 +280,11 @@ def _tokenizer(model: str) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightedRewards:
-    """A reward function in TRL's form that returns the weighted sum of several reward functions. As in TRL, a reward of
-    None adds nothing.
-    """
+    """A reward function in TRL's form: the weighted sum of several. As in TRL, a reward of None adds nothing."""
 
     functions: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
-    model: str = ""
-    """Model whose tokenizer gives `completion_ids`."""
+    model: str = ""  # Model whose tokenizer gives `completion_ids`.
 
     def terms(self, **arguments: Any) -> Any:
         """Return name of a function -> its reward for one completion, or an awaitable of this mapping."""
@@ -296,7 +292,6 @@ class WeightedRewards:
         return self._awaited(found) if any(map(inspect.isawaitable, found)) else self._named(found)
 
     def _ids(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `completion_ids` for a function that names this parameter."""
         if all(part.name != "completion_ids" for part in _parameters(function)):
             return {}
         [said] = arguments["completions"]
@@ -312,7 +307,6 @@ class WeightedRewards:
         }
 
     def total(self, terms: Mapping[str, float]) -> float:
-        """Return the weighted sum of the terms."""
         return sum(
             weight * terms.get(name, 0.0) for name, weight in zip(_names(self.functions), self.weights, strict=True)
         )
@@ -328,9 +322,7 @@ class WeightedRewards:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Answers:
-    """TRL's reward functions as one function for `reward.custom`. Its score is their weighted sum; the reward of each
-    function is also a term.
-    """
+    """TRL's reward functions as one for `reward.custom`, whose terms are their rewards."""
 
     rewards: WeightedRewards
 

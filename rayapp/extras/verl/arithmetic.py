@@ -19,28 +19,26 @@ _MODEL = "actor_rollout_ref.model"
 _KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
 _TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+# Keys of verl for the GPUs of the servers, in one_step_off_policy.
 _ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
-"""verl's keys for the number of GPUs of the servers, in one_step_off_policy."""
+# Name of a KL estimator in verl -> rayapp's name.
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip
-"""verl's name of a KL estimator -> rayapp's name."""
 ROUNDINGS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
 STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
 def advantage(key: str, value: Any, values: Values) -> Landing:
-    """Map the advantage estimator. rayapp uses verl's names; verl's default needs a critic and is refused."""
+    """Map the advantage estimator. verl's default needs a critic and is refused."""
     if value == "gae":
         raise ConfigError(f"{key} = gae (verl's default) needs a critic, which rayapp doesn't train. Set {key}=grpo.")
     return Landing(settings={"algorithm.adv_estimator": value})
 
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
-    """Map the trajectories per prompt. For remax verl samples a greedy baseline in addition; rayapp counts it in the
-    group.
-    """
+    """Map the trajectories per prompt. For remax verl samples a greedy baseline in addition, which rayapp counts."""
     size, estimator = int(value), values["algorithm.adv_estimator"]
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
@@ -71,17 +69,13 @@ def _sequence_parallel(values: Values) -> int:
 
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
-    """Map verl's switch for bitwise reproducible runs."""
     return Landing(
         settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU are always reproducible"
     )
 
 
 def engine_argument(key: str, value: Any, values: Values) -> Landing:
-    """Map an argument of vLLM to rayapp's key for it, or to server.engine_args.
-    Raises:
-        ConfigError: a run can't have this argument, or other keys determine it.
-    """
+    """Map an argument of vLLM to rayapp's key, or to server.engine_args. Raises ConfigError: a run can't have it."""
     name, _, rest = key.partition(".engine_kwargs.vllm.")[2].partition(".")
     own = HAS_KEY.get(name, f"server.engine_args.{name}")
     if value in (None, {}):
@@ -103,7 +97,7 @@ def quantization(key: str, value: Any, values: Values) -> Landing:
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:
-    """Map mini-batches: verl sets the prompts of a mini-batch; rayapp sets the number of mini-batches in a step."""
+    """Map mini-batches: verl sets their prompts, rayapp their number in a step."""
     batch = int(values[_BATCH])
     if batch % min(int(value), batch):
         raise ConfigError(
@@ -114,9 +108,7 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
 
 
 def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
-    """Map micro-batches: verl sets sequences per micro-batch; rayapp sets tokens, enough for that many of the longest
-    sequences.
-    """
+    """Map micro-batches: verl sets sequences, rayapp tokens, enough for that many of the longest sequences."""
     both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
     longest = -(-both // _sequence_parallel(values))
     older = values.get("actor_rollout_ref.actor.ppo_micro_batch_size")
@@ -131,14 +123,12 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
 
 
 def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
-    """Return the number of GPUs: the values of two keys, GPUs per node and nodes, multiplied."""
+    """Return the product of two keys: GPUs per node, and nodes."""
     return int(values[names[0]]) * int(values[names[1]])
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Map GPUs: servers and learners take turns on the same GPUs, as in verl, unless rollouts have separate GPUs. A
-    reward model gets further GPUs.
-    """
+    """Map GPUs: servers and learners share them, unless rollouts have separate ones. A reward model gets more."""
     learners, tp = num_gpus(values), int(values[_TP])
     is_split = all(values.get(name) for name in _ROLLOUT_GPUS)
     served, names = (num_gpus(values, _ROLLOUT_GPUS), _ROLLOUT_GPUS) if is_split else (learners, _TRAINER_GPUS)
@@ -243,9 +233,7 @@ def clip_ratio(key: str, value: Any, values: Values) -> Landing:
 
 
 def correction_threshold(key: str, value: Any, values: Values) -> Landing:
-    """Map the bound of importance weights: an upper bound, or `lower_upper`, outside of which verl sets weights to 0
-    (IcePop).
-    """
+    """Map importance weights' upper bound, or `lower_upper`, outside of which verl's weights are 0 (IcePop)."""
     if value is None:
         return Landing(note="our default stays")
     lower, _, upper = str(value).rpartition("_")
@@ -281,9 +269,7 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def bypass_mode(key: str, value: Any, values: Values) -> Landing:
-    """Map bypass_mode, the loss with the engine's log-probs as old log-probs; verl's trainer uses it whatever loss_mode
-    is.
-    """
+    """Map bypass_mode: the engine's log-probs are the old log-probs. verl uses this loss whatever loss_mode is."""
     if not value:
         return Landing(note="the learner computes old log-probs")
     options = {name: values.get(f"{_CORRECTION}.{name}") for name in POLICY_LOSSES["bypass_mode"].options}
@@ -299,9 +285,7 @@ def policy_loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def rejection(key: str, value: Any, values: Values) -> Landing:
-    """Accept rejection criteria without a setting if bypass_mode is on, because its rule maps them; refuse them
-    otherwise.
-    """
+    """Refuse rejection criteria, unless bypass_mode, whose rule maps them, is on."""
     if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
         raise ConfigError(
             f"{key} = {value!r} can't be imported: rayapp rejects trajectories only with "
@@ -336,8 +320,7 @@ def before_training(key: str, value: Any, values: Values) -> Landing:
 
 
 def turns(key: str, value: Any, values: Values) -> Landing:
-    """Map the limit of turns: verl 0.9.1's agent loops apply it even if multi_turn.enable is off; 0 and null are no
-    limit.
+    """Map the limit of turns, which verl 0.9.1 applies even if multi_turn.enable is off; 0 and null are no limit.
 
     A user turn is the tools' answer to an assistant turn, so N user turns allow N + 1 assistant turns.
     """
@@ -349,7 +332,6 @@ def turns(key: str, value: Any, values: Values) -> Landing:
 
 
 def custom_reward(key: str, value: Any, values: Values) -> Landing:
-    """Map a reward function: a file and the function's name."""
     section = key.rpartition(".")[0]
     path = values.get(f"{section}.path")
     if path is None:
@@ -377,9 +359,7 @@ def output_dir(key: str, value: Any, values: Values) -> Landing:
 
 
 def contents(key: str, value: Any, values: Values) -> Landing:
-    """Map the contents of checkpoints: `extra` (random generators, the loader's position) is not saved, because rayapp
-    computes it from seed and step.
-    """
+    """Map the contents of checkpoints; `extra` (generators, the loader's position) follows from seed and step."""
     kept = [name for name in as_list(value) if name != "extra"]
     if not kept:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")

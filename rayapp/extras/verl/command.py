@@ -47,7 +47,7 @@ def import_verl_command(
 
 
 def imported(file: Path | None, overrides: list[str]) -> Imported:
-    """Import a verl configuration and print what became of each key. `file` may also be the first override."""
+    """Import a verl configuration and print what became of each key. `file` may be the first override."""
     if file is not None and "=" in str(file) and not file.is_file():
         file, overrides = None, [str(file), *overrides]
     found = import_verl(file, overrides)
@@ -56,11 +56,7 @@ def imported(file: Path | None, overrides: list[str]) -> Imported:
 
 
 def runnable(file: Path | None, overrides: list[str]) -> Config:
-    """Import verl's configuration for a run that starts now.
-
-    Raises:
-        ConfigError: the number of steps can't be counted.
-    """
+    """Import verl's configuration for a run that starts now. Raises ConfigError: the steps can't be counted."""
     found = imported(file, overrides)
     if found.uncounted:
         raise ConfigError(
@@ -70,8 +66,7 @@ def runnable(file: Path | None, overrides: list[str]) -> Config:
 
 
 def print_table(imported: Imported) -> None:
-    """Print to stderr what became of each key of verl: first the keys that set something, then those folded into
-    others, then those ignored. Stdout is for the config."""
+    """Print to stderr what became of verl's keys: those that set something, those folded into others, those ignored."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -1,7 +1,4 @@
-"""Makes a `Config` from verl's keys, and a table with the outcome of each key. Called by the CLI.
-
-Reads the YAML file and Hydra's overrides into flat keys, without importing verl or Hydra.
-"""
+"""Makes a `Config` from verl's keys, and a table with the outcome of each key, without importing verl or Hydra."""
 
 from __future__ import annotations
 
@@ -43,10 +40,9 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
     """Return every key that the user set, in order, e.g. {"data.train_batch_size": 16}.
 
     Args:
-        path: the file that `--config-name` names; None: no file.
+        path: the file that `--config-name` names.
         overrides: as on verl's command line: key=value, +key=value, ++key=value or ~key.
-    Raises:
-        ConfigError: the file can't be read, is not based on ppo_trainer, or an override is malformed.
+    Raises ConfigError: the file is not based on ppo_trainer, or an override is malformed.
     """
     if path is not None and _is_script(Path(path)):
         path, overrides = _of_script(Path(path), overrides)
@@ -75,7 +71,7 @@ def _is_script(path: Path) -> bool:
 
 
 def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the config file of a script's command, if any, and the command's overrides followed by `overrides`."""
+    """Return the config file of a script's command, and its overrides followed by `overrides`."""
     from rayapp.extras.verl.script import read_script  # sandboxes take a second to import
 
     launch = read_script(path, overridden=[override.partition("=")[0].lstrip("+") for override in overrides])
@@ -121,7 +117,7 @@ def _config_folders(script: Path, given: str, module: str) -> Iterator[Path]:
 
 
 def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return the values with interpolations such as `${data.max_prompt_length}` resolved, as Hydra resolves them."""
+    """Return the values with interpolations such as `${data.max_prompt_length}` resolved."""
     if not any(isinstance(value, str) and "${" in value for value in values.values()):
         return values
     from omegaconf import OmegaConf
@@ -171,9 +167,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _default(path: Path, entry: Any) -> dict[str, Any]:
-    """Return the sections that one entry of a `defaults` list adds. verl's own files need not exist: rayapp knows their
-    content.
-    """
+    """Return the sections that one entry of `defaults` adds. verl's own files need not exist."""
     if entry in _BASES or entry is None or (isinstance(entry, dict) and "model_engine" in entry):
         engine = entry.get("model_engine", "dp") if isinstance(entry, dict) else "dp"
         return {} if engine == "dp" else {"model_engine": engine}
@@ -233,33 +227,29 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", yaml_number(value)
 
 
-OURS = "rayapp."
-"""Prefix of an override that sets one of rayapp's keys."""
+OURS = "rayapp."  # Prefix of an override that sets one of rayapp's keys.
+# Keys of verl from which the values of other keys are computed.
 COUNTS = (
     "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.n_gpus_per_node",
     "trainer.nnodes", "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
 )  # fmt: skip
-"""verl's keys from which the values of other keys are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A verl configuration, translated to rayapp's keys."""
-
     config: Config
+    # Dotted keys of rayapp that differ from their defaults, or that follow from a key set by the user.
     settings: Mapping[str, Any]
-    """rayapp's dotted keys that differ from their defaults, or that follow from a key set by the user."""
     rows: tuple[KeyRow, ...]
 
     @property
     def uncounted(self) -> str:
-        """Reason why train.num_steps is rayapp's default instead of verl's number; empty if it is verl's."""
+        """Reason why train.num_steps is rayapp's default; empty if it is verl's number."""
         counted = "train.num_steps" in self.settings
         return "" if counted else next(row.landing.note for row in self.rows if row.key == STEPS)
 
     def to_yaml(self) -> str:
-        """Return a config file for `rayapp train`."""
         head = f"# Set train.num_steps: {self.uncounted}\n" if self.uncounted else ""
         return head + yaml.safe_dump(_nested(self.settings), sort_keys=False, allow_unicode=True, width=120)
 
@@ -270,9 +260,7 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
     Args:
         path: the file that `--config-name` names; None: verl's own ppo_trainer, as in most launch scripts.
         overrides: as on verl's command line; `rayapp.KEY=VALUE` sets one of rayapp's keys, and takes precedence.
-    Raises:
-        ConfigError: keys are unknown (the message names all), a value is not supported, or the result contradicts
-            itself.
+    Raises ConfigError: keys are unknown (the message names all), not supported, or contradict each other.
     """
     ours = [override.removeprefix(OURS) for override in overrides if override.startswith(OURS)]
     given = _newer_names(read_verl(path, [override for override in overrides if not override.startswith(OURS)]))
@@ -304,7 +292,7 @@ def _newer_names(values: Values) -> dict[str, Any]:
 
 
 def _needed(values: Values) -> dict[str, str]:
-    """Return the problems of keys from which other keys' values are computed: key -> message."""
+    """Return key -> problem, for keys from which other keys' values are computed."""
     wrong = {
         key: f"{key} = {values[key]!r} can't be imported: it must be a whole number, at least 1"
         for key in COUNTS
@@ -331,8 +319,7 @@ def _rule(key: str) -> Rule | None:
     return TABLE.get(key) or TABLE.get(max(begins, key=len, default=""))
 
 
-_MOST_SLIPS = 3
-"""Maximum letters that a misspelt key may have too many or too few."""
+_MOST_SLIPS = 3  # Letters that a misspelt key may have too many or too few.
 
 
 def _unknown(key: str) -> str:

@@ -19,6 +19,7 @@ _FSDP = f"{_ACTOR}.fsdp_config"
 _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
+# Defaults of verl 0.9 for keys that a user omits, if they change something here.
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,
@@ -59,8 +60,8 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.val_before_train": True,
 }
-"""verl 0.9's defaults for keys that a user omits, if they change something here."""
 
+# Older names of verl's keys: a value other than null counts as that of the newer key.
 RENAMED: dict[str, str] = {
     f"{_OPTIM}.warmup_style": f"{_OPTIM}.lr_scheduler_type",
     **{
@@ -68,7 +69,6 @@ RENAMED: dict[str, str] = {
         for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
     },
 }
-"""Older names of verl's keys: a value other than null counts as that of the newer key."""
 
 DATA: dict[str, Rule] = {
     "data.train_files": arithmetic.data_files("tasks"),
@@ -84,6 +84,7 @@ DATA: dict[str, Rule] = {
     "data.seed": optional("run.seed", int),
     "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
     "data.tool_config_path": optional("agent.tool_file"),
+    "data.image_key": rules.image_key,
 }
 
 ALGORITHM: dict[str, Rule] = {
@@ -225,7 +226,7 @@ FEATURES: dict[str, Rule] = {
 
 
 _YAML = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text())
+# End of a key of verl's forks and earlier versions -> overrides to give in its place.
 COUNTERPARTS: dict[str, str] = {end: said for ends, said in _YAML["counterparts"].items() for end in ends.split()}
-"""End of a key that verl 0.9 doesn't know, from its forks and earlier versions -> overrides to give in its place."""
 TABLE: dict[str, Rule] = {key: rule for name, lines in _YAML["sections"].items() for key, rule in rules_of(lines, name)}
 TABLE |= DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER | FEATURES

@@ -1,5 +1,4 @@
-"""Rules for whole features of verl: DAPO's groups and lengths, reward managers, traces, distillation. `keys.py` uses
-them."""
+"""Rules for whole features of verl: DAPO's groups and lengths, reward managers, traces, distillation."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
-    """Map the replacement of groups with equal rewards: verl limits the number of generated batches, rayapp the number
-    of replaced groups."""
+    """Map the replacement of groups with equal rewards: verl limits generated batches, rayapp replaced groups."""
     settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(value)}
     if not value:
         return Landing(settings=settings)
@@ -39,7 +37,6 @@ def filter_metric(key: str, value: Any, values: Values) -> Landing:
 
 
 def template_variable(key: str, value: Any, values: Values) -> Landing:
-    """Map one variable of the chat template."""
     name = key.removeprefix("data.apply_chat_template_kwargs.")
     if "." in name:
         raise ConfigError(f"{key} = {value!r} can't be imported: a template variable can't be a mapping")
@@ -48,9 +45,18 @@ def template_variable(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={f"agent.chat_template_kwargs.{name}": value})
 
 
+def image_key(key: str, value: Any, values: Values) -> Landing:
+    """Map the column of pictures. A command that names it trains on pictures, and verl then also trains the tower."""
+    if value not in ("images", "image"):
+        raise ConfigError(f"{key} = {value!r} can't be imported: name the column images (docs/pictures.md).")
+    is_frozen = bool(values.get("actor_rollout_ref.actor.freeze_vision_tower"))
+    return Landing(
+        settings={"model.freeze_vision": is_frozen}, note="the vision tower is trained unless verl freezes it"
+    )
+
+
 def reward_manager(key: str, value: Any, values: Values) -> Landing:
-    """Map the reward manager. verl's managers give the same rewards, except `dapo`, which can penalize long answers:
-    see `reward_kwargs`."""
+    """Map the reward manager. All give the same rewards; `dapo` can penalize long answers (`reward_kwargs`)."""
     if value not in (None, *_MANAGERS):
         raise ConfigError(
             f"{key} = {value!r} can't be imported; known reward managers are {', '.join(_MANAGERS)}. Give your own "
@@ -59,22 +65,19 @@ def reward_manager(key: str, value: Any, values: Values) -> Landing:
     return Landing(note="each row is scored separately, by the rule of its data_source")
 
 
+# Section of a reward model, in current and older versions of verl -> key of the model's path in it.
 REWARD_MODELS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
-"""Section of a reward model, in current and older versions of verl -> key of the model's path in that section."""
-_JUDGE = "reward_model"
-"""Name of the judge, and of its server."""
+_JUDGE = "reward_model"  # Name of the judge, and of its server.
 
 
 def reward_model_gpus(section: str, values: Values) -> int:
-    """Return the GPUs of a section's reward model; 0 if it is off."""
     size = values.get(f"{section}.rollout.tensor_model_parallel_size") or 2  # verl's default
     return int(size) if values.get(f"{section}.enable") else 0
 
 
 def reward_model(key: str, value: Any, values: Values) -> Landing:
-    """Map a reward model to a judge on a server of the run; its number is the reward, as in verl.
-    Generative reward models are refused: the user's reward function would call them through verl's router.
-    """
+    """Map a reward model to a judge on a server of the run, whose number is the reward, as in verl. Generative models
+    are refused: the user's reward function would call them through verl's router."""
     section = key.rpartition(".")[0]
     if not value:
         return Landing(note="no reward model")
@@ -151,10 +154,7 @@ def trace(key: str, value: Any, values: Values) -> Landing:
 
 
 def same_as(other: str) -> Rule:
-    """Return a rule for a key that must have the same value as another key, from which verl copies it.
-
-    Raises (the rule): ConfigError.
-    """
+    """Return a rule for a key that must equal another, from which verl copies it."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value != values.get(other):
@@ -167,6 +167,7 @@ def same_as(other: str) -> Rule:
 
 
 _LOSS = "distillation.distillation_loss"
+# (use_policy_gradient, loss_mode) of verl for a KL over sampled tokens -> direction of the KL with the same gradient.
 _ESTIMATED = {
     # k1 is the log-ratio itself, used as an advantage; the other entries are losses with the same gradient.
     (True, "k1"): "reverse",
@@ -176,16 +177,14 @@ _ESTIMATED = {
     (False, "k3"): "forward",
     (False, "low_var_kl"): "forward",
 }
-"""verl's (use_policy_gradient, loss_mode) for a KL over sampled tokens -> direction of the KL with the same
-gradient."""
 
 
+# Option of the loss in verl's section `distillation` -> the key of the policy's own loss, and its default.
 _OF_LOSS = {
     "policy_loss_mode": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
     "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
     "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
 }
-"""Option of the loss in verl's section `distillation` -> the key of the policy's own loss, and this key's default."""
 
 
 def distillation(key: str, value: Any, values: Values) -> Landing:

@@ -21,13 +21,11 @@ from rayapp.core.errors import ConfigError, SandboxError, first_line
 from rayapp.core.types import SandboxSpec
 
 log = logging.getLogger(__name__)
+# Last part of the names of modules that train with GRPO or a similar algorithm.
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
-"""Last part of the names of modules that train with GRPO or a similar algorithm."""
+# Keys of `trainer` that only name a run or its folders; their parts that can't be computed are left out.
 _LABELS = ("experiment_name", "project_name", "default_local_dir", "rollout_data_dir", "validation_data_dir")
-"""Keys of `trainer` that only name a run or its folders. Parts of these and of Hydra's keys that can't be computed are
-left out."""
-_UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001?")
-"""Output of a program that did not run, as launch.bash marks it."""
+_UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001?")  # Output of a program that did not run, as launch.bash marks it.
 _BOX = "/tmp/box"
 _MOST_BYTES = 1 << 20
 TIMEOUT_S = 20.0
@@ -37,24 +35,17 @@ _WITHOUT = "Give the overrides of its command without the script: --verl KEY=VAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One command of a script that starts verl's training."""
-
     module: str
-    """Module that `python -m` names."""
-    arguments: tuple[str, ...]
-    """Arguments of the module: Hydra's options and overrides."""
+    arguments: tuple[str, ...]  # Hydra's options and overrides.
 
 
 def read_script(path: Path, environment: Mapping[str, str] | None = None, overridden: Collection[str] = ()) -> Launch:
     """Return the one command of a script that starts a trainer of verl.
 
     Args:
-        path: the shell script.
         environment: environment variables of the script; None takes those of this process.
         overridden: keys whose values in the script don't matter.
-    Raises:
-        ConfigError: the script can't be read or run, has no such command or several, or the command uses values that
-            can't be computed (all of them are named).
+    Raises ConfigError: there is no such command or several, or it uses values that can't be computed (all are named).
     """
     text, known = _text(path), os.environ if environment is None else environment
     calls, ended = _calls(path, text, known)
@@ -81,7 +72,7 @@ def _text(path: Path) -> str:
 
 
 def _calls(path: Path, text: str, known: Mapping[str, str]) -> tuple[list[tuple[str, ...]], str]:
-    """Run a script. Return the words of each call that did not run, and how the script ended, if it failed."""
+    """Run a script; return the words of each call that did not run, and how the script ended, if it failed."""
     named = {name: known[name] for name in re.findall(r"\$\{?(\w+)", text) if name in known}
     shown = {name: "hidden" if _SECRET.search(name) else value for name, value in named.items()}
     env = shown | {"HOME": known.get("HOME", "/root"), "PATH": "/usr/bin:/bin"}

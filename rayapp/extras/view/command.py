@@ -22,9 +22,7 @@ app = typer.Typer()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address. Raises: InputError: the port is taken or needs other rights, or the
-    host is not this machine.
-    """
+    """Return a socket that listens on this address. Raises InputError."""
     try:
         return listen(host, port, backlog=128)
     except OSError as error:
@@ -105,7 +103,6 @@ def _row(run: ViewedRun) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines with aligned columns."""
     everything = [("run", "state", "step", "reward", "solved", "cost", ""), *rows]
     widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
     for row in everything:

@@ -15,13 +15,10 @@ from rayapp.runs.source import RunSource
 from rayapp.runs.tracking.metrics import read_records
 
 MAX_POINTS = 600
-Curves = dict[str, dict[str, list[float]]]
-"""{"steps": [...], "values": [...]}, by metric."""
+Curves = dict[str, dict[str, list[float]]]  # Metric -> {"steps": [...], "values": [...]}.
 
 
 class Metrics:
-    """The records of a run so far."""
-
     def __init__(self, source: RunSource) -> None:
         self._source = source
         self._records: list[dict[str, Any]] = []
@@ -55,7 +52,6 @@ class Metrics:
 
 
 def keys_of(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return every metric that some step has."""
     return sorted({key for record in records for key in record} - {"step", "time"})
 
 
@@ -66,8 +62,6 @@ def curve(
 
     Args:
         absent: value for a step without the metric; None leaves the step out.
-
-    Example: steps 1..4, values [0, 1, 2, 3], 2 points -> steps [1.5, 3.5], values [0.5, 2.5].
     """
     values: list[tuple[Any, Any]] = [(record["step"], record.get(key, absent)) for record in records]
     found = [(float(step), float(value)) for step, value in values if _is_number(value)]
@@ -87,27 +81,20 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One chart.
-
-    Example: `Panel(title="Reward", keys=("reward/mean",), section="Reward")`.
-    """
+    """One chart, e.g. `Panel(title="Reward", keys=("reward/mean",), section="Reward")`."""
 
     section: str
     title: str
-    keys: tuple[str, ...]
-    """Metrics; a name that ends in `*` stands for all with that prefix."""
-    meaning: str = ""
-    """One sentence that explains the panel to readers who don't know the terms."""
+    keys: tuple[str, ...]  # Metrics; a name that ends in `*` stands for all with that prefix.
+    meaning: str = ""  # Sentence that explains the panel to readers who don't know the terms.
     unit: str = ""
     floor: float | None = None
-    ceiling: float | None = None
-    """Fixed upper end of the axis, for shares."""
-    omits: tuple[str, ...] = ()
-    """Metrics that the patterns match but another panel shows."""
-    absent_is_zero: bool = False
-    """True if a missing metric means 0: statuses are logged only when they occur."""
+    ceiling: float | None = None  # Fixed upper end of the axis, for shares.
+    omits: tuple[str, ...] = ()  # Metrics that the patterns match but another panel shows.
+    absent_is_zero: bool = False  # True if a missing metric means 0: statuses are logged only when they occur.
 
 
+# Meaning of each panel, by title: its tooltip on the page.
 MEANINGS = {
     "Reward": "Mean, lowest and highest reward of the step's valid completions.",
     "Tests passed": "Mean share of hidden tests passed, and share of completions that pass all of them.",
@@ -142,7 +129,6 @@ MEANINGS = {
     "Cost": "Cost of the run so far, in the unit of budget.currency, and its parts.",
     "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
 }
-"""Meaning of each panel, by title: its tooltip on the page."""
 
 
 def _panel(section: str, title: str, *keys: str, **more: Any) -> Panel:
@@ -205,10 +191,7 @@ PANELS = (
 
 
 def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
-    """Return the metrics of `known` that a panel shows, in the panel's order.
-
-    Example: `reward/*/mean` of [reward/solved/mean, reward/mean] is [reward/solved/mean].
-    """
+    """Return the metrics of `known` that a panel shows, in its order: `reward/*/mean` excludes `reward/mean`."""
     shown: dict[str, None] = {}
     for pattern in panel.keys:
         head, star, tail = pattern.partition("*")

@@ -27,10 +27,8 @@ from rayapp.runs.source import RunSource, StepFile
 from rayapp.runs.trajectories import SCHEMA, schema_fault
 
 MAX_ROWS = 200
-RETRY_S = 30.0
-"""Seconds after which files that the storage refused are tried again. Damaged files are not."""
-_PREVIEW_CHARS = 800
-"""Number of characters read from a prompt's end, where the user's request is."""
+RETRY_S = 30.0  # Seconds after which files that the storage refused are tried again; damaged ones are not.
+_PREVIEW_CHARS = 800  # Characters read from a prompt's end, where the user's request is.
 _COLUMNS = [
     "step", "group_id", "source", "task", "reward", "reward_terms", "reward_status", "valid", "failure_kind", "status",
     "num_prompt_tokens", "num_response_tokens", "num_turns", "min_policy_version", "max_policy_version",
@@ -75,18 +73,16 @@ class Groups:
         self._database.execute("set autoinstall_known_extensions = false; set autoload_known_extensions = false")
         self._fragments: dict[StepFile, Any] = {}
         self._problems: dict[StepFile, str] = {}
-        self._refused: set[StepFile] = set()
-        """Files that the storage refused: unlike damaged files, they may be intact."""
+        self._refused: set[StepFile] = set()  # Files that the storage refused; unlike damaged ones, they may be intact.
         self._state: tuple[Any, ...] = ()
         self._lock = threading.Lock()
 
     @property
     def problems(self) -> list[str]:
-        """One line for each file that could not be read."""
         return list(self._problems.values())
 
     def query(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Run a query over `groups`. The SQL text is fixed; user input is passed only as parameters."""
+        """Run a query over `groups`. Its text is fixed; user input is passed only as parameters."""
         with self._lock:
             self._refresh()
         # DuckDB's connections serve one thread, cursors of one serve many.
@@ -160,10 +156,7 @@ def shown_id(group_id: int, purpose: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
-    """Optional conditions, all of which must hold. Rewards compare with the group's mean.
-
-    Example: `GroupFilter(task="sort_numbers", reward_max=0.0, reward_status="timeout")`.
-    """
+    """Optional conditions, all of which must hold. Rewards compare with the group's mean."""
 
     step_min: int | None = None
     step_max: int | None = None
@@ -171,29 +164,22 @@ class GroupFilter:
     task: str | None = None
     reward_min: float | None = None
     reward_max: float | None = None
-    reward_status: str | None = None
-    """At least one trajectory of the group has this reward status."""
-    status: str | None = None
-    """At least one trajectory of the group has this status."""
+    reward_status: str | None = None  # Reward status that a trajectory of the group has.
+    status: str | None = None  # Status that a trajectory of the group has.
     failure: str | None = None
-    signal: str | None = None
-    """`some`: rewards differ, so the group has a signal; `none`: they are all equal or invalid."""
-    tool_failed: str | None = None
-    """`some`: at least one tool call of the group failed; `none`: none did."""
-    purpose: str | None = None
-    """`train`, or `eval` for evaluations."""
+    signal: str | None = None  # some: rewards differ, so the group has a signal; none: they are all equal or invalid.
+    tool_failed: str | None = None  # some: a tool call of the group failed; none: none did.
+    purpose: str | None = None  # train, or eval for evaluations.
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> GroupFilter:
-        """Parse the query of a page's address. Raises InputError: an invalid value."""
+        """Parse the query of a page's address. Raises InputError."""
         texts = {field.name: given.get(field.name, "").strip() for field in fields(cls)}
         return cls(**{name: _value(name, text) for name, text in texts.items() if text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Range and order of the table's rows."""
-
     sort: str = "step"
     descending: bool = True
     offset: int = 0
@@ -225,7 +211,6 @@ def find_groups(groups: Groups, chosen: GroupFilter, page: Page) -> dict[str, An
 
 
 def facets(groups: Groups) -> dict[str, Any]:
-    """Return the values to choose from in each filter."""
     sql = (
         "select min(step) as first, max(step) as last, count(*) as groups, coalesce(sum(num_trajectories), 0) as "
         "trajectories, coalesce(bool_or(group_id < 0), false) as evaluated, coalesce(sum(tool_calls), 0) > 0 as tools "
@@ -261,10 +246,7 @@ def neighbours(groups: Groups, step: int, group_id: int) -> dict[str, dict[str, 
 
 
 def preview(prompt: str, max_chars: int = 160) -> str:
-    """Return the last message of the user, on one line; for a prompt without roles, its end.
-
-    Example: "<|im_start|>user\nSort it<|im_end|>\n<|im_start|>assistant\n" -> "Sort it".
-    """
+    """Return the user's last message, on one line; for a prompt without roles, its end."""
     parts = [part.strip() for part in _SPECIAL_TOKEN.split(prompt)]
     asked = [part for part in parts if part.startswith("user")]
     following = [after for before, after in pairwise(parts) if before == "user"]

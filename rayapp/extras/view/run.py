@@ -32,8 +32,8 @@ class ViewedRun:
         self._metrics = Metrics(source)
         self._tokenizer_path = tokenizer_path
         self._tokenizer: Any | None = None
+        # Revision, records and configuration when the storage last answered.
         self._seen: tuple[str, list[dict[str, Any]], dict[str, Any]] = ("", [], {})
-        """Revision, records and configuration when the storage last answered."""
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration; empty if there is none, or it doesn't parse."""
@@ -44,9 +44,8 @@ class ViewedRun:
         return loaded if isinstance(loaded, dict) else {}
 
     def summary(self) -> dict[str, Any]:
-        """Return the data that the page polls; `revision` changes if the page has to be redrawn. An unreachable storage
-        must not break the page: then the data are those of the last answer.
-        """
+        """Return the data that the page polls, those of the last answer if the storage is unreachable. `revision`
+        changes if the page has to be redrawn."""
         problems = [*self._groups.problems]
         try:
             files = hash(tuple(self.source.step_files()))
@@ -66,7 +65,7 @@ class ViewedRun:
         }
 
     def panels(self) -> list[dict[str, Any]]:
-        """Return the charts with their curves; charts without data are left out."""
+        """Return the charts that have data, with their curves."""
         records = self._metrics.records()
         known = keys_of(records)
         shown = [(panel, keys) for panel in PANELS if (keys := keys_of_panel(panel, known))]
@@ -82,7 +81,6 @@ class ViewedRun:
         return facets(self._groups)
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the page of groups for a query. Raises InputError: an invalid filter."""
         return find_groups(self._groups, GroupFilter.parse(query), Page.parse(query))
 
     def group(self, step: int, group_id: int) -> dict[str, Any]:
@@ -101,7 +99,7 @@ class ViewedRun:
         }
 
     def trajectory(self, step: int, group_id: int, index: int) -> dict[str, Any]:
-        """Return one trajectory. Raises InputError: there is no such trajectory."""
+        """Return one trajectory. Raises InputError: there is none."""
         rows = read_group(self.source, step, group_id)
         advantages = self._advantages(rows)
         found = read_trajectory(self.source, step, group_id, index, self.tokenizer())
@@ -115,7 +113,7 @@ class ViewedRun:
         }
 
     def tokenizer(self) -> Any | None:
-        """Return the tokenizer, or None. A run writes its tokenizer when it ends, so each call searches again."""
+        """Return the tokenizer, searched at each call: a run writes it when it ends."""
         if self._tokenizer is None:
             model_path = str(_section(self.config(), "model").get("path", ""))
             self._tokenizer = load_tokenizer(self.source, model_path, self._tokenizer_path)

@@ -27,13 +27,12 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-COOKIE = "rayapp_view_"
-"""Prefix of the cookie's name: browsers share cookies among the ports of a host, so each viewer has its own name."""
+COOKIE = "rayapp_view_"  # Browsers share cookies among the ports of a host, so each viewer's cookie has its own name.
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach a server bound to `host`."""
+    """Return whether only this machine can reach a server bound to `host`."""
     if host == "localhost":
         return True
     try:
@@ -43,12 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Allows only reading, requires the token if one is set, and sets strict headers on every answer.
-
-    Args:
-        app: the guarded application.
-        token: required from clients; empty admits every client that reaches a loopback address.
-    """
+    """Allows only reading, requires the token if one is set, and sets strict headers on every answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -98,7 +92,7 @@ class Guard:
 
 
 def _is_sent_by_another_page(path: str, headers: Mapping[str, str]) -> bool:
-    """Return True if a page of another site or port sent this; links to the page itself are allowed from anywhere."""
+    """Return whether a page of another site or port sent this; links to the page itself are allowed from anywhere."""
     if headers.get("sec-fetch-site", "none") in ("cross-site", "same-site"):
         return path != "/" or headers.get("sec-fetch-mode") != "navigate"
     origin = headers.get("origin", "")

@@ -29,12 +29,7 @@ STATIC = Path(__file__).parent / "static"
 
 
 def make_app(runs: Sequence[ViewedRun], *, token: str = "") -> ASGIApp:
-    """Build the whole application.
-
-    Args:
-        runs: the runs to show; addresses name a run by its position.
-        token: required unless empty.
-    """
+    """Build the whole application. Addresses name a run by its position; an empty token is not required."""
     routes = [
         Route("/", _page),
         Route("/api/runs", lambda request: answer([run.summary() for run in request.app.state.runs])),
@@ -58,7 +53,7 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "") -> ASGIApp:
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """Make a JSON response: NaN and infinity become null, and caching is off."""
+    """Make a JSON response without caching, in which NaN and infinity are null."""
     body = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
 
@@ -74,7 +69,7 @@ def _finite(value: Any) -> Any:
 
 
 def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Response]:
-    """Make an endpoint for the run in the address. Not a coroutine, so Starlette runs it in a thread."""
+    """Make an endpoint for the run in the address, which Starlette runs in a thread."""
 
     def endpoint(request: Request) -> Response:
         runs: list[ViewedRun] = request.app.state.runs

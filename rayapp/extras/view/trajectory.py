@@ -1,11 +1,7 @@
 """One group or one trajectory for the page, read from the step's file when a user opens it.
 
-Texts are passed on unescaped, cut to the page's limit; the page inserts them as text, never as markup. The module also
-computes:
-
-- Advantages, recomputed from the recorded rewards because the learner's own are not recorded. For GRPO they follow from
-  the group alone; for other estimators the page shows the reward minus the group's mean, with a note.
-- The text that each token adds, so that tokens can be coloured.
+Texts are unescaped, because the page inserts them as text, never as markup. Advantages are recomputed from the recorded
+rewards: for GRPO they follow from the group alone; for others the page shows the reward minus the mean, with a note.
 """
 
 from __future__ import annotations
@@ -31,14 +27,10 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """The advantages of one group's trajectories.
-
-    Example: rewards 1 and 0 under grpo -> mean 0.5, standard deviation 0.7071, values (0.7071, -0.7071).
-    """
+    """Advantages of a group: rewards 1 and 0 have mean 0.5, deviation 0.7071, values (0.7071, -0.7071) in grpo."""
 
     label: str
-    values: tuple[float | None, ...]
-    """Advantages of the G trajectories; None for a trajectory that is left out of the loss."""
+    values: tuple[float | None, ...]  # None for a trajectory that is left out of the loss.
 
 
 def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm: Mapping[str, Any]) -> Advantages:
@@ -61,16 +53,11 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenDecoder(Protocol):
-    """The methods of `tokenizers.Tokenizer` used here."""
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
-    """Return (T,) the text that each token adds; joined they give the whole text.
-
-    Example: a character of three byte tokens gives ["", "", "€"].
-    """
+    """Return (T,) the text that each token adds: a character of three byte tokens gives ["", "", "€"]."""
     texts: list[str] = []
     start = read = 0
     for end in range(1, len(ids) + 1):
@@ -84,10 +71,9 @@ def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
 
 
 def load_tokenizer(source: RunSource, model_path: str, chosen: Path | None) -> Any | None:
-    """Load a run's tokenizer: the user's choice, the final model's, or the initial model's; None if there is none.
+    """Load the chosen tokenizer, the final model's, or the initial model's; None without one.
 
-    Raises:
-        InputError: the chosen one can't be read.
+    Raises InputError: the chosen one can't be read.
     """
     if chosen is not None:
         file = chosen / "tokenizer.json" if chosen.is_dir() else chosen
@@ -128,7 +114,7 @@ FORKS, AGENT_OUTPUT, RECORDED_TURNS, LEARNER_LOG_PROBS = "forks", "agent_output"
 
 
 def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, Any]]:
-    """Return the trajectories of a group without their tokens, by index. Raises InputError: it can't be read."""
+    """Return a group's trajectories without their tokens, by index. Raises InputError."""
     rows = _read(source, step, group_id, [], _GROUP_COLUMNS)
     if not rows:
         raise InputError(f"step {step} has no group {group_id}")
@@ -138,7 +124,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
 def read_trajectory(
     source: RunSource, step: int, group_id: int, index: int, tokenizer: TokenDecoder | None
 ) -> dict[str, Any]:
-    """Return one trajectory with its turns. Raises InputError: it can't be read."""
+    """Return one trajectory with its turns. Raises InputError."""
     more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, AGENT_OUTPUT)
     rows = _read(source, step, group_id, [("index", "=", index)], (*_GROUP_COLUMNS, *more))
     if not rows:
@@ -192,7 +178,7 @@ def turns_of(tokens: dict[str, Any], tokenizer: TokenDecoder) -> list[dict[str, 
 
 
 def untokenized(row: dict[str, Any], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return turns as texts if there is no tokenizer: the prompt, and the recorded text of each turn."""
+    """Return turns as texts without a tokenizer: the prompt, and the recorded text of each turn."""
     prompt = {"kind": "prompt", "text": cut(row["prompt"]), "first_token": 0, "num_tokens": row["num_prompt_tokens"]}
     single = {"start": row["num_prompt_tokens"], "end": None, "text": cut(row["completion"])}
     return [prompt] + [
@@ -215,7 +201,6 @@ def _cut_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """Cut a text, and note how many characters are left out."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}\n… {len(text) - max_chars:,} more characters"
 
 

@@ -189,7 +189,7 @@ def model_shape(config: Config) -> ModelShape:
 
 
 def _tower(vision: Any, num_parameters: int, *, is_frozen: bool) -> dict[str, Any]:
-    # Of the patches that make one token, each layer keeps what a decoder's layer keeps.
+    # Each layer keeps for each patch of a token what a decoder's layer keeps.
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     patches = layers * getattr(vision, "spatial_merge_size", 2) ** 2
     kept = patches * (10 * vision.hidden_size + 3 * vision.intermediate_size), patches * vision.hidden_size

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.core.types import Media
 from rayapp.tasks.answer_rules import TruthKind
 from rayapp.tasks.code.formats import as_json, read_tests
 from rayapp.tasks.code.languages import Language
@@ -29,6 +30,8 @@ class DataRow:
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # custom reward functions get it
     agent_name: str = ""
     prompt_ids: tuple[int, ...] = ()  # truncated if the options say so; empty without an encoder
+    media: Media = ()  # pictures among `prompt_ids`
+    pictures: Mapping[str, bytes] = field(default_factory=dict)  # SHA-256 -> encoded bytes
 
 
 def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:

@@ -23,6 +23,8 @@ from rayapp.core.syntax import parse
 from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.data.data_row import parse_messages
+from rayapp.tasks.data.pictures import COLUMNS as PICTURES
+from rayapp.tasks.data.pictures import as_marks, as_stored, listed, with_parts
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label", "target", "output", "completion")
@@ -49,10 +51,12 @@ class OwnColumns:
         truth = _truth(example[answer]) if answer else ""
         if answer and data_source in CODE_SOURCES:
             truth = _tests(truth)
-        others = {key: value for key, value in example.items() if key not in {prompt, answer, *_TAKEN}}
+        others = {key: value for key, value in example.items() if key not in {prompt, answer, *_TAKEN, *PICTURES}}
+        pictures = [as_stored(each) for each in listed(example)]
         return {
             "data_source": data_source,
-            "prompt": self._messages(example[prompt], f"column {prompt}"),
+            "prompt": self._messages(example[prompt], f"column {prompt}", len(pictures)),
+            **({"images": pictures} if example.keys() & set(PICTURES) else {}),
             "ability": "own",
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": {"split": split, "index": index, **others},
@@ -68,8 +72,10 @@ class OwnColumns:
             )
         return found
 
-    def _messages(self, value: Any, where: str) -> list[dict[str, str]]:
+    def _messages(self, value: Any, where: str, num_pictures: int = 0) -> list[dict[str, str]]:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else parse_messages(value, where)
+        if num_pictures:
+            messages = as_marks(with_parts(messages, num_pictures))
         found = [{"role": str(one["role"]), "content": str(one["content"])} for one in messages]
         if not any(one["content"].strip() for one in found):
             raise InputError(f"{where} is empty")

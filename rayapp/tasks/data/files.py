@@ -20,9 +20,11 @@ from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, StorageNotFoundError, first_line
 from rayapp.core.files import Location, aside, json_lines
 from rayapp.storage.opening import open_storage
+from rayapp.tasks.data.pictures import COLUMNS as PICTURES
+from rayapp.tasks.data.pictures import as_stored, listed
 
 COLUMNS = ("prompt", "data_source", "reward_model")  # that every file must have
-_OPTIONAL = ("extra_info", "agent_name")
+_OPTIONAL = ("extra_info", "agent_name", *PICTURES)
 _HUB = "hf://datasets/"
 
 
@@ -34,6 +36,7 @@ class RowGroup:
     index: int  # within its file
     first_row: int  # within the file
     num_rows: int
+    has_pictures: bool = False  # rows of the file may have pictures
 
 
 async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
@@ -62,10 +65,11 @@ def as_parquet(path: Path, cache: Path) -> Path:
 
     with _reading(path):
         content = path.read_bytes()
-    written = cache / f"{path.stem}-{hashlib.sha256(content).hexdigest()[:16]}.parquet"
+    key = hashlib.sha256(content + str(path.parent.resolve()).encode()).hexdigest()[:16]
+    written = cache / f"{path.stem}-{key}.parquet"
     if written.exists():
         return written
-    rows = json_rows(content, path, columns=COLUMNS)
+    rows = [_with_whole_paths(row, path.parent) for row in json_rows(content, path, columns=COLUMNS)]
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pa.table({name: [row.get(name) for row in rows] for name in names})
@@ -75,6 +79,16 @@ def as_parquet(path: Path, cache: Path) -> Path:
     except pa.ArrowException as error:
         raise InputError(f"{path}: all values of a column must have the same type: {error}") from None
     return written
+
+
+def _with_whole_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the row with its pictures in the column `images`, as whole paths or addresses."""
+    if not any(row.get(name) for name in PICTURES):
+        return row
+    paths = [as_stored(each)["path"] for each in listed(row)]
+    whole = [name if ":" in name.partition("/")[0] else str((folder / name).resolve()) for name in paths]
+    others = {key: value for key, value in row.items() if key not in PICTURES}
+    return others | {"images": [{"bytes": None, "path": path} for path in whole]}
 
 
 def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -123,11 +137,10 @@ def _open_one(path: Path) -> Iterator[RowGroup]:
 
     with pq.ParquetFile(path) as file:
         _check_schema(path, file.schema_arrow)
-        _check_no_images(path, file.metadata)
-        first_row = 0
+        has_pictures, first_row = _has_pictures(file.metadata), 0
         for index in range(file.metadata.num_row_groups):
             num_rows = file.metadata.row_group(index).num_rows
-            yield RowGroup(path=path, index=index, first_row=first_row, num_rows=num_rows)
+            yield RowGroup(path=path, index=index, first_row=first_row, num_rows=num_rows, has_pictures=has_pictures)
             first_row += num_rows
 
 
@@ -157,16 +170,10 @@ def _check_schema(path: Path, schema: Any) -> None:
             raise InputError(f"{path}: column extra_info.tools_kwargs must be a struct; it is {kind}")
 
 
-def _check_no_images(path: Path, metadata: Any) -> None:
-    # The policy reads only text, and would be trained on problems whose images it never sees.
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        chunks = (group.column(column) for column in range(group.num_columns))
-        if any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.startswith("images.")):
-            raise InputError(
-                f"{path}: its rows have images, which the policy would never see, because training reads text only. "
-                "Leave those rows out, or drop the column `images` if the text says enough without them."
-            )
+def _has_pictures(metadata: Any) -> bool:
+    groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+    chunks = (group.column(column) for group in groups for column in range(group.num_columns))
+    return any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.partition(".")[0] in PICTURES)
 
 
 def _has_values(chunk: Any) -> bool:

@@ -32,6 +32,7 @@ from rayapp.tasks.code.hidden_cases import Comparison
 from rayapp.tasks.code.languages import language_of
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.downloads import Examples, OwnColumns, load_splits
+from rayapp.tasks.data.pictures import PictureFiles
 from rayapp.tasks.data.rows import DATASETS, IN_LANGUAGES, ONE_FILE_IS_TEST, Mapper, Row
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) 
     if job.test_ratio and "test" not in splits:
         splits = _with_test_split(splits["train"], mapper, job.test_ratio)
     (scratch / "out").mkdir()
+    mapper = _embedding(mapper, job.source, scratch / "cache")
     reports = []
     seen: dict[str, str] = {}
     for split, examples in splits.items():
@@ -143,6 +145,13 @@ def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) 
         _check(job, report)
         reports.append(report)
     return reports
+
+
+def _embedding(mapper: Mapper, source: str, cache: Path) -> Mapper:
+    """Return the mapper with the bytes of pictures in place of their paths, which are relative to the source."""
+    path, files = Path(source).expanduser(), PictureFiles(cache)
+    folder = path.parent if path.is_file() else path
+    return lambda example, index, split, name: files.embedded(mapper(example, index, split, name), folder)
 
 
 def _with_test_split(examples: Examples, mapper: Mapper, ratio: float) -> dict[str, Examples]:

@@ -8,6 +8,7 @@ memory. Options have verl's names.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayapp.core.errors import InputError
+from rayapp.core.types import Media
+from rayapp.storage.media import sha256_of
 from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
 from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_files, read_group, read_groups
+from rayapp.tasks.data.pictures import COLUMNS as PICTURES
+from rayapp.tasks.data.pictures import Pictured, PictureRows
+
+log = logging.getLogger(__name__)
+_MOST_NAMED = 20
+_PICTURED_ROWS = 1024
+"""Maximum rows of a window if rows have pictures, which are read into memory with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +116,7 @@ class TrainingData:
         encode: Encode | None = None,
         check_agent: CheckAgent | None = None,
         truth_kind: KindOf | None = None,
+        pictures: PictureRows | None = None,
     ) -> None:
         if options.max_prompt_tokens is not None and encode is None:
             raise InputError(
@@ -115,13 +126,25 @@ class TrainingData:
         self._groups = groups
         self._options = options
         self._encode = encode
+        self._pictures = pictures
+        if encode is not None and pictures is None and (shown := [each for each in groups if each.has_pictures]):
+            raise InputError(
+                f"{shown[0].path}: its rows have images, but the model reads only text. Choose a model that reads "
+                "pictures (docs/pictures.md), leave those rows out, or drop the column `images` if the text says "
+                "enough without them."
+            )
+        if any(group.has_pictures for group in groups):
+            self._options = replace(options, window_rows=min(options.window_rows, _PICTURED_ROWS))
+        self.bad: list[str] = []
+        """Rows that are left out because of their pictures, each with the file, row and reason."""
         if check_agent is not None:
             _check_agents(groups, check_agent)
         # Languages other than Python; none without `truth_kind`.
         self.languages = check_truths(groups, truth_kind) if truth_kind is not None else frozenset()
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
-        self.num_overlong = sum(group.num_rows for group in groups) - len(self)
+        self.num_overlong = sum(group.num_rows for group in groups) - len(self) - len(self.bad)
+        self._tell_bad()
         if not len(self):
             raise InputError(
                 f"all {self.num_overlong} prompts are longer than rollout.max_prompt_tokens = "
@@ -129,6 +152,14 @@ class TrainingData:
             )
         self._windows = lru_cache(maxsize=2)(self._plan)
         self._loaded = lru_cache(maxsize=2)(self._load)
+
+    def _tell_bad(self) -> None:
+        for why in self.bad[:_MOST_NAMED]:
+            log.warning("left out: %s", why)
+        if len(self.bad) > _MOST_NAMED:
+            log.warning("%d rows are left out because of their pictures", len(self.bad))
+        if self.bad and not len(self):
+            raise InputError(f"all rows that are not too long have pictures that can't be used. First: {self.bad[0]}")
 
     def __len__(self) -> int:
         """Return the number of rows of one epoch."""
@@ -162,17 +193,24 @@ class TrainingData:
         group = window.groups[which]
         at = self._kept[group][index - starts[which]]
         where = _where(self._groups[group], at)
-        row = parse_row(tables[which].slice(at, 1).to_pylist()[0], where)
-        return self._with_prompt(row, where)
-
-    def _with_prompt(self, row: DataRow, where: str) -> DataRow:
+        raw = tables[which].slice(at, 1).to_pylist()[0]
+        row = parse_row(raw, where)
         if self._encode is None:
             return row
-        ids = self._encode_row(row.messages, row.agent_name, where)
+        shown = self._shown(row.messages, raw, self._groups[group], where)
+        row = replace(row, messages=shown.messages, pictures={sha256_of(each): each for each in shown.encoded})
+        ids, media = self._encode_row(shown, row.agent_name, where)
         limit = self._options.max_prompt_tokens
         if limit is not None:
-            ids = cut_prompt(ids, limit, self._options.truncation, where)
-        return replace(row, prompt_ids=tuple(ids))
+            ids = cut_prompt(ids, limit, "error" if media else self._options.truncation, where)
+        return replace(row, prompt_ids=tuple(ids), media=media)
+
+    def _shown(
+        self, messages: tuple[Mapping[str, Any], ...], raw: Mapping[str, Any], group: RowGroup, where: str
+    ) -> Pictured:
+        if self._pictures is None or not group.has_pictures:
+            return Pictured(messages)
+        return self._pictures.read(messages, raw, group.path.parent, where)
 
     def _measure(self, group: RowGroup) -> Sequence[int]:
         # The group's rows that are used. Prompts are measured before the run: the length of an epoch has to be known,
@@ -180,24 +218,38 @@ class TrainingData:
         options = self._options
         if options.max_prompt_tokens is None:
             return range(group.num_rows)
-        is_cut = not options.filter_overlong_prompts and options.truncation != "error"
+        is_cut = not options.filter_overlong_prompts and options.truncation != "error" and not group.has_pictures
         kept = []
-        for index, row in enumerate(read_group(group, ("prompt", "agent_name")).to_pylist()):
+        columns = ("prompt", "agent_name", *(PICTURES if group.has_pictures else ()))
+        for index, row in enumerate(read_group(group, columns).to_pylist()):
             where = _where(group, index)
             messages = parse_messages(row["prompt"], where)
-            ids = () if is_cut else self._encode_row(messages, row.get("agent_name") or "", where)
+            ids: Sequence[int] = ()
+            try:
+                if not is_cut:
+                    shown = self._shown(messages, row, group, where)
+                    ids, _ = self._encode_row(shown, row.get("agent_name") or "", where)
+            except InputError as error:
+                if not group.has_pictures:
+                    raise
+                self.bad.append(str(error))
+                continue
             if len(ids) <= options.max_prompt_tokens:
                 kept.append(index)
             elif not options.filter_overlong_prompts:
                 cut_prompt(ids, options.max_prompt_tokens, "error", where)
         return kept
 
-    def _encode_row(self, messages: Sequence[Mapping[str, Any]], agent_name: str, where: str) -> Sequence[int]:
+    def _encode_row(self, row: Pictured, agent_name: str, where: str) -> tuple[Sequence[int], Media]:
         assert self._encode is not None
         try:
-            return self._encode(messages, agent_name)
+            ids = self._encode(row.messages, agent_name)
         except (TypeError, KeyError, ValueError) as error:
             raise InputError(f"{where}: its prompt can't be rendered: {error}") from error
+        if not row.encoded:
+            return ids, ()
+        assert self._pictures is not None
+        return self._pictures.place(ids, row, where)
 
 
 async def open_data(
@@ -208,18 +260,20 @@ async def open_data(
     encode: Encode | None = None,
     check_agent: CheckAgent | None = None,
     truth_kind: KindOf | None = None,
+    pictures: PictureRows | None = None,
 ) -> TrainingData:
     """Fetch and check the data files, and measure their prompts with `encode`, which also fills `DataRow.prompt_ids`.
 
     `check_agent` is called for every agent_name, `truth_kind` for every data_source: every ground_truth must have its
     form. An InputError names the file or prompt that can't be used.
+    Without `pictures`, which reads them, rows with pictures are refused if there is an `encode`.
     """
 
     paths = await fetch_files(uris, cache)
 
     def opened() -> TrainingData:
         groups = open_files([as_parquet(path, cache) for path in paths])
-        return TrainingData(groups, options, encode, check_agent, truth_kind)
+        return TrainingData(groups, options, encode, check_agent, truth_kind, pictures)
 
     return await asyncio.to_thread(opened)
 

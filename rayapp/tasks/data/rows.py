@@ -18,6 +18,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.syntax import parse
 from rayapp.tasks.code.formats import prime_form, read_tests
 from rayapp.tasks.code.languages import Language, language_of
+from rayapp.tasks.data.pictures import as_stored
 
 Row = dict[str, Any]
 PROGRAM_INSTRUCTION = (
@@ -192,7 +193,7 @@ def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: s
 def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
     """Map a problem of Geometry3K. Each `<image>` stands for one of `images`, `{"bytes": …, "path": …}`."""
     problem, answer = text_of(example, "problem"), text_of(example, "answer")
-    images = [_image(image) for image in example.get("images") or ()]
+    images = [as_stored(image) for image in example.get("images") or ()]
     if len(images) != problem.count("<image>"):
         raise InputError(
             f"the row has {len(images)} images, but its problem has {problem.count('<image>')} marks `<image>`"
@@ -207,15 +208,6 @@ def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_sour
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"split": split, "index": index, "answer": answer, "question": problem, **extra},
     }
-
-
-def _image(image: object) -> dict[str, Any]:
-    match image:
-        case {"bytes": bytes() as data}:
-            return {"bytes": data, "path": None}
-        case {"path": str(path)}:
-            return {"bytes": None, "path": path}
-    raise InputError(f"an image must be bytes or a path, not {type(image).__name__}")
 
 
 Mapper = Callable[[Mapping[str, Any], int, str, str], Row]

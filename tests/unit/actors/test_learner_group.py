@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from actors import progress
 from actors.handles import LearnerHandle
 from actors.learner_group import LearnerGroup
 from rayapp.config.config import Config
@@ -45,6 +46,25 @@ class Sender:
 
     async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
         raise self._error
+
+
+async def test_a_step_shows_how_far_it_is_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter(["", "1 of 3 micro-batches of a pass done", *["2 of 3 micro-batches of a pass done"] * 10**6])
+    monkeypatch.setattr(progress, "told", lambda: next(told))
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    shown, rank = list[str](), Rank()
+    group = LearnerGroup((cast("LearnerHandle", rank),), Config(), on_progress=shown.append)
+
+    training = asyncio.create_task(group.train_step(1, (), []))
+    while len(shown) < 3:
+        await asyncio.sleep(0.01)
+    rank.may_end.set()
+    await training
+    num_shown = len(shown)
+    await asyncio.sleep(0.05)
+
+    assert [text[:6] for text in shown[:3]] == ["1 of 3", "2 of 3", "2 of 3"]
+    assert len(shown) == num_shown
 
 
 async def test_a_learner_that_breaks_off_in_the_middle_of_a_sync_is_lost_and_one_whose_server_fails_is_not() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from ray.experimental import internal_kv
 
 from actors.own_ray import START_LIMITS
 from actors.spawn import ROLES, role_env
@@ -187,6 +188,8 @@ def test_every_argument_that_an_engine_is_started_with_is_one(monkeypatch: pytes
         (torch.cuda.synchronize, "device"),
         (torch.cuda.empty_cache, ""),
         (torch.cuda.memory_stats_as_nested_dict, "device"),
+        (internal_kv._internal_kv_put, "key value overwrite"),
+        (internal_kv._internal_kv_get, "key"),
         (ray.wait, "num_returns timeout fetch_local"),
         (ray.get, "timeout"),
         (ray.kill, "no_restart"),

@@ -124,6 +124,17 @@ def test_a_step_tells_what_its_first_weights_thought_of_every_sampled_token(
         np.testing.assert_allclose(found[row], log_probs, atol=1e-5)
 
 
+def test_a_step_tells_before_each_micro_batch_how_many_are_done(tiny_model: Path) -> None:
+    told = list[tuple[int, int]]()
+    with learner_of(tiny_model, {"learner": {"max_tokens_per_microbatch": 40}}) as learner:
+        learner._learner.on_micro_batch = lambda num_done, num_all: told.append((num_done, num_all))
+        step(learner, 1, two_groups())
+
+    num_all = told[0][1]
+    assert num_all > 1
+    assert told == [(number, num_all) for number in range(num_all)]
+
+
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_the_mfu_counts_a_steps_tokens_by_hand(tiny_model: Path, *, share_prefixes: bool) -> None:
     with learner_of(tiny_model, {"learner": {"share_prefixes": share_prefixes}}) as learner:

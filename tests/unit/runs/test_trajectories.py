@@ -20,6 +20,7 @@ from rayapp.core.types import (
     ExpertArray,
     Fork,
     Group,
+    Picture,
     Prompt,
     Reward,
     RolloutStatus,
@@ -197,3 +198,18 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) ->
     with pytest.raises(OSError, match="directory"):
         write_trajectories(tmp_path / "step=000001.parquet", 1, [])
     assert [path.name for path in tmp_path.iterdir()] == ["step=000001.parquet"]
+
+
+def test_each_picture_lies_once_beside_the_trajectories_and_is_read_again(tmp_path: Path) -> None:
+    shown, red = Picture(sha256="ab" * 32, start=0, end=1), b"red"
+    told = dataclasses.replace(make.trajectory(), media=(shown,))
+    group = dataclasses.replace(make.group(told), pictures={shown.sha256: red})
+    path = tmp_path / "trajectories" / "step=000001.parquet"
+    path.parent.mkdir()
+
+    write_trajectories(path, 1, [group])
+    (found,) = read_groups(path)
+
+    assert [file.name for file in (tmp_path / "pictures").iterdir()] == [shown.sha256]
+    assert found.trajectories[0].media == (shown,)
+    assert found.pictures == {shown.sha256: red}

@@ -249,3 +249,20 @@ def test_a_missing_package_is_told_with_the_way_out(run: Path) -> None:
     assert (
         done.stderr == "error: rayapp view needs the package duckdb: make venv, or pip install '.[view]' in a clone\n"
     )
+
+
+async def test_a_picture_is_sent_as_a_picture_and_other_files_are_not(run: Path) -> None:
+    png, script = b"\x89PNG\r\n", b"<script></script>"
+    (run / "pictures").mkdir()
+    (run / "pictures" / ("a" * 64)).write_bytes(png)
+    (run / "pictures" / ("b" * 64)).write_bytes(script)
+
+    async with client(run) as browser:
+        shown = await browser.get("/api/runs/0/picture", params={"sha256": "a" * 64})
+        refused = [
+            (await browser.get("/api/runs/0/picture", params={"sha256": name})).status_code
+            for name in ("b" * 64, "c" * 64, "../metrics.jsonl", "")
+        ]
+
+    assert (shown.headers["content-type"], shown.content) == ("image/png", png)
+    assert refused == [404] * 4

@@ -1,0 +1,94 @@
+"""Pictures: names by content, limits, decoding, and their places among tokens.
+
+    encoded bytes --sha256_of--> name       Picture(sha256, start, end) -- a run of tokens, made by the processor
+    p q [v v v v] r  --compact-->  p q v r  -- the engine's form, in which one placeholder stands for a picture
+
+Only `opened` and `size_of` need Pillow. `size_of` decodes the whole picture, so a damaged or hostile file must be read
+in the text process (`tasks.text_process`), which has limits of time and memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rayapp.core.errors import InputError
+from rayapp.core.files import aside
+from rayapp.core.types import Group, Media
+
+MAX_BYTES = 20 << 20
+"""Maximum bytes of an encoded picture."""
+MAX_PIXELS = 1 << 25
+"""Maximum pixels of a picture: 33 million, e.g. 8192 x 4096."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+IMAGE_PART = {"type": "image"}
+"""Part of a message's content where a chat template writes its placeholder."""
+
+
+def sha256_of(encoded: bytes) -> str:
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def check_bytes(encoded: bytes) -> bytes:
+    """Return the bytes. Raises InputError: there are none, or too many."""
+    if not 0 < len(encoded) <= MAX_BYTES:
+        raise InputError(f"a picture has {len(encoded):,} bytes: it must have 1 to {MAX_BYTES:,}")
+    return encoded
+
+
+def size_of(encoded: bytes) -> tuple[int, int]:
+    """Return width and height of a picture, after decoding it. Raises ValueError or OSError: it is damaged, or has too
+    many pixels."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
+        width, height = picture.size
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
+        picture.load()
+    return width, height
+
+
+def opened(encoded: bytes) -> Any:
+    """Return the picture in Pillow's form, in RGB. Transparent pixels get the colour that the file gives them."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
+        return picture.convert("RGB")
+
+
+def from_data_uri(uri: str) -> bytes:
+    """Return the bytes of `data:image/png;base64,…`. Raises InputError: it has another form or is too long."""
+    head, comma, data = uri.partition(",")
+    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise InputError(f"a picture must be a data URI (data:image/png;base64,…), not {uri!r:.40}: nothing is fetched")
+    if len(data) > MAX_BYTES * 4 // 3 + 4:
+        raise InputError(f"a picture has more than {MAX_BYTES:,} bytes")
+    try:
+        return check_bytes(base64.b64decode(data, validate=True))
+    except binascii.Error as error:
+        raise InputError(f"a picture's data is not base64: {error}") from None
+
+
+def compact(token_ids: Sequence[int], media: Media, placeholder: int) -> list[int]:
+    """Return the token ids with one placeholder in the place of each picture's run."""
+    kept, end = list[int](), 0
+    for picture in media:
+        kept += [*token_ids[end : picture.start], placeholder]
+        end = picture.end
+    return [*kept, *token_ids[end:]]
+
+
+def write_pictures(folder: Path, groups: Sequence[Group]) -> None:
+    """Write each picture of the groups to `folder`, under its SHA-256, unless it is there already."""
+    for sha256, encoded in {name: data for group in groups for name, data in group.pictures.items()}.items():
+        path = folder / sha256
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with aside(path) as pending:
+                pending.write_bytes(encoded)

@@ -1,0 +1,226 @@
+"""Pictures of data rows: the columns of verl (`images`) and TRL (`images`, `image`), and their places in the messages.
+
+    {"prompt": [{"content": "<image>Find x."}], "images": [{"bytes": b"…", "path": None}]}
+      -> [{"content": [{"type": "image"}, {"type": "text", "text": "Find x."}]}], encoded bytes, (width, height)
+
+A picture is bytes, a path relative to the data file, a data URI, or, with `data.image_urls`, an https:// address. Each
+is decoded once in a text process, which has limits of time and memory, so a hostile file ends only its row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayapp.core.errors import InputError, one_line
+from rayapp.core.files import aside
+from rayapp.core.types import Media
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, size_of
+from rayapp.storage.models.pictures import PictureProcessor
+from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
+
+COLUMNS = ("images", "image")
+MARK = "<image>"
+_DECODE_CPU_S = 10.0
+_FETCH_S = 30.0
+Message = Mapping[str, Any]
+
+
+def listed(row: Mapping[str, Any]) -> list[Any]:
+    """Return the pictures of a row, as the file has them. Raises InputError: the column holds something else."""
+    found = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
+    if found is None:
+        return []
+    pictures = found if isinstance(found, list) else [found]
+    for each in pictures:
+        if not isinstance(each, bytes | str | Mapping):
+            raise InputError(f"a picture must be bytes, a path or {{bytes, path}}, not {each!r:.60}")
+    return [] if found == "" else pictures
+
+
+def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message, ...]:
+    """Return messages in which each picture is a part: each `<image>` of a text becomes one. Without any mark or part,
+    the pictures come first in the first user's message, as in TRL.
+
+    Raises:
+        InputError: the messages have another number of pictures.
+    """
+    if not num_pictures and not any(isinstance(each.get("content"), list) for each in messages):
+        return tuple(messages)
+    parted = [{**each, "content": _parts(each["content"], marks=num_pictures > 0)} for each in messages]
+    if not any(part == IMAGE_PART for each in parted for part in each["content"]):
+        user = next((each for each in parted if each["role"] == "user"), parted[0])
+        user["content"] = [IMAGE_PART] * num_pictures + user["content"]
+    if (num := sum(part == IMAGE_PART for each in parted for part in each["content"])) != num_pictures:
+        raise InputError(f"the messages have {num} places for pictures ({MARK}), but the row has {num_pictures}")
+    return tuple(each if IMAGE_PART in each["content"] else {**each, "content": _text(each)} for each in parted)
+
+
+def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages whose contents are texts again, with `<image>` for each picture: the form of a file's column."""
+    return tuple(each if isinstance(each["content"], str) else {**each, "content": _text(each)} for each in messages)
+
+
+def as_stored(picture: Any) -> dict[str, Any]:
+    """Return a picture in verl's form, `{bytes, path}`. Raises InputError: it has neither bytes nor a path."""
+    match picture:
+        case bytes() | {"bytes": bytes()}:
+            return {"bytes": picture if isinstance(picture, bytes) else picture["bytes"], "path": None}
+        case str() | {"path": str()} | {"url": str()} | {"image": str()}:
+            named = picture if isinstance(picture, str) else picture.get("path") or next(iter(picture.values()))
+            return {"bytes": None, "path": named}
+    raise InputError(f"an image must be bytes or a path, not {picture!r:.60}")
+
+
+def _text(message: Message) -> str:
+    return "".join(part.get("text", MARK) for part in message["content"])
+
+
+def _parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        texts = content.split(MARK) if marks else [content]
+        parts = [part for text in texts for part in (IMAGE_PART, {"type": "text", "text": text})][1:]
+        return [part for part in parts if part.get("text") != ""]
+    found = list[dict[str, Any]]()
+    for part in content:
+        match part:
+            case {"type": "image"}:
+                found.append(IMAGE_PART)
+            case {"type": "text", "text": str(text)}:
+                found += _parts(text, marks=marks)
+            case _:
+                raise InputError(f"a message's part must be a text or an image, not {part!r:.60}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pictured:
+    """Messages of a row with its pictures."""
+
+    messages: tuple[Message, ...]
+    encoded: tuple[bytes, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class PictureFiles:
+    """Reads pictures, and decodes each once to find out its size."""
+
+    cache: Path
+    """Folder for fetched pictures."""
+    fetches: bool = False
+    """True fetches https:// addresses."""
+    _child: TextProcess = field(default_factory=lambda: TextProcess(cpu_limit_s=_DECODE_CPU_S))
+
+    def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, tuple[int, int]]:
+        """Return the encoded bytes, and width and height.
+
+        Args:
+            picture: bytes, a path, or a mapping with one of them.
+            folder: folder of relative paths.
+            index: number of the picture in its row, for messages.
+        Raises:
+            InputError: the picture can't be read, is damaged or too large.
+        """
+        stored = as_stored(picture)
+        data = stored["bytes"]
+        encoded = check_bytes(data) if data is not None else self._from(stored["path"], folder)
+        try:
+            width, height = self._child.run(size_of, encoded)
+        except (TextTooCostlyError, TextReadingFailedError) as error:
+            raise InputError(f"picture {index} can't be decoded: {error}") from None
+        return encoded, (width, height)
+
+    def embedded(self, row: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Return a row in verl's schema with the bytes of its pictures in place of paths. Addresses are kept, unless
+        this object fetches them.
+
+        Raises:
+            InputError: a picture can't be read.
+        """
+        if not row.get("images"):
+            return row
+        kept = [_is_address(each["path"] or "") and not self.fetches for each in row["images"]]
+        pictures = [
+            each if is_kept else {"bytes": self.read(each, folder, i)[0], "path": None}
+            for i, (each, is_kept) in enumerate(zip(row["images"], kept, strict=True))
+        ]
+        return row | {"images": pictures}
+
+    def close(self) -> None:
+        self._child.close()
+
+    def _from(self, name: str, folder: Path) -> bytes:
+        if name.startswith("data:"):
+            return from_data_uri(name)
+        if _is_address(name):
+            return self._fetched(name)
+        path = folder / name.removeprefix("file://")
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise InputError(f"picture {path} has more than {MAX_BYTES:,} bytes")
+            return check_bytes(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"picture {path} can't be read: {error.strerror}") from None
+
+    def _fetched(self, url: str) -> bytes:
+        if not self.fetches or not url.startswith("https://"):
+            raise InputError(
+                f"picture {url!r:.80} is an address: download it and name the file, or set data.image_urls: true, "
+                "which fetches https:// addresses"
+            )
+        path = self.cache / "pictures" / hashlib.sha256(url.encode()).hexdigest()
+        if not path.exists():
+            try:
+                with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:
+                    encoded = check_bytes(answer.read(MAX_BYTES + 1))
+            except OSError as error:
+                raise InputError(f"picture {url!r:.80} can't be fetched: {one_line(error)}") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with aside(path) as pending:
+                pending.write_bytes(encoded)
+        return path.read_bytes()
+
+
+def _is_address(name: str) -> bool:
+    return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None and not name.startswith("file://")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureRows:
+    """Reads and places the pictures of rows for a model."""
+
+    processor: PictureProcessor
+    files: PictureFiles
+
+    def read(self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path, where: str) -> Pictured:
+        """Return the messages with parts, and the row's pictures.
+
+        Args:
+            folder: folder of the data file, for relative paths.
+        Raises:
+            InputError: a picture can't be used, or the number of places differs.
+        """
+        try:
+            pictures = listed(row)
+            parts = with_parts(messages, len(pictures))
+            found = [self.files.read(each, folder, i) for i, each in enumerate(pictures)]
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        return Pictured(parts, tuple(encoded for encoded, _ in found), tuple(size for _, size in found))
+
+    def place(self, ids: Sequence[int], row: Pictured, where: str) -> tuple[list[int], Media]:
+        """Return the prompt's ids with the tokens of its pictures, and their places.
+
+        Raises:
+            InputError: the chat template wrote another number of placeholders.
+        """
+        try:
+            return self.processor.expand(ids, row.encoded, row.sizes)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None

@@ -1,0 +1,196 @@
+"""Pictures of data rows: columns, places, limits, and the rows that are left out with their reasons."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.core.errors import InputError
+from rayapp.core.types import Media, Picture
+from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri, sha256_of
+from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
+from rayapp.tasks.data.preparing import Preparation, prepare
+from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
+from support.picture_models import picture
+
+PLACEHOLDER = 7
+
+
+class FourTokens:
+    """A processor that gives a picture as many tokens as it has pixels across."""
+
+    def expand(self, ids: Sequence[int], encoded: Sequence[bytes], sizes: Sequence[Any]) -> tuple[list[int], Media]:
+        expanded, media, shown = list[int](), list[Picture](), iter(zip(encoded, sizes, strict=True))
+        for token in ids:
+            start = len(expanded)
+            if token == PLACEHOLDER:
+                data, (width, _) = next(shown)
+                expanded += [PLACEHOLDER] * width
+                media.append(Picture(sha256=sha256_of(data), start=start, end=len(expanded)))
+            else:
+                expanded.append(token)
+        return expanded, tuple(media)
+
+
+def encode(messages: Sequence[Mapping[str, Any]], agent_name: str) -> list[int]:
+    """One token a part or text."""
+    parts = [part for each in messages for part in (each["content"] if isinstance(each["content"], list) else [{}])]
+    return [PLACEHOLDER if part.get("type") == "image" else 1 for part in parts]
+
+
+def row(content: Any = "<image>Which colour?", **columns: Any) -> dict[str, Any]:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        **columns,
+    }
+
+
+def opened(path: Path, tmp_path: Path, **more: Any) -> TrainingData:
+    pictures: Any = PictureRows(FourTokens(), PictureFiles(tmp_path / "cache"))  # type: ignore[arg-type]
+    options = ReadOptions(shuffle=False, max_prompt_tokens=50, **more)
+    return asyncio.run(open_data([str(path)], options, cache=tmp_path / "cache", encode=encode, pictures=pictures))
+
+
+def written(tmp_path: Path, *rows: Mapping[str, Any]) -> Path:
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.Table.from_pylist([{k: v for k, v in each.items() if k != "images"} for each in rows])
+    table = table.append_column("images", pa.array([each.get("images") for each in rows], pa.list_(image)))
+    pq.write_table(table, tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
+
+
+def stored(encoded: bytes | None = None, path: str | None = None) -> dict[str, Any]:
+    return {"bytes": encoded, "path": path}
+
+
+def test_a_row_with_bytes_gets_the_tokens_of_its_pictures_and_their_places(tmp_path: Path) -> None:
+    red, wide = picture(size=(4, 4)), picture((0, 0, 255), (6, 4))
+    data = opened(written(tmp_path, row("<image>a<image>", images=[stored(red), stored(wide)])), tmp_path)
+
+    found = data.row(0)
+
+    assert found.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
+    assert found.prompt_ids == (7, 7, 7, 7, 1, 7, 7, 7, 7, 7, 7)
+    assert [(each.start, each.end) for each in found.media] == [(0, 4), (5, 11)]
+    assert found.pictures == {sha256_of(red): red, sha256_of(wide): wide}
+    assert compact(found.prompt_ids, found.media, PLACEHOLDER) == [7, 1, 7]
+
+
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_lines_of_json_name_pictures_beside_the_file(tmp_path: Path, column: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "red.png").write_bytes(picture(size=(4, 4)))
+    value: Any = ["red.png"] if column == "images" else "red.png"
+    (tmp_path / "in" / "rows.jsonl").write_text(json.dumps(row(**{column: value})) + "\n")
+
+    assert opened(tmp_path / "in" / "rows.jsonl", tmp_path).row(0).prompt_ids == (7, 7, 7, 7, 1)
+
+
+def test_without_marks_the_pictures_come_first_in_the_users_message_as_in_trl() -> None:
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}
+
+    assert with_parts([system, user], 1) == (
+        system, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
+    )  # fmt: skip
+
+
+def test_a_mark_in_a_row_without_pictures_is_text() -> None:
+    message = {"role": "user", "content": "Close the tag <image>."}
+
+    assert with_parts([message], 0) == (message,)
+
+
+def bomb() -> bytes:
+    """A PNG of few bytes that says it has more pixels than are allowed."""
+    side = int(MAX_PIXELS**0.5) + 100
+    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons(tmp_path: Path) -> None:
+    good = row(images=[stored(picture(size=(4, 4)))])
+    bad = [
+        row(images=[stored(picture()[:60])]),
+        row(images=[stored(bomb())]),
+        row("<image><image>", images=[stored(picture())]),
+        row(images=[stored(path="https://example.com/a.png")]),
+        row(images=[stored(path="there-is-no.png")]),
+        row(images=[stored(b"<svg/>")]),
+    ]
+
+    data = opened(written(tmp_path, good, *bad), tmp_path)
+
+    assert len(data) == 1
+    reasons = ["decoded", "pixels, more than", "2 places for pictures", "data.image_urls", "No such file", "decoded"]
+    assert len(data.bad) == len(bad)
+    for number, (why, reason) in enumerate(zip(data.bad, reasons, strict=True), start=1):
+        assert f"rows.parquet, row {number}: " in why
+        assert reason in why
+
+
+def test_a_file_whose_pictures_are_all_unusable_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"have pictures that can't be used\. First: .*row 0"):
+        opened(written(tmp_path, row(images=[stored(b"no")])), tmp_path)
+
+
+def test_a_prompt_is_never_cut_inside_a_picture(tmp_path: Path) -> None:
+    path = written(tmp_path, row(images=[stored(picture(size=(60, 4)))]))
+
+    with pytest.raises(InputError, match=r"61 tokens, but rollout\.max_prompt_tokens is 50"):
+        opened(path, tmp_path, truncation="left", filter_overlong_prompts=False)
+
+
+def test_a_model_for_text_refuses_a_file_with_pictures(tmp_path: Path) -> None:
+    path = written(tmp_path, row(images=[stored(picture())]))
+
+    with pytest.raises(InputError, match="its rows have images, but the model reads only text"):
+        asyncio.run(open_data([str(path)], ReadOptions(), cache=tmp_path, encode=encode))
+
+
+async def test_rows_of_ones_own_are_prepared_with_the_bytes_of_their_pictures(tmp_path: Path) -> None:
+    from rayapp.tasks.data.downloads import OwnColumns
+
+    (tmp_path / "red.png").write_bytes(picture())
+    lines = [
+        {"prompt": "Which colour?", "answer": "red", "image": "red.png"},
+        {"prompt": "Which colour?", "answer": "red", "image": "lost.png"},
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = Preparation(
+        name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns(), max_bad_ratio=0.5
+    )
+
+    (report,) = await prepare(job)
+
+    (made,) = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert made["images"] == [{"bytes": picture(), "path": None}]
+    assert made["prompt"][0]["content"] == "<image>Which colour?"
+    assert report.bad == [f"line 2: picture {tmp_path / 'lost.png'} can't be read: No such file or directory"]
+
+
+def test_a_data_uri_is_read_and_nothing_else_is() -> None:
+    assert from_data_uri("data:image/png;base64," + base64.b64encode(b"abc").decode()) == b"abc"
+    for uri in (
+        "https://example.com/a.png",
+        "data:text/html;base64,YQ==",
+        "data:image/png;base64,?",
+        "file:///etc/passwd",
+    ):
+        with pytest.raises(InputError):
+            from_data_uri(uri)
