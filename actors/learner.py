@@ -97,7 +97,7 @@ class ServersClient:
             if not answered:
                 raise WeightSyncError(
                     f"{', '.join(f'{name_of[ref]}.{what}' for ref in late)} did not answer within "
-                    f"server.sync_timeout_s = {self._timeout_s:g} s"
+                    f"{self._timeout_s:g} s (a fifth of server.start_timeout_s)"
                 )
             for ref in answered:
                 try:

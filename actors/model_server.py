@@ -19,7 +19,7 @@ from typing import Any
 from actors.handles import Restartable
 from actors.spawn import free_address
 from rayapp.config.config import Config, alone
-from rayapp.config.other_models import ModelServerSection
+from rayapp.config.other_models import MODEL_SERVER_SHARE, ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.http import KEY_VARIABLE, KeyGuard
 from rayapp.core.logs import label_logs
@@ -40,7 +40,7 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "port": port,
         "served-model-name": section.name,
         "tensor-parallel-size": section.tensor_parallel_size,
-        "gpu-memory-utilization": section.gpu_memory_utilization,
+        "gpu-memory-utilization": MODEL_SERVER_SHARE,
         "middleware": f"{KeyGuard.__module__}.{KeyGuard.__name__}",
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
     # Don't call `vllm serve`, which runs the same module: it needs a package named `vllm`, and vLLM's CPU build has

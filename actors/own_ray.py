@@ -211,7 +211,7 @@ def _options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {
         "namespace": f"rayapp-{config.run.name}",
         "logging_level": logging.ERROR,
-        "log_to_driver": config.cluster.log_to_driver,
+        "log_to_driver": False,
     }
     if config.tracking.log_format == "json":
         options["logging_config"] = ray.LoggingConfig(encoding="JSON", additional_log_standard_attrs=["name"])

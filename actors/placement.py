@@ -208,8 +208,8 @@ def _refusal(bundles: list[Bundle], timeout_s: float) -> str:
     nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     free: dict[str, Any] = ray.available_resources()
     return (
-        f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Requested: "
-        f"{', '.join(f'{count} x ({what})' for what, count in asked.items())}, each on one node. The cluster has "
+        f"the run's processes could not be placed within {timeout_s:g} s (a fifth of server.start_timeout_s). "
+        f"Requested: {', '.join(f'{count} x ({what})' for what, count in asked.items())}, each on one node. There are "
         f"{len(nodes)} node(s): {'; '.join(nodes) or 'none'}; free now: {_shown(free)}. Lower server.num_servers, "
         "server.tensor_parallel_size or learner.num_learners, end other programs on these nodes, or add nodes."
     )

@@ -66,7 +66,6 @@ class RolloutWorker(Restartable):
             holder=repr(self),
             ttl_s=config.sandbox.lease_ttl_s,
             on_exec=self._observe_exec,
-            create_timeout_s=config.sandbox.create_timeout_s,
         )
 
     def __repr__(self) -> str:
@@ -99,7 +98,7 @@ class RolloutWorker(Restartable):
                 "%d trajectories of %s in %.1f s: mean reward %.3f, %s", summary.rewards.size, summary.task,
                 summary.time_total_s, summary.rewards.mean(), ", ".join(sorted(set(summary.statuses))),
             )  # fmt: skip
-            return shape_group(group, summary, config)
+            return shape_group(group, summary, config.algorithm.overlong, limit)
 
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """Sample one prompt for evaluation, with seeds that training does not use."""

@@ -95,7 +95,7 @@ class GroupCalls:
         except TimeoutError:
             raise DeadlineError(
                 f"{self._server.name} did not answer request {request_id} within {self._server.request_timeout_s:g} s "
-                "(server.request_timeout_s)"
+                "(rollout.group_deadline_s)"
             ) from None
 
     def _send(self) -> None:

@@ -18,7 +18,7 @@ from rayapp.core.errors import RayappError
 from rayapp.core.logs import label_logs
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool.build import build_pool, labels_of
+from rayapp.sandbox.pool.build import SWEEP_EVERY_S, build_pool, labels_of
 from rayapp.sandbox.pool.reaper import Reaper
 from rayapp.sandbox.providers import listing_providers
 
@@ -76,7 +76,7 @@ class PoolActor(Restartable):
 
     async def _sweep_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(self._config.sweep_every_s)
+            await asyncio.sleep(SWEEP_EVERY_S)
             await self._sweep()
 
     async def _sweep(self, stray_after_s: float | None = None) -> None:

@@ -165,7 +165,7 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
         if isinstance(error, DeadlineError):
             raise DeadlineError(
                 f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show the reason (dashboard, "
-                "Actors); if the machine is only slow, raise server.start_timeout_s or cluster.start_timeout_s."
+                "Actors); if the machine is only slow, raise server.start_timeout_s."
             ) from group
         raise error from group
 
@@ -223,9 +223,7 @@ def spawn_model_servers(
 
 
 def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
-    return VllmServerHandle(
-        actor, name, config.server.request_timeout_s or config.group_deadline_s, config.server.sync_timeout_s
-    )
+    return VllmServerHandle(actor, name, config.group_deadline_s, config.server.sync_timeout_s)
 
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:
@@ -237,7 +235,7 @@ async def spawn_learners(config: Config, started: Started, placement: Placement)
         name = f"learner-{rank}"
         await name_is_free(name)
         actor = started.spawn("learner", name, config, rank, world_size, address, port, share=placement.learner(rank))
-        handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+        handles.append(started.add(LearnerHandle(actor, name, config.recovery.step_timeout_s)))
     return tuple(handles)
 
 

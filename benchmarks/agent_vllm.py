@@ -120,7 +120,7 @@ def config_of(sandbox: SandboxConfig, turns: int) -> Config:
             "model": {"path": str(MODEL)},
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": completion},
-            "server": {"kv_block_tokens": BLOCK_TOKENS, "kv_cache_gib": 2},
+            "server": {"engine_args": {"block_size": BLOCK_TOKENS}, "kv_cache_gib": 2},
             "sandbox": sandbox.model_dump(),
         }
     )

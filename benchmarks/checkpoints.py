@@ -185,7 +185,7 @@ async def _watch(late_ms: list[float]) -> None:
 async def save(folder: RunFolder, learners: FakeLearners) -> dict[str, Any]:
     """Save one checkpoint as a run does, until object storage has all of it."""
     phases = Phases(learners)
-    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    saver = CheckpointSaver(learners, folder)
     async with saving(saver):
         async with phases.phase("idle"):
             await asyncio.sleep(IDLE_S)

@@ -36,6 +36,7 @@ from rayapp.rollout.agents import render_prompts
 from rayapp.rollout.order import Cohort, GroupRequest, scoring_seed
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.providers import local_provider
+from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.loading import load_tasks
 
 SIZES = [
@@ -128,7 +129,8 @@ async def run(config: Config, rounds: int) -> dict[str, Any]:
     import transformers
 
     tasks = list(load_tasks(config.tasks))
-    prompts = render_prompts(config, tasks)
+    tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
+    prompts = render_prompts(tasks, tokenizer, config.rollout.max_prompt_tokens)
     python = make_environment(torch.__version__, transformers.__version__)
     report: dict[str, Any] = {"machine": machine.describe(), "limits": machine.measure_limits(), "trl": TRL_VERSION}
     async with AsyncExitStack() as stack:

@@ -57,7 +57,6 @@ def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
         "options": {"latency_s": latency_s},
         "max_sandboxes": num_sandboxes,
         "creations_per_s": 1000,
-        "creation_burst": num_sandboxes,
     }
     return SandboxConfig.model_validate({"providers": [fake]})
 

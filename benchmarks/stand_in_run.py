@@ -94,7 +94,7 @@ def run(
             # Never use a running Ray: it may be busy with another job, or end with that job.
             "cluster": {"device": "cpu", "address": "local"},
             "checkpoint": {"every_steps": 0},
-            "tracking": {"trackers": ["jsonl"], "trajectories": False},
+            "tracking": {"trackers": ["jsonl"]},
         }
         config = Config.model_validate(base | {name: base.get(name, {}) | s for name, s in sections.items()})
         asyncio.run(_train(config, stand_ins, on_step))

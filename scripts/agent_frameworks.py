@@ -25,6 +25,7 @@ from rayapp.core.types import RequestId, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import problem_of_row
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.data.data_row import DataRow
@@ -234,7 +235,9 @@ async def play(framework: Framework, programs: Path, tokenizer: Any) -> Trajecto
         lambda request_id, prompt_ids: "A title" if request_id.side >= 0 else next(said),
         end_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
     )
-    agent = ExternalAgent(config, Formats(tokenizer, model="scripted", template=load_template("chatml_hermes")), None)
+    limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+    formats = Formats(tokenizer, model="scripted", template=load_template("chatml_hermes"))
+    agent = ExternalAgent(config.agent.external, limits, formats, None)
     await agent.started()
     try:
         row = DataRow(messages=({"role": "user", "content": TASK},), data_source="openai/gsm8k", ground_truth=ANSWER)

@@ -15,7 +15,8 @@ from rayapp.cli.plan import step_seconds
 from rayapp.config.bundles import bundles_of, gpu_arithmetic
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
-from rayapp.learner.memory.plan import plan_gpu, plan_node, without_autos
+from rayapp.learner.memory.host import plan_node
+from rayapp.learner.memory.plan import plan_gpu, without_autos
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import step_timeline
 

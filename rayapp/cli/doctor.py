@@ -26,8 +26,7 @@ from rayapp.cli.arguments import (
     with_model_config,
 )
 from rayapp.cli.machine import GIB, Finding, free_shared_memory, gpu_names, installed, machine, sandbox_finding
-from rayapp.config.agreement import gpu_problems
-from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
 from rayapp.core.errors import LearnerError, StorageError, UserError
@@ -136,14 +135,14 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
     (check_model if has_weights else check_architecture)(config)
     from rayapp.learner.policy import build_causal_lm
 
-    build_causal_lm(config)  # build the model without its weights
+    build_causal_lm(config.model, config.learner, config.max_model_tokens)  # build the model without its weights
     teacher = frozen_models(config).get("teacher")
     if has_weights and teacher is not None and teacher.model.path.startswith("s3://"):
         check_remote_model(teacher.model.path)
     elif has_weights:
         check_teacher(config)
         if teacher is not None:
-            build_causal_lm(teacher)
+            build_causal_lm(teacher.model, teacher.learner, teacher.max_model_tokens)
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
@@ -244,7 +243,7 @@ def _storage_answers(config: Config) -> Iterator[Finding]:
 
 
 def _memory_fits(config: Config) -> Iterator[Finding]:
-    from rayapp.learner.memory.plan import plan_host
+    from rayapp.learner.memory.host import plan_host
     from rayapp.learner.memory.shape import model_shape
     from rayapp.learner.memory.speed import seconds_on_cpu
 
@@ -286,7 +285,7 @@ def _runs_on_gpus_here(config: Config) -> bool:
 
 
 def _node_memory_fits(config: Config) -> Iterator[Finding]:
-    from rayapp.learner.memory.plan import plan_node
+    from rayapp.learner.memory.host import plan_node
     from rayapp.learner.memory.shape import model_shape
 
     try:
@@ -326,9 +325,9 @@ def _shared_memory_fits(config: Config) -> Iterator[Finding]:
 def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if config.cluster.device == "cpu" or config.model.path.startswith("s3://") or not gpu_names():
         return
-    from rayapp.learner.memory.plan import plan_gpu, plan_server, without_autos
+    from rayapp.learner.memory.plan import plan_gpu, without_autos
     from rayapp.learner.memory.shape import gpu_here, model_shape
-    from rayapp.learner.memory.speed import generate, late
+    from rayapp.learner.memory.speed import late_generation
 
     try:
         gpu, shape = gpu_here(), model_shape(config)
@@ -337,10 +336,11 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if gpu is None:
         return
     config = without_autos(shape, config, gpu)
-    if not plan_gpu(shape, config, gpu).fits:
+    plan = plan_gpu(shape, config, gpu)
+    if not plan.fits:
         cure = "rayapp plan CONFIG shows which part is too large"
         yield Finding("problem", "GPU memory", "the config does not fit", cure=cure)
-    for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
+    for missed in late_generation(shape, config, gpu, plan.server):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 
 

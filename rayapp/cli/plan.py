@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
-from rayapp.config.agreement import CAPABILITIES, gpu_problems
-from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import CAPABILITIES, bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory
-from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_host, plan_model_servers, plan_node, without_autos
+from rayapp.learner.memory.host import plan_host, plan_node
+from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_model_servers, without_autos
 from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
-from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, seconds_on_cpu, step_timeline
+from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, late_generation, seconds_on_cpu, step_timeline
 
 app = typer.Typer()
 
@@ -47,7 +47,7 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
             f"working, {server.kv_tokens} tokens of KV cache, on {section.tensor_parallel_size} GPU(s)"
         )
     wrong = gpu_problems(config, CAPABILITIES[gpu.name]) if gpu.name in CAPABILITIES else []
-    missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
+    missed = list(late_generation(shape, config, gpu, plan.server))
     for line in (*(f"CAN'T RUN {problem}" for problem in wrong), *(f"TOO LATE {each}" for each in missed)):
         print(line)
     print(*filter(None, [config.profile_note]), CALIBRATION, sep="\n")
@@ -83,7 +83,7 @@ def cost_lines(config: Config, step_s: float) -> Iterator[str]:
     hours = config.train.num_steps * step_s / 3600
     yield (
         f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
-        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour, not counting the start, evaluations, remote "
+        f"{hours * hourly:.2f} at {hourly:.2f} an hour, not counting the start, evaluations, remote "
         "sandboxes, judges and a teacher behind a URL"
     )
     if prices.cap and hours * hourly > prices.cap:

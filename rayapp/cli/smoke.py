@@ -23,7 +23,6 @@ from rayapp.core import __version__
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 from rayapp.core.machine import available_memory
-from rayapp.learner.shares import pulls_at_zero_advantage
 
 NUM_STEPS = 2
 # Largest mean difference of sampled and trained probabilities; what bfloat16 rounds differently is smaller.
@@ -65,7 +64,7 @@ def _shortened(config: Config) -> Config:
         warmup={"num_steps": 0},
         eval={"before_training": False, "every_steps": 0},
         checkpoint={"every_steps": 0, "keep_best": 0},
-        algorithm={} if pulls_at_zero_advantage(config) else {"entropy_coef": 1e-9},
+        algorithm={} if config.pulls_at_zero_advantage else {"entropy_coef": 1e-9},
     )
 
 
@@ -159,7 +158,8 @@ def _measured(config: Config, steps: Sequence[Mapping[str, float]], host_gib: fl
 
 def _planned(config: Config) -> dict[str, float]:
     """Return the plan's numbers by the table's names; for a CPU, whose seconds are not planned, the host's memory."""
-    from rayapp.learner.memory.plan import plan_gpu, plan_host, without_autos
+    from rayapp.learner.memory.host import plan_host
+    from rayapp.learner.memory.plan import plan_gpu, without_autos
     from rayapp.learner.memory.shape import GIB, gpu_here, model_shape
     from rayapp.learner.memory.speed import step_speeds
 

@@ -50,7 +50,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
     from rayapp.sandbox.pool.build import open_pool
 
     config = with_function(load_config(trial.config), trial)
-    rewards = answer_rewards(config)
+    rewards = answer_rewards(config.reward)
     if rewards.custom is not None:
         rewards.custom.load()
     answers = [*texts, *(found.text for file in files for found in read_answers(file))]

@@ -63,7 +63,7 @@ reward:
 cluster:
   device: cpu
 server:
-  kv_block_tokens: 32
+  engine_args: {block_size: 32}
 rollout:
   group_size: 8
   max_prompt_tokens: 160

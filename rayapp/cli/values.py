@@ -18,7 +18,7 @@ import yaml
 from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.learner.memory.plan import plan_node
+from rayapp.learner.memory.host import plan_node
 from rayapp.learner.memory.shape import GIB, ModelShape, model_shape
 
 Manifest = dict[str, Any]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -59,8 +59,6 @@ class EndpointSection(ClientSection):
     """The model's name at base_url; with run://NAME it is NAME. Empty: the name in the call."""
     api_key_env: str = ""
     """Environment variable of the rollout workers that holds the key; agents never see it. Empty: no key."""
-    timeout_s: float = Field(300.0, gt=0.0)
-    """Deadline of one call."""
 
     @field_validator("base_url", mode="after")
     @classmethod
@@ -130,9 +128,7 @@ class AgentSection(FrozenModel):
     max_calls_per_turn: int = Field(8, ge=1)
     """Maximum number of tool calls of one turn; they run in parallel. Further calls get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
-    """Longest tool result that the policy reads; longer results are cut."""
-    tool_output_keeps: Literal["left", "right", "middle"] = "middle"
-    """Part of a cut result that is kept: its beginning (left), its end (right), or both (middle)."""
+    """Longest tool result that the policy reads; longer results are cut in the middle."""
 
     @field_validator("name", mode="after")
     @classmethod
@@ -150,42 +146,37 @@ class CodeSection(FrozenModel):
     """Score of an answer. all: 1 if every test passes, else 0; testing stops at the first failure. share: tests passed
     / tests."""
     max_tests: int = Field(20, ge=0)
-    """Maximum number of tests to run per problem; 0: all."""
-    choose_tests: Literal["seeded", "first"] = "seeded"
-    """Tests to run if a problem has more than max_tests: drawn again for each group (seeded), or always the first ones
-    (first)."""
+    """Maximum number of tests to run per problem, drawn again for each group; 0: all."""
     test_timeout_s: float = Field(6.0, gt=0.0, le=600.0)
-    """Time limit of one test, not counting its wait for a processor."""
-    total_timeout_s: float = Field(60.0, gt=0.0, le=3600.0)
-    """Time limit for all tests of a completion. Tests that did not run within it count as failed."""
+    """Time limit of one test, not counting its wait for a processor. All tests of a completion together have ten times
+    as long (with max_tests 0 thirty times); tests that did not run within it count as failed."""
     memory_mib: int = Field(512, ge=64)
     """Memory limit of all processes of one test together, in MiB."""
-    compile_timeout_s: float = Field(30.0, gt=0.0, le=600.0)
-    """Time limit of compiling an answer that is not Python, once before its tests."""
+
+    @property
+    def total_timeout_s(self) -> float:
+        """Time limit for all tests of a completion."""
+        return (10 if self.max_tests else 30) * self.test_timeout_s
 
 
 class RewardSection(FrozenModel):
-    """Reward of an answer. The verdict on a data row is score + format_weight * format + tool_weight * tool +
-    tool_verdict_weight * tool_verdict; for tasks with the tool agent, only the last two terms are added to the task's
-    score. With judges, the reward is verdict_weight * verdict + the weighted sum of the judges' scores."""
+    """Reward of an answer. The verdict on a data row is score + format_weight * format + tool_weight * tool; for tasks
+    with the tool agent, only the last term is added to the task's score. With judges, the reward is verdict_weight *
+    verdict + the weighted sum of the judges' scores."""
 
     method: Literal["strict", "flexible"] = "strict"
     """Form of an answer that GSM8K's rule reads. strict: `#### N`. flexible: the last number."""
-    format_score: float = 0.0
-    """Score of a wrong answer that has the right form, for GSM8K's rule."""
     format_weight: float = 0.0
     """Weight of the term format, which is 1 if the answer has exactly one `#### N`, at its very end."""
     tool_weight: float = 0.0
     """Weight of the term tool: the sum of the rewards that tools give for single calls."""
-    tool_verdict_weight: float = 0.0
-    """Weight of the term tool_verdict: the sum of the tools' verdicts on the whole trajectory (their `reward`)."""
     reads_thoughts: bool = False
     """Let verl's rules (GSM8K, MATH, DAPO, search) read the whole completion, as verl does. false: they read only the
     answer after `</think>`, as all other rules, tests and judges do."""
     custom: str = ""
     """Your own reward function in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()
-    judges: dict[str, float] = Field(default_factory=dict)
+    judges: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     """Judges that score answers, for rows and all other tasks: name in `judges` -> weight. With weight 0 the judge's
     score is recorded but not added to the reward."""
     verdict_weight: float = Field(1.0, allow_inf_nan=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import yaml
 
-from rayapp.config.agent import is_data_file
+from rayapp.config.agent import EXTERNAL_AGENT, ExternalSection, is_data_file
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.bundles import asked_servers, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
 from rayapp.config.keys import Keys, all_tasks
@@ -29,9 +29,7 @@ def check_agreement(config: Keys) -> None:
     _dapo_fits(config)
     _groups_suffice(config)
     _kl_in_reward_fits(config)
-    _best_metric_exists(config)
     _teacher_fits(config)
-    _teacher_price_fits(config)
     _adapters_fit(config)
     _rounding_is_corrected(config)
     _repeats(config)
@@ -59,8 +57,7 @@ def _model_servers_fit(config: Keys) -> None:
         name = server_named(base_url)
         if name and name not in names:
             raise ValueError(
-                f"{who}: base_url is {base_url}, but `model_servers` has {', '.join(names) or 'no server'}. Add "
-                f"this server{', or use the name of a listed one' if names else ''}."
+                f"{who}: base_url is {base_url}, but `model_servers` has {', '.join(names) or 'no server'}. Add it."
             )
         if name and model != name:
             raise ValueError(
@@ -69,9 +66,8 @@ def _model_servers_fit(config: Keys) -> None:
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Remove the server, or set "
-            f"base_url: {SCHEME}{idle[0]} in distillation, in agent.external.endpoint, or in a judge that "
-            "reward.judges names."
+            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Remove it, or set base_url: "
+            f"{SCHEME}{idle[0]} in distillation, agent.external.endpoint, or a judge of reward.judges."
         )
 
 
@@ -79,17 +75,8 @@ def _teacher_fits(config: Keys) -> None:
     if config.distillation.base_url and config.rollout.temperature != 1.0:
         raise ValueError(
             f"rollout.temperature is {config.rollout.temperature:g}, but the server at distillation.base_url computes "
-            "log-probs at temperature 1. Set rollout.temperature: 1, or leave distillation.base_url out and set "
-            "distillation.teacher to a model: the learners then run the teacher."
-        )
-
-
-def _teacher_price_fits(config: Keys) -> None:
-    if config.budget.teacher_million_tokens and not config.distillation.base_url:
-        raise ValueError(
-            "budget.teacher_million_tokens is set, but distillation.base_url is empty: the learners run the teacher, "
-            "and budget.gpu_hour covers their cost. Set distillation.base_url, or remove "
-            "budget.teacher_million_tokens."
+            "log-probs at temperature 1. Set rollout.temperature: 1, or leave distillation.base_url out: the learners "
+            "then run the teacher."
         )
 
 
@@ -98,9 +85,7 @@ def _sources_fit(config: Keys) -> None:
     for number, source in enumerate(config.sources):
         where = f"sources[{number}] ({source.name})"
         if names.index(source.name) != number:
-            raise ValueError(
-                f"{where}: sources[{names.index(source.name)}] has the same name. Rename one of the two sources."
-            )
+            raise ValueError(f"{where}: sources[{names.index(source.name)}] has the same name. Rename one of them.")
         if not source.tasks and not source.eval.tasks:
             raise ValueError(f"{where} has no tasks: name tasks, or data files.")
         _one_kind(config.with_source(source), f"{where}: ")
@@ -110,69 +95,70 @@ def _sources_fit(config: Keys) -> None:
             if own > most:
                 raise ValueError(
                     f"{where}: rollout.{key} is {own:g}, which is above the run's rollout.{key} = {most:g}. Raise the "
-                    f"run's rollout.{key} to {own:g}, or lower the source's."
+                    "run's, or lower the source's."
                 )
 
 
 def _external_agents_fit(config: Keys) -> None:
     for name, own in config.by_source():
-        agent, where = own.agent, _named(name)
-        external = agent.external
-        is_given = bool(external.command), bool(external.entry)
-        if own.agent_name != "external_agent":
-            if any(is_given):
-                raise ValueError(
-                    f"{where}agent.external is set, but agent.name is {agent.name}, which doesn't use it. Set "
-                    "agent.name: external_agent, or leave agent.external out."
-                )
-            continue
-        if all(is_given) or not any(is_given):
+        where = _named(name)
+        if own.agent_name == EXTERNAL_AGENT:
+            _external_agent_fits(config, own.agent.external, where)
+        elif own.agent.external.command or own.agent.external.entry:
             raise ValueError(
-                f"{where}agent.name is external_agent, and agent.external has "
-                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give exactly "
-                "one of them (docs/agents.md)."
+                f"{where}agent.external is set, but agent.name is {own.agent.name}, which doesn't use it. Set "
+                "agent.name: external_agent, or leave agent.external out."
             )
-        if external.inside and external.entry:
-            raise ValueError(
-                f"{where}agent.external.inside is true, but agent.external.entry is set: only a command can run in a "
-                "sandbox, not a function. Give agent.external.command in place of entry, or leave inside out "
-                "(docs/agents.md)."
-            )
-        if external.models == "endpoint" and not external.endpoint.base_url:
-            raise ValueError(
-                f"{where}agent.external.models is endpoint, but agent.external.endpoint.base_url is empty. Set "
-                "base_url, or leave agent.external.models out (docs/agents.md)."
-            )
-        if external.endpoint.base_url and external.models != "endpoint":
-            raise ValueError(
-                f"{where}agent.external.endpoint.base_url is set, but agent.external.models is {external.models}, "
-                "which doesn't use it. Set agent.external.models: endpoint, or leave endpoint out (docs/agents.md)."
-            )
-        if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
-            raise ValueError(
-                f"{where}agent.external.structured is guide, but the run has a teacher: a teacher's log-probs are over "
-                "the whole vocabulary, the policy's only over tokens that fit the requested JSON or tool call. Use "
-                "free or refuse, or remove the teacher."
-            )
-        others = [section.type for section in config.sandbox.providers if section.type == "mcp"]
-        if external.inside and others:
-            raise ValueError(
-                f"{where}agent.external.inside is true, but the agent can't reach the policy from sandboxes of "
-                f"{', '.join(others)}. Use only local, e2b and daytona in sandbox.providers, or leave inside out "
-                "(docs/agents.md)."
-            )
-        if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
-            raise ValueError(
-                f"{where}sandbox.lease_ttl_s is {config.sandbox.lease_ttl_s:g}, but an agent inside a sandbox needs a "
-                f"lease of agent.external.timeout_s + 60 = {least_s:g} s. Raise sandbox.lease_ttl_s to {least_s:g}, or "
-                "lower agent.external.timeout_s."
-            )
-        if not config.learner.share_prefixes:
-            raise ValueError(
-                f"{where}agent.name is external_agent, whose trajectories may fork, and learner.share_prefixes is "
-                "false: tokens that branches share would be computed for each branch, and might not fit into a "
-                "micro-batch. Set learner.share_prefixes: true."
-            )
+
+
+def _external_agent_fits(config: Keys, external: ExternalSection, where: str) -> None:
+    if bool(external.command) == bool(external.entry):
+        raise ValueError(
+            f"{where}agent.name is external_agent, and agent.external has "
+            f"{'both a command and an entry' if external.entry else 'neither a command nor an entry'}: give exactly "
+            "one of them (docs/agents.md)."
+        )
+    if external.models == "endpoint" and not external.endpoint.base_url:
+        raise ValueError(
+            f"{where}agent.external.models is endpoint, but agent.external.endpoint.base_url is empty. Set base_url, "
+            "or leave agent.external.models out."
+        )
+    if external.endpoint.base_url and external.models != "endpoint":
+        raise ValueError(
+            f"{where}agent.external.endpoint.base_url is set, but agent.external.models is {external.models}, "
+            "which doesn't use it. Set agent.external.models: endpoint, or leave endpoint out."
+        )
+    if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
+        raise ValueError(
+            f"{where}agent.external.structured is guide, but the run has a teacher, whose log-probs are over the whole "
+            "vocabulary. Use free or refuse, or remove the teacher."
+        )
+    if external.inside:
+        _agent_fits_inside(config, external, where)
+    if not config.learner.share_prefixes:
+        raise ValueError(
+            f"{where}agent.name is external_agent, whose trajectories may fork, and learner.share_prefixes is false: "
+            "branches might not fit into a micro-batch. Set learner.share_prefixes: true."
+        )
+
+
+def _agent_fits_inside(config: Keys, external: ExternalSection, where: str) -> None:
+    shown = f"{where}agent.external.inside is true, but"
+    if external.entry:
+        raise ValueError(
+            f"{shown} agent.external.entry is set: only a command can run in a sandbox. Give "
+            "agent.external.command in place of entry, or leave inside out (docs/agents.md)."
+        )
+    if config.sandbox.provider.type == "mcp":
+        raise ValueError(
+            f"{shown} the agent can't reach the policy from sandboxes of mcp. Use only local, e2b and daytona in "
+            "sandbox.providers, or leave inside out (docs/agents.md)."
+        )
+    if config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
+        raise ValueError(
+            f"{where}sandbox.lease_ttl_s is {config.sandbox.lease_ttl_s:g}, but an agent inside a sandbox needs a "
+            f"lease of agent.external.timeout_s + 60 = {least_s:g} s. Raise the one, or lower the other."
+        )
 
 
 def _judges_fit(config: Keys) -> None:
@@ -183,8 +169,7 @@ def _judges_fit(config: Keys) -> None:
         if judge.max_concurrent < config.rollout.num_workers:
             raise ValueError(
                 f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, but must be at least "
-                f"rollout.num_workers = {config.rollout.num_workers}, because the rollout workers share it. Raise "
-                "max_concurrent, or lower rollout.num_workers."
+                f"rollout.num_workers = {config.rollout.num_workers}, which share it."
             )
     for name, own in config.by_source():
         _source_has_judges(own, _named(name), judges)
@@ -202,48 +187,35 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
     reward, weight = own.reward, own.reward.verdict_weight
     if not reward.judges and weight != 1.0:
         raise ValueError(
-            f"{where}reward.verdict_weight is {weight:g}, but reward.judges is empty: without a judge the weight has "
-            "no effect. Name a judge in reward.judges, or leave reward.verdict_weight out."
+            f"{where}reward.verdict_weight is {weight:g}, but reward.judges is empty: name a judge there, or leave "
+            "reward.verdict_weight out."
         )
     if not weight and not any(reward.judges.values()):
         raise ValueError(
-            f"{where}reward.verdict_weight and all weights in reward.judges are 0, so every reward would be 0. Give "
-            "one of them another weight."
+            f"{where}reward.verdict_weight and all weights in reward.judges are 0, so every reward would be 0. Raise "
+            "one of them."
         )
-    for name, weight in reward.judges.items():
+    for name in reward.judges:
         if name not in judges:
             raise ValueError(
-                f"{where}reward.judges names {name}, but `judges` has {', '.join(judges) or 'none'}. Name one of these "
-                "judges, or add this judge to `judges` (docs/judges.md)."
+                f"{where}reward.judges names {name}, but `judges` has {', '.join(judges) or 'none'}: add it there "
+                "(docs/judges.md)."
             )
-        if not math.isfinite(weight):
-            raise ValueError(f"{where}reward.judges.{name} is {weight}: a weight must be a finite number.")
         judge, deadline_s = judges[name], own.group_deadline_s
         if judge.reference and not own.uses_data:
             raise ValueError(
-                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show. Leave reference "
-                "out, or use this judge for rows of data."
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth. Leave reference out."
             )
         if judge.kind == "pairwise" and own.rollout.group_size < 2:
             raise ValueError(
                 f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, but "
-                "rollout.group_size is 1. Raise rollout.group_size, or use another kind of judge."
+                "rollout.group_size is 1. Raise it, or use another kind."
             )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
                 f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but must be below rollout.group_deadline_s "
-                f"= {deadline_s:g}, because a pairwise judge must answer before the group's deadline. Lower timeout_s, "
-                "or raise rollout.group_deadline_s."
+                f"= {deadline_s:g}: a pairwise judge answers before the group's deadline."
             )
-
-
-def _best_metric_exists(config: Keys) -> None:
-    metric, keep_best = config.checkpoint.best_metric, config.checkpoint.keep_best
-    if keep_best and metric.startswith("eval/") and config.eval.every_steps == 0:
-        raise ValueError(
-            f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: no step is evaluated, and "
-            f"checkpoint.keep_best = {keep_best} would keep no checkpoint. Set eval.every_steps, or use reward/mean."
-        )
 
 
 def _warmup_fits(config: Keys) -> None:
@@ -256,8 +228,7 @@ def _warmup_fits(config: Keys) -> None:
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"warmup: a demonstration may have {longest} tokens ({source}), but learner.max_tokens_per_microbatch is "
-            f"{budget}{over}, and a micro-batch must hold a whole demonstration. Raise "
-            "learner.max_tokens_per_microbatch, or set a lower warmup.max_tokens."
+            f"{budget}{over}. Raise learner.max_tokens_per_microbatch, or set a lower warmup.max_tokens."
         )
     if not warmup.files and not all_tasks(config):
         raise ValueError(
@@ -277,15 +248,13 @@ def _dapo_fits(config: Keys) -> None:
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
             "algorithm.dynamic_sampling.enabled is true, but distillation.reward_weight is 0: groups would be dropped "
-            "because of rewards that have no effect on the loss. Set algorithm.dynamic_sampling.enabled: "
-            "false, or raise distillation.reward_weight."
+            "because of rewards that have no effect. Leave dynamic_sampling out, or raise reward_weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
         raise ValueError(
             "algorithm.dynamic_sampling.enabled is true, which drops groups of equal rewards, but "
-            f"algorithm.adv_estimator {estimator} learns from these groups too. Set "
-            "algorithm.dynamic_sampling.enabled: false, or use grpo."
+            f"algorithm.adv_estimator {estimator} learns from these too. Leave dynamic_sampling out, or use grpo."
         )
 
 
@@ -306,20 +275,11 @@ def _groups_suffice(config: Keys) -> None:
 
 
 def _kl_in_reward_fits(config: Keys) -> None:
-    section, algorithm = config.algorithm.kl_in_reward, config.algorithm
-    if section.coef == 0:
-        return
-    if algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
+    coef, algorithm = config.algorithm.kl_in_reward.coef, config.algorithm
+    if coef and algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
         raise ValueError(
-            f"algorithm.kl_in_reward.coef is {section.coef:g}, but would have no effect: gdpo reads only the reward "
+            f"algorithm.kl_in_reward.coef is {coef:g}, but would have no effect: gdpo reads only the reward "
             "terms in algorithm.gdpo_reward_terms. Use algorithm.kl_loss_coef, or another estimator."
-        )
-    sequences = config.train.groups_per_step * config.rollout.group_size
-    if section.control == "adaptive" and sequences >= 5 * section.horizon:
-        raise ValueError(
-            f"algorithm.kl_in_reward.horizon is {section.horizon}, but must be above {sequences // 5}, a fifth of a "
-            f"step's {sequences} trajectories (train.groups_per_step x rollout.group_size): otherwise one step could "
-            "lower the coefficient to 0 or below. Raise the horizon."
         )
 
 
@@ -329,16 +289,15 @@ def _tasks_or_data(config: Keys) -> None:
             if given:
                 raise ValueError(
                     f"{key} ({', '.join(given)}) and sources are both set: {key} is a short form for a run with one "
-                    f"source. Move these tasks into a source, or remove {key}."
+                    "source. Move these tasks into a source."
                 )
         return
     _one_kind(config)
     _tools_have_players(config)
     if config.reward.custom and config.tasks and not config.uses_data:
         raise ValueError(
-            f"reward.custom is {config.reward.custom!r}, but the run is on tasks ({', '.join(config.tasks)}) that "
-            "score answers themselves, so the function would never be called. Name data files (.parquet), or leave "
-            "reward.custom out."
+            f"reward.custom is {config.reward.custom!r}, but the run's tasks ({', '.join(config.tasks)}) score answers "
+            "themselves. Name data files (.parquet), or leave reward.custom out."
         )
 
 
@@ -379,8 +338,7 @@ def _tools_have_players(config: Keys, where: str = "") -> None:
     if config.agent.tool_file and not config.uses_data and config.agent_name == "single_turn_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but single_turn_agent plays these tasks, and has "
-            "no tools. Set agent.name: tool_agent, or leave agent.tool_file empty. In a run with sources, each source "
-            "can have an agent of its own."
+            "no tools. Set agent.name: tool_agent (also for one source), or leave agent.tool_file empty."
         )
 
 
@@ -408,9 +366,9 @@ def _placement_fits(config: Keys) -> None:
         )
     if config.train.partial_rollouts and config.learner.router_replay:
         raise ValueError(
-            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: on "
-            "shared GPUs, servers process paused trajectories again with new weights, so learners would replay the "
-            "wrong experts. Turn one of the two off, or use placement split."
+            "train.partial_rollouts and learner.router_replay are both true, and cluster.placement is colocated: "
+            "servers compute paused trajectories again with new weights, so learners would replay the wrong experts. "
+            "Turn one of the two off, or use placement split."
         )
     if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
@@ -424,13 +382,13 @@ def _offload_helps(config: Keys) -> None:
     learner = config.learner
     if learner.offload_when_idle and config.cluster.placement == "split":
         raise ValueError(
-            "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, "
-            "so the freed memory would stay unused. Set learner.offload_when_idle: false, or use placement colocated."
+            "learner.offload_when_idle is true and cluster.placement is split: the freed memory would stay unused. Set "
+            "learner.offload_when_idle: false, or use placement colocated."
         )
     if learner.offload_when_idle and learner.cpu_offload:
         raise ValueError(
-            "learner.offload_when_idle and learner.cpu_offload are both true: cpu_offload always keeps all parameters "
-            "in host memory, so offload_when_idle would have no effect. Turn one of the two off."
+            "learner.offload_when_idle and learner.cpu_offload are both true: cpu_offload keeps all parameters in host "
+            "memory anyway. Turn one of the two off."
         )
 
 
@@ -439,8 +397,7 @@ def _minibatches_divide(config: Keys) -> None:
     if groups % minibatches:
         raise ValueError(
             f"train.num_minibatches is {minibatches}, which does not divide train.groups_per_step = {groups}: all "
-            "mini-batches must have the same number of whole groups. Set train.num_minibatches to a divisor of "
-            f"{groups}."
+            "mini-batches must have the same number of whole groups."
         )
 
 
@@ -449,13 +406,12 @@ def _sequence_fits_microbatch(config: Keys) -> None:
     parts = config.learner.sequence_parallel
     if isinstance(budget, int) and longest > budget * parts:
         more = config.distillation.num_privileged_tokens
-        privileged = f" + distillation.max_privileged_tokens {more}" if more else ""
+        privileged = f" + the verdict that the teacher reads {more}" if more else ""
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
             f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
-            f"learner.max_tokens_per_microbatch is {budget}{over}: the longest trajectory would not fit into a "
-            f"micro-batch. Raise learner.max_tokens_per_microbatch to at least {-(-longest // parts)}, or "
+            f"learner.max_tokens_per_microbatch is {budget}{over}. Raise it to at least {-(-longest // parts)}, or "
             "learner.sequence_parallel."
         )
 
@@ -466,8 +422,7 @@ def _rounding_is_corrected(config: Keys) -> None:
         key = "quantization" if server.quantization != "none" else "kv_cache_dtype"
         raise ValueError(
             f"server.{key} is {getattr(server, key)}, but algorithm.rollout_correction.level is {level}: the servers "
-            "would sample from a rounded policy without a correction. Set algorithm.rollout_correction.level: token; "
-            "the metrics rollout_probs_diff/* show the difference."
+            "sample from a rounded policy. Set algorithm.rollout_correction.level: token."
         )
 
 
@@ -485,8 +440,8 @@ def _repeats(config: Keys) -> None:
         )
     if config.learner.compile is True:
         raise ValueError(
-            "run.deterministic and learner.compile are both true: the sums of compiled kernels depend on the size of "
-            "the first micro-batch that a process computes. Leave learner.compile out."
+            "run.deterministic and learner.compile are both true: sums of compiled kernels depend on a process's first "
+            "micro-batch. Leave learner.compile out."
         )
     args = config.server.engine_args
     backend = str(args.get("attention_backend") or INVARIANT_BACKENDS[0]).upper()
@@ -500,38 +455,3 @@ def _repeats(config: Keys) -> None:
             "run.deterministic is true and server.engine_args.speculative_config is set: the batches would depend on "
             "the number of accepted draft tokens. Leave speculative_config out."
         )
-
-
-CAPABILITIES: Mapping[str, tuple[int, int]] = {
-    "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0),
-    "gb200": (10, 0), "rtx5090": (12, 0),
-}  # fmt: skip
-"""CUDA's compute capability by kind of GPU, as `rayapp plan --gpu` names it."""
-_FP8, _AMPERE = (8, 9), (8, 0)
-
-
-def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
-    """Return an error text for each setting that vLLM 0.30 can't compute on GPUs of this compute capability."""
-    server, shown = config.server, ".".join(map(str, capability))
-    problems = []
-    if server.kv_cache_dtype == "fp8" and capability < _FP8:
-        problems.append(
-            f"server.kv_cache_dtype is fp8, which needs compute capability 8.9 in vLLM, but this GPU has {shown}: use "
-            "auto"
-        )
-    if server.quantization == "fp8_per_channel" and capability < _FP8:
-        problems.append(
-            "server.quantization is fp8_per_channel, whose kernels need compute capability 8.9, but this GPU has "
-            f"{shown}: use fp8_per_tensor, which is slower there, or none"
-        )
-    if config.run.deterministic and capability < _AMPERE:
-        problems.append(
-            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels, but this GPU has "
-            f"{shown}: leave run.deterministic out"
-        )
-    if config.run.deterministic and server.quantization != "none" and capability < _FP8:
-        problems.append(
-            "run.deterministic together with server.quantization needs compute capability 8.9, because results of "
-            f"Marlin's kernels depend on the batch, but this GPU has {shown}: use only one of the two keys"
-        )
-    return problems

@@ -173,18 +173,10 @@ class KlInRewardSection(FrozenModel):
     """A KL to the frozen reference that is subtracted from the reward of every token, as in RLHF."""
 
     coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """Coefficient of the KL: reward that a token loses per nat; with `control: adaptive`, the coefficient of the first
-    step. 0: no KL in the reward."""
+    """Coefficient of the KL: reward that a token loses per nat. 0: no KL in the reward."""
     type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
     """Estimator of a token's KL, by verl's names: k1, k2 and k3 as in Schulman's note; abs is the absolute value of
     k1."""
-    control: Literal["fixed", "adaptive"] = "fixed"
-    """Control of the coefficient. adaptive: after each step the coefficient changes so that the KL comes closer to
-    `target_kl`."""
-    target_kl: float = Field(0.1, gt=0.0, allow_inf_nan=False)
-    """Target of the mean KL per token, for `control: adaptive`."""
-    horizon: int = Field(10000, ge=1)
-    """Number of trajectories over which the coefficient changes by at most a fifth, for `control: adaptive`."""
 
 
 class DynamicSamplingSection(FrozenModel):

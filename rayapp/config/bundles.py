@@ -1,8 +1,9 @@
-"""The GPUs that a run requests: bundles of processes that share GPUs, and the model servers among them."""
+"""The GPUs that a run requests: bundles of processes that share GPUs, the model servers among them, and what kinds of
+GPUs can't compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rayapp.config.keys import Keys
@@ -74,3 +75,38 @@ def asked_servers(config: Keys, *, by_workers: bool = True, by_learners: bool = 
     urls += [config.distillation.base_url] if by_learners else []
     names = {server_named(url) for url in urls}
     return [server for server in config.model_servers if server.name in names]
+
+
+CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0),
+    "gb200": (10, 0), "rtx5090": (12, 0),
+}  # fmt: skip
+"""CUDA's compute capability by kind of GPU, as `rayapp plan --gpu` names it."""
+_FP8, _AMPERE = (8, 9), (8, 0)
+
+
+def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
+    """Return an error text for each setting that vLLM 0.30 can't compute on GPUs of this compute capability."""
+    server, shown = config.server, ".".join(map(str, capability))
+    problems = []
+    if server.kv_cache_dtype == "fp8" and capability < _FP8:
+        problems.append(
+            f"server.kv_cache_dtype is fp8, which needs compute capability 8.9 in vLLM, but this GPU has {shown}: use "
+            "auto"
+        )
+    if server.quantization == "fp8_per_channel" and capability < _FP8:
+        problems.append(
+            "server.quantization is fp8_per_channel, whose kernels need compute capability 8.9, but this GPU has "
+            f"{shown}: use fp8_per_tensor, which is slower there, or none"
+        )
+    if config.run.deterministic and capability < _AMPERE:
+        problems.append(
+            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels, but this GPU has "
+            f"{shown}: leave run.deterministic out"
+        )
+    if config.run.deterministic and server.quantization != "none" and capability < _FP8:
+        problems.append(
+            "run.deterministic together with server.quantization needs compute capability 8.9, because results of "
+            f"Marlin's kernels depend on the batch, but this GPU has {shown}: use only one of the two keys"
+        )
+    return problems

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from rayapp.config.agent import AgentSection
 from rayapp.config.agreement import check_agreement
 from rayapp.config.keys import Keys
-from rayapp.config.other_models import ModelServerSection
+from rayapp.config.other_models import MODEL_SERVER_SHARE, ModelServerSection
 from rayapp.core.http import server_named
 from rayapp.core.machine import EMULATED_BFLOAT16_SLOWDOWN, has_bfloat16, processor_name
 
@@ -90,7 +90,8 @@ def frozen_models(config: Config) -> dict[str, Config]:
 
 def alone(config: Config, server: ModelServerSection) -> Config:
     """Return the config with a model server's model as the policy, for the policy's checks and plan."""
-    own: dict[str, Any] = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
+    share = float(server.options.get("gpu-memory-utilization", MODEL_SERVER_SHARE))
+    own: dict[str, Any] = {"tensor_parallel_size": server.tensor_parallel_size, "gpu_memory_utilization": share}
     own |= {"quantization": "none", "kv_cache_dtype": "auto"}  # of the policy's servers
     model = {"path": server.path, "max_position_embeddings": None}
     return with_values(config, model=model, server=own, learner={"expert_parallel_size": 1})

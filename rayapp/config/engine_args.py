@@ -14,7 +14,6 @@ from rayapp.core.names import did_you_mean
 
 # Argument of vLLM -> key of rayapp that sets it.
 HAS_KEY: Mapping[str, str] = {
-    "block_size": "server.kv_block_tokens",
     "data_parallel_size": "server.num_servers, which are placed, weighed and replaced one by one",
     "dtype": "server.dtype",
     "enable_lora": "learner.lora.rank",

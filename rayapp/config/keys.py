@@ -22,6 +22,7 @@ from rayapp.config.agent import (
     is_data_file,
 )
 from rayapp.config.algorithm import (
+    ADV_ESTIMATORS,
     NEEDS_GROUP,
     NEEDS_LOG_PROBS,
     NEEDS_NO_GROUP,
@@ -136,6 +137,19 @@ class Keys(FrozenModel):
         others = (*NEEDS_NO_GROUP, *NEEDS_GROUP)
         uses_rewards = self.distillation.reward_weight > 0
         return self.rollout.group_size == 1 and uses_rewards and self.algorithm.adv_estimator not in others
+
+    @property
+    def pulls_at_zero_advantage(self) -> bool:
+        """True if a trajectory without an advantage may have a gradient."""
+        return self.algorithm.pulls_at_zero_advantage or bool(self.distillation.teacher)
+
+    @property
+    def skips_equal_rewards(self) -> bool:
+        """True if a group whose rewards are all equal has no gradient."""
+        algorithm, looks_beyond = self.algorithm, ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
+        if algorithm.adv_estimator in looks_beyond or algorithm.adv_estimator not in ADV_ESTIMATORS:
+            return False
+        return not (self.lacks_baseline or algorithm.scores_before_advantages or self.pulls_at_zero_advantage)
 
     @property
     def scores_old_log_probs(self) -> bool:

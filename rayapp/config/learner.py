@@ -103,8 +103,6 @@ class LearnerSection(FrozenModel):
     """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the number of learners, half
     if servers compute at the same time (train.max_staleness above 0); at most 4, or one per 32 MiB of weights if that
     is more."""
-    step_timeout_s: float = Field(1800.0, gt=0)
-    """Time limit of one training step. Learners that exceed it are replaced."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2). Slower; for models that don't fit on the
     GPU."""

@@ -17,6 +17,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, first_line
 from rayapp.core.names import Kind, did_you_mean, is_plugin
@@ -123,7 +124,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(f"{where}: {first_line(error)}{escape}") from error
     except ValidationError as error:
         raise ConfigError(f"{where}:{_indented(explain(error, Config, ALIASES))}") from error
-    _check_names(config)
+    _check_names(config.algorithm)
     return config
 
 
@@ -223,13 +224,11 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"overrides {' '.join(overrides)}: a value is not YAML: {error}") from error
 
 
-def _check_names(config: Config) -> None:
+def _check_names(section: AlgorithmSection) -> None:
     """Check names of registries, which the schema doesn't import."""
-    from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
-
     checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (
-        ("algorithm.adv_estimator", "estimators", config.algorithm.adv_estimator, ADV_ESTIMATORS),
-        ("algorithm.policy_loss", "losses", config.algorithm.policy_loss, tuple(POLICY_LOSSES)),
+        ("algorithm.adv_estimator", "estimators", section.adv_estimator, ADV_ESTIMATORS),
+        ("algorithm.policy_loss", "losses", section.policy_loss, tuple(POLICY_LOSSES)),
     )
     for key, kind, name, known in checked:
         if name not in known and not is_plugin(kind, name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -12,6 +12,10 @@ from rayapp.config.base import FrozenModel
 from rayapp.core.http import Endpoint, server_named
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+MODEL_SERVER_SHARE = 0.9  # share of each GPU's memory that a model server takes, unless its `options` have another one
+TEACHER_TIMEOUT_S = 300.0  # deadline of one trajectory's request to a teacher's server
+# Longest verdict that only the teacher reads, in tokens: a status, a reward and one failed test.
+MAX_VERDICT_TOKENS = 256
 
 
 class ModelServerSection(FrozenModel):
@@ -23,10 +27,9 @@ class ModelServerSection(FrozenModel):
     """Hugging Face model: a local folder, an s3:// folder, or a hub id."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs of one node that the model is split over."""
-    gpu_memory_utilization: float = Field(0.9, gt=0.0, lt=1.0)
-    """Share of each GPU's memory that vLLM takes."""
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further options of `vllm serve`, e.g. {max-model-len: 8192}, or {runner: pooling} for a reward model."""
+    """Further options of `vllm serve`, e.g. {max-model-len: 8192,
+    gpu-memory-utilization: 0.5}, or {runner: pooling} for a reward model."""
 
     @field_validator("options", mode="after")
     @classmethod
@@ -35,14 +38,14 @@ class ModelServerSection(FrozenModel):
             if name.strip("-").replace("_", "-") in _OURS:
                 raise ValueError(
                     f"options: {name!r} can't be set here, because the run sets it. Leave it out. For the model's GPUs "
-                    "use tensor_parallel_size and gpu_memory_utilization"
+                    "use tensor_parallel_size"
                 )
         return options
 
 
 _OURS = (
     *("host", "port", "uds", "api-key", "middleware", "model", "served-model-name"),
-    *("tensor-parallel-size", "gpu-memory-utilization"),
+    "tensor-parallel-size",
 )
 
 
@@ -97,13 +100,10 @@ class DistillationSection(ClientSection):
     model_servers. Needs kl_over: sampled."""
     api_key_env: str = ""
     """Environment variable of the learners that holds the server's key. Empty: no key."""
-    timeout_s: float = Field(300.0, gt=0.0)
-    """Deadline of one trajectory's request to the server."""
     privileged: Literal["none", "verdict"] = "none"
     """Text that only the teacher reads, before the prompt. verdict: status, reward, and the exception or the first
-    failed test of the answer. Needs kl_over: sampled, as token positions differ from the policy's."""
-    max_privileged_tokens: int = Field(256, ge=64)
-    """Maximum number of tokens of the text that only the teacher reads; a longer verdict is cut."""
+    failed test of the answer, cut at 256 tokens. Needs kl_over: sampled, as token positions differ from the
+    policy's."""
     kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which keeps the policy to text that the teacher finds
     likely. forward: KL(teacher || policy), which makes it cover every text of the teacher."""
@@ -132,7 +132,7 @@ class DistillationSection(ClientSection):
 
     @property
     def num_privileged_tokens(self) -> int:
-        return self.max_privileged_tokens if self.privileged != "none" else 0
+        return MAX_VERDICT_TOKENS if self.privileged != "none" else 0
 
     @property
     def endpoint(self) -> Endpoint:
@@ -142,7 +142,7 @@ class DistillationSection(ClientSection):
             base_url=self.base_url,
             api_key_env=self.api_key_env,
             key=self.key,
-            timeout_s=self.timeout_s,
+            timeout_s=TEACHER_TIMEOUT_S,
             max_retries=20,
             max_concurrent=256,
         )
@@ -185,24 +185,20 @@ class DistillationSection(ClientSection):
         return self
 
 
-class Criterion(FrozenModel):
-    """A criterion of a judge's rubric."""
-
-    name: str = Field(pattern=NAME)
-    text: str = Field(min_length=1)
-    """Criterion that a response must meet for the highest score."""
-    weight: float = Field(1.0, gt=0.0, allow_inf_nan=False)
-    """Weight relative to the other criteria."""
+CriterionName = Annotated[str, Field(pattern=NAME)]
+CriterionText = Annotated[str, Field(min_length=1)]
 
 
 class JudgeSection(ClientSection):
-    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
+    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify. Its answers are
+    kept in judgements/ of the run folder, so that the same request is not sent to the same model again."""
 
     name: str = Field(pattern=NAME)
     """Unique name, used in reward.judges, metrics and reward terms."""
     kind: Literal["rubric", "pairwise", "reward_model"] = "rubric"
-    """rubric: the judge scores each criterion. pairwise: it compares the responses of a group in pairs; the score is
-    the share of comparisons won. reward_model: the score of a sequence classification model."""
+    """rubric: the judge scores each criterion. pairwise: it compares each response with four others of the group; the
+    score is the share of comparisons won. reward_model: the score of a sequence classification model with one
+    class."""
     base_url: str
     """Base URL for OpenAI clients, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000/v1. run://NAME: one of
     model_servers."""
@@ -210,19 +206,11 @@ class JudgeSection(ClientSection):
     """The model's name at base_url; with run://NAME, the same NAME."""
     api_key_env: str = ""
     """Environment variable of the rollout workers that holds the key; a config never holds keys. Empty: no key."""
-    rubric: tuple[Criterion, ...] = ()
-    """Criteria of rubric and pairwise judges: each has a name, a text that describes the best response, and a weight
-    (default 1)."""
-    max_score: int = Field(10, ge=1, le=100)
-    """Highest score of a criterion, for kind rubric; the lowest is 0. The reward is the weighted mean of the scores
-    divided by max_score."""
+    rubric: dict[CriterionName, CriterionText] = Field(default_factory=dict)
+    """Criteria of rubric and pairwise judges: name -> text that describes the best response. The score of a rubric
+    judge is the mean over its criteria."""
     reference: bool = False
     """Show the judge the data row's ground_truth. Not for tasks, which have none."""
-    num_opponents: int = Field(4, ge=2, multiple_of=2)
-    """Number of other responses of the group with which each response is compared, in both orders, for kind
-    pairwise."""
-    class_index: int | None = Field(None, ge=0)
-    """Index of the class whose number is the reward, for kind reward_model, if the model has several classes."""
     response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
     """Way in which the request asks for a JSON answer; the answer is always checked. Use json_object, or none (words in
     the prompt only), for servers that refuse json_schema."""
@@ -241,8 +229,6 @@ class JudgeSection(ClientSection):
     that the server may answer with status 429."""
     max_concurrent: int = Field(32, ge=1)
     """Maximum number of requests in flight at once, over the whole run."""
-    cache: bool = True
-    """Keep answers in judgements/ of the run folder, so that the same request is not sent to the same model again."""
     input_price: float = Field(0.0, ge=0.0)
     """Price in dollars per million tokens that the judge reads."""
     output_price: float = Field(0.0, ge=0.0)
@@ -266,14 +252,11 @@ class JudgeSection(ClientSection):
     @model_validator(mode="after")
     def _rubric_where_asked(self) -> Self:
         if self.kind != "reward_model" and not self.rubric:
-            raise ValueError(f"kind {self.kind} needs a rubric, e.g. [{{name: correct, text: It is right.}}]")
+            raise ValueError(f"kind {self.kind} needs a rubric, e.g. {{correct: It is right.}}")
         if self.kind == "reward_model" and (self.rubric or self.reference):
             raise ValueError("kind reward_model uses neither `rubric` nor `reference`: leave both out")
-        names = [each.name for each in self.rubric]
-        if "agrees" in names:
+        if "agrees" in self.rubric:
             raise ValueError(
                 "rubric: a criterion can't have the name 'agrees', which is the name of a metric. Rename it."
             )
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"rubric: two criteria have the name {twice[0]!r}. Rename one of them.")
         return self

@@ -143,10 +143,6 @@ class TrainSection(FrozenModel):
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps to profile with torch's profiler, e.g. [3, 50]: traces of learner 0 and server 0 in
     profiles/ of the run folder. A profiled step is slower."""
-    straggler_window: int | None = Field(None, ge=0)
-    """Groups that may be trained ahead of an older one that is still being generated and within max_staleness. null:
-    groups_per_step, with partial_rollouts max_staleness x groups_per_step. 0: strictly in order, as synchronous runs
-    always are."""
 
     @property
     def takes_turns(self) -> bool:
@@ -189,9 +185,8 @@ class WarmupSection(FrozenModel):
     rows_per_step: int = Field(4, ge=1)
     """Demonstrations per optimizer step. Each epoch takes all demonstrations in a new order, drawn from run.seed."""
     max_tokens: int = Field(0, ge=0)
-    """Longest row in tokens; longer rows are refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
-    filter_overlong: bool = False
-    """Drop rows longer than max_tokens, and report how many, instead of refusing them."""
+    """Longest row in tokens; longer rows are refused, or dropped with data.filter_overlong_prompts. 0:
+    rollout.max_prompt_tokens + rollout.max_completion_tokens."""
     lr: float = Field(2e-5, gt=0)
     """Learning rate of the supervised steps. GRPO starts with a fresh optimizer."""
 
@@ -212,9 +207,6 @@ class ServerSection(FrozenModel):
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
     """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
     start. Unused on GPU."""
-    kv_block_tokens: Literal[0, 16, 32, 64, 128] = 0
-    """Tokens per KV cache block. A group shares only whole blocks of its prompt; the rest is computed for each
-    trajectory. 0: vLLM's default, which on CPU is 128, longer than many prompts."""
     max_num_seqs: int = Field(64, ge=1)
     """Maximum number of sequences that a server decodes at once; further sequences wait."""
     max_num_batched_tokens: int = Field(0, ge=0)
@@ -228,11 +220,8 @@ class ServerSection(FrozenModel):
     learners compute at the same time (train.max_staleness above 0); at most 4, or one per 32 MiB of weights if that is
     more."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Time limit for a server to load the model and be ready."""
-    request_timeout_s: float | None = Field(None, gt=0)
-    """Time limit of one completion, including its wait at the server. null: the limit of the group."""
-    sync_timeout_s: float = Field(120.0, gt=0)
-    """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
+    """Time limit for a server to load the model and be ready. Ray has a fifth of it to place each process of the run,
+    and so has each phase of a weight sync (forming the group, exporting, loading); a server that misses one is
     replaced."""
     weight_transport: Literal["auto", "object_store", "nccl", "ipc"] = "auto"
     """Transport of weights to the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they
@@ -250,6 +239,16 @@ class ServerSection(FrozenModel):
     """Further arguments of the installed vLLM's AsyncEngineArgs by their own names, e.g. {attention_backend:
     FLASH_ATTN}. Arguments that have a key of rayapp, or contradict what the run relies on, are refused with the reason
     (docs/scale.md#arguments-of-vllm)."""
+
+    @property
+    def place_timeout_s(self) -> float:
+        """Time limit for Ray to place each process of the run."""
+        return self.start_timeout_s / 5
+
+    @property
+    def sync_timeout_s(self) -> float:
+        """Time limit of each phase of a weight sync."""
+        return self.start_timeout_s / 5
 
     @property
     def is_rounded(self) -> bool:
@@ -294,22 +293,19 @@ class CheckpointSection(FrozenModel):
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Number of further checkpoints to keep: those with the highest `best_metric` at their step."""
-    best_metric: str = "reward/mean"
-    """Metric that keep_best compares, e.g. eval/reward/mean; higher is better. Steps without this metric have no score.
-    If keep_best is not 0 and the metric doesn't exist, the run ends after the first step."""
+    """Number of further checkpoints to keep: those with the highest eval/reward/mean at their step, or reward/mean if
+    eval.every_steps is 0."""
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
     """Parts of a checkpoint. model, optimizer: a resume needs both. hf_model: also a Hugging Face folder of the
     weights."""
     final_dtype: Dtype = "bfloat16"
     """Number format of the weights in final/, which the last evaluation measures too. Checkpoints, and the model that a
     warm-up hands over to GRPO, are always float32, as the learner holds them."""
-    asynchronous: bool = True
-    """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
 
 class BudgetSection(FrozenModel):
-    """Prices of a run, and its maximum cost (docs/operate.md#budget). Without prices nothing is counted."""
+    """Prices of a run, and its maximum cost (docs/operate.md#budget), all in the unit of judges' prices. Without prices
+    nothing is counted."""
 
     gpu_hour: float = Field(0.0, ge=0)
     """Price of one GPU of the run for an hour."""
@@ -317,19 +313,14 @@ class BudgetSection(FrozenModel):
     """Price of one node of the Ray cluster for an hour, in addition to its GPUs. Every node that is alive counts."""
     sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
     """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
-    teacher_million_tokens: float = Field(0.0, ge=0)
-    """Price of a million tokens that the teacher behind distillation.base_url reads: all tokens of the step's
-    trajectories."""
     cap: float = Field(0.0, ge=0)
     """Maximum cost of the run, with judges; a resumed run continues to count. At 80% the run warns; at the cap it saves
     and ends with exit code 3. 0: no limit."""
-    currency: str = "USD"
-    """Name of the unit of all prices, for messages. Judges' prices (judges[].input_price) are in the same unit."""
 
     @property
     def has_prices(self) -> bool:
         by_time = self.gpu_hour or self.node_hour or any(self.sandbox_second.values())
-        return bool(by_time or self.teacher_million_tokens or self.cap)
+        return bool(by_time or self.cap)
 
 
 class EvalSection(FrozenModel):
@@ -377,11 +368,6 @@ class ClusterSection(FrozenModel):
     groups in flight."""
     dashboard: bool = True
     """Start Ray's dashboard if the run starts Ray. The dashboard takes some memory and CPU time."""
-    log_to_driver: bool = False
-    """Also print the output of all processes in the driver's terminal. The output is always in Ray's logs and the
-    dashboard."""
-    start_timeout_s: float = Field(120.0, gt=0)
-    """Time limit for Ray to place each process of the run."""
 
 
 class RecoverySection(FrozenModel):
@@ -390,18 +376,22 @@ class RecoverySection(FrozenModel):
     max_restarts: int = Field(3, ge=0)
     """Maximum number of restarts of each process (all learners count as one); one more failure ends the run. 0: never
     restart."""
-    ping_every_s: float = Field(2.0, gt=0)
-    """Seconds between health checks of each process."""
     ping_timeout_s: float = Field(60.0, gt=0)
     """Time without an answer after which a process counts as hanging and is replaced. Keep it far above the pauses of a
     healthy process on a busy machine. While a process starts, server.start_timeout_s applies instead."""
     stall_replace_s: float = Field(180.0, gt=0)
     """Time after which a server that has requests but samples no token is replaced. Keep it below
-    server.request_timeout_s, after which requests fail. Requests of groups that start together wait for each other for
+    rollout.group_deadline_s, after which requests fail. Requests of groups that start together wait for each other for
     at most half of it."""
     stall_stop_s: float = Field(3600.0, gt=0)
     """Time without a finished group or phase of a step after which the run writes the stacks of all processes, saves
-    all complete work, and stops. Keep it longer than the slowest healthy step."""
+    all complete work, and stops. Learners that take half of it for one step are replaced. Keep it longer than twice the
+    slowest healthy step."""
+
+    @property
+    def step_timeout_s(self) -> float:
+        """Time limit of one training step. Learners that exceed it are replaced."""
+        return self.stall_stop_s / 2
 
 
 class TrackingSection(FrozenModel):
@@ -415,8 +405,6 @@ class TrackingSection(FrozenModel):
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
     """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker: turns, generations, tool
     calls and sandbox runs with their texts. Writing one takes about 15 ms, in parallel with training."""
-    trajectories: bool = True
-    """Write each step's trajectories to trajectories/step=NNNNNN.parquet of the run folder (docs/run-folder.md)."""
     log_format: Literal["text", "json"] = "text"
     """Format of logs. json: every process logs one object per line, with the ids of run, step, group, actor and
     task."""

@@ -68,9 +68,8 @@ class Costs:
             self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
 
     def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add the cost of the step's judges and of a served teacher; return `cost/*` metrics."""
+        """Add the cost of the step's judges; return `cost/*` metrics."""
         self._add("judges", metrics.get("judged/dollars", 0.0))
-        self._add("teacher", metrics.get("tokens/total", 0.0) / 1e6 * self.prices.teacher_million_tokens)
         return self.metrics()
 
     def _add(self, item: str, cost: float) -> None:
@@ -90,7 +89,7 @@ class Costs:
         if self.prices.cap and self.total >= self.prices.cap:
             items = ", ".join(f"{item} {cost:.2f}" for item, cost in sorted(self.spent.items()))
             raise BudgetSpentError(
-                f"the run has cost {self.total:.2f} {self.prices.currency} ({items}), which reaches budget.cap = "
+                f"the run has cost {self.total:.2f} ({items}), which reaches budget.cap = "
                 f"{self.prices.cap:g}. To continue, raise budget.cap and run the same command."
             )
 
@@ -175,6 +174,6 @@ async def _tick(
         if prices.cap and not has_warned and costs.total >= WARNS_AT * prices.cap:
             has_warned = True
             note(
-                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap); when the cost "
+                f"the run has cost {costs.total:.2f} of {prices.cap:g} (budget.cap); when the cost "
                 "reaches the cap, the run saves and ends"
             )

@@ -259,7 +259,7 @@ async def _reserve(
     started.placement = await Placement.reserve(
         config,
         on_gpu=on_gpu,
-        timeout_s=config.cluster.start_timeout_s,
+        timeout_s=config.server.place_timeout_s,
         with_servers=with_servers,
         with_learners=with_learners,
     )
@@ -278,7 +278,7 @@ async def _start(
     on_lease: Callable[[PoolMetrics], None],
     images: Sequence[PromptImages],
 ) -> Cluster:
-    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    timeout_s = config.server.place_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
     config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
     on_lease(pool.stats)
@@ -380,7 +380,7 @@ async def open_learners(
     config: Config, *, report: Report = lambda text: None, on_lease: Callable[[], None] = lambda: None
 ) -> AsyncIterator[LearnerGroup]:
     """Start only the learners of a run, for supervised steps. `on_lease` is called before they load a model."""
-    timeout_s = config.cluster.start_timeout_s
+    timeout_s = config.server.place_timeout_s + config.server.start_timeout_s
     async with _session(config, report) as (_, started):
         config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)
         on_lease()

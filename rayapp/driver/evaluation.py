@@ -82,7 +82,8 @@ def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ..
     # Prompts that start together are of one source: sources differ in their number of samples.
     first = 0
     for source, number in zip(sources_of(config), num_prompts, strict=True):
-        for wave in evaluation_waves(source.config, number):
+        own = source.config
+        for wave in evaluation_waves(number, own.rollout, own.train.groups_per_step, own.eval.samples_per_task):
             yield tuple(first + index for index in wave)
         first += number
 

@@ -96,7 +96,7 @@ async def feeding(run: Training) -> AsyncIterator[None]:
 
 async def feed(run: Training) -> None:
     """Start groups as the store admits them. Each runs in a task of its own, which puts it into the store."""
-    at_once = max_groups_at_once(run.cluster.config)
+    at_once = max_groups_at_once(run.cluster.config.rollout)
     # Only this task acquires slots. So it can hold some slots and wait for the rest, until all groups that start
     # together have one.
     slots = asyncio.Semaphore(at_once)

@@ -30,7 +30,7 @@ from rayapp.driver.budget import within_budget
 from rayapp.driver.cluster import Cluster, one_connection, open_cluster
 from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
-from rayapp.driver.run import Store, Training, open_run, profiling_server, write_profiles
+from rayapp.driver.run import Store, Training, open_run, profiling_server, score_of, write_profiles
 from rayapp.driver.saving import is_due, saving, saving_when_stopped, saying_what_is_saved
 from rayapp.driver.serving import serve_command
 from rayapp.driver.sft import warm_up
@@ -81,13 +81,12 @@ async def _train_step(
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
-        if run.cluster.config.tracking.trajectories:
-            await run.folder.write_trajectories(step, fetched, await run.cluster.learners.log_probs_before(step))
+        await run.folder.write_trajectories(step, fetched, await run.cluster.learners.log_probs_before(step))
         run.tracker.trace(step, fetched)
         del fetched
         await asyncio.to_thread(trim_heap)
     metrics = summarize_step(summaries, version=sampled_by) | learned | run.sampling.step_metrics()
-    score = run.best.score(metrics | evaluated)
+    score = score_of(run.cluster.config, metrics | evaluated)
     with phases("checkpoint"):
         saved = await save_if_due(run, step, score)
     metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
@@ -177,7 +176,8 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
                 config, warmup_cost = warm_up(config)
             images = images_of_prompts(config)
             all_images = each_once((*images, *images_of_prompts(config, held_out=True)))
-            config = with_pinned_images(config, all_images, folder.path / "images.json")
+            pinned = with_pinned_images(config.sandbox, all_images, folder.path / "images.json")
+            config = config.model_copy(update={"sandbox": pinned})
             run_until_done(_run(config, folder, warmup_cost, on_step, images))
 
 

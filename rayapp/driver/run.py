@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from rayapp.config.config import Config
+from rayapp.config.sections import TrainSection
 from rayapp.core.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    ConfigError,
     LearnersLostError,
     RayappError,
     StorageFullError,
@@ -29,49 +28,12 @@ from rayapp.runs.layout import PROFILES
 from rayapp.runs.profiles import Profile, write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
-TASK, EVAL = "task/", "eval/"
 
-
-class BestMetric:
-    """Reads `checkpoint.best_metric` from a step's metrics, and checks that steps have it."""
-
-    def __init__(self, config: Config) -> None:
-        self._name = config.checkpoint.best_metric
-        self._is_checked = config.checkpoint.keep_best == 0
-
-    def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the step's best_metric; None if it is missing or not finite."""
-        value = metrics.get(self._name)
-        if not self._is_checked and _tells(self._name, metrics):
-            self._is_checked = True
-            if value is None:
-                self._check(metrics)
-        return value if value is not None and math.isfinite(value) else None
-
-    def _check(self, metrics: Mapping[str, float]) -> None:
-        # A metric of a task without groups in this step may exist in other steps.
-        per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
-        if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
-            return
-        near = difflib.get_close_matches(self._name, sorted(metrics), n=3, cutoff=0.5)
-        meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
-        raise ConfigError(
-            f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
-            f"would keep no checkpoint.{meant}"
-        )
-
-
-def _tells(name: str, metrics: Mapping[str, float]) -> bool:
-    # True if a step with these metrics would also have `name`: one without an evaluation lacks metrics of evaluations,
-    # and one that computed nothing many of the learner
-    if name.startswith(EVAL):
-        return any(other.startswith(EVAL) for other in metrics)
-    return metrics.get("learner/share_computed", 0.0) > 0
-
-
-def _in_any_task(name: str) -> str:
-    """Shorten `task/NAME/reward/mean` to `reward/mean`; a task's name may be a path with slashes."""
-    return name[name.rfind("/reward/") + 1 :] if "/reward/" in name else name
+def score_of(config: Config, metrics: Mapping[str, float]) -> float | None:
+    """Return the score by which `checkpoint.keep_best` ranks the checkpoint of the step with these metrics; None if the
+    step has no finite one, e.g. no evaluation."""
+    value = metrics.get("eval/reward/mean" if config.eval.every_steps else "reward/mean")
+    return value if value is not None and math.isfinite(value) else None
 
 
 Store = TrajectoryStore[object]
@@ -87,7 +49,6 @@ class Training:
     sampling: DynamicSampling
     failures: FailureBudget
     watchdog: Watchdog
-    best: BestMetric
     profiles: list[Profile] = field(default_factory=list)  # of the present step, if it is in `train.profile_steps`
 
 
@@ -102,11 +63,10 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         folder=folder,
         tracker=tracker,
         store=_open_store(cluster, version, next_group_id, kept, sampling),
-        saver=CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous),
+        saver=CheckpointSaver(cluster.learners, folder),
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
-        best=BestMetric(config),
     )
 
 
@@ -121,17 +81,17 @@ def _open_store(
         version=version,
         num_groups=(train.num_steps - version) * train.groups_per_step,
         next_group_id=next_group_id,
-        straggler_window=straggler_window(cluster.config),
+        straggler_window=straggler_window(train),
         waiting=cluster.put_groups(kept.waiting),
         done_ahead=kept.done_ahead,
         refuses=sampling.refuses,
     )
 
 
-def straggler_window(config: Config) -> int:
-    train = config.train
-    steps = train.max_staleness if train.partial_rollouts else 1
-    return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
+def straggler_window(train: TrainSection) -> int:
+    """Return how many groups may be trained ahead of an older group that is still being generated: those of a step, or
+    with partial rollouts as many as staleness allows. Synchronous runs are in order anyway."""
+    return (train.max_staleness if train.partial_rollouts else 1) * train.groups_per_step
 
 
 async def restore(

@@ -52,8 +52,8 @@ class Versioned(Protocol):
 class CheckpointSaver:
     """Begins, checks and commits checkpoints. Close it with `saving`."""
 
-    def __init__(self, learners: SavingLearners, folder: RunFolder, *, asynchronous: bool) -> None:
-        self._learners, self._folder, self._asynchronous = learners, folder, asynchronous
+    def __init__(self, learners: SavingLearners, folder: RunFolder) -> None:
+        self._learners, self._folder = learners, folder
         self._writing: asyncio.Task[None] | None = None
         self._seconds = 0.0
 
@@ -74,8 +74,6 @@ class CheckpointSaver:
         self._writing = asyncio.create_task(
             self._write(version, next_group_id, score, started, kept, pending), name=f"checkpoint={version}"
         )
-        if not self._asynchronous:
-            await self.finish()
 
     async def _write(
         self, version: int, next_group_id: int, score: float | None, started: float, kept: KeptGroups, pending: Path

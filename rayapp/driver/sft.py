@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rayapp.config.agent import DataSection
 from rayapp.config.config import Config, with_values
 from rayapp.config.keys import all_tasks
 from rayapp.config.learner import OptimizerSection
@@ -70,7 +69,7 @@ def sft_config(config: Config) -> Config:
         run=config.run.model_copy(update={"name": sft_name(config)}),
         model=config.model,
         tasks=all_tasks(config),
-        data=DataSection(cache_dir=config.data.cache_dir),
+        data=config.data.model_copy(update={"shuffle": True, "truncation": "error"}),
         agent=config.agent,
         rollout=RolloutSection(**limits),
         train=TrainSection(num_steps=config.warmup.num_steps, groups_per_step=1),
@@ -203,7 +202,7 @@ async def _no_sandboxes() -> dict[str, float]:
 async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:
     note_machine(folder.path, learners.config, learners.processor, note=tracker.note)
     version, _, _ = await restore(learners, folder, note=tracker.note)
-    saver = CheckpointSaver(learners, folder, asynchronous=config.checkpoint.asynchronous)
+    saver = CheckpointSaver(learners, folder)
     state = _Learning(
         config=config, folder=folder, tracker=tracker, learners=learners, saver=saver, rows=rows, version=version
     )

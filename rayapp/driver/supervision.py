@@ -26,6 +26,7 @@ from rayapp.core.errors import (
 )
 
 log = logging.getLogger(__name__)
+PING_EVERY_S = 2.0
 BIRTH_POLL_S = 0.1
 
 
@@ -66,13 +67,14 @@ class Supervisor:
         recovery: RecoverySection,
         *,
         revive_timeout_s: float,
+        ping_every_s: float = PING_EVERY_S,
         report: Callable[[str], None] = lambda text: None,
         may_start: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
         self._members = {member.name: member for member in members}
         self._incarnations = dict.fromkeys(self._members, "")
         self._recovery = recovery
-        self._revive_timeout_s = revive_timeout_s
+        self._revive_timeout_s, self._ping_every_s = revive_timeout_s, ping_every_s
         self._report = report
         self._may_start = may_start
         self._locks = {name: asyncio.Lock() for name in self._members}
@@ -96,7 +98,7 @@ class Supervisor:
 
     async def _watch(self, name: str) -> None:
         while True:
-            await asyncio.sleep(self._recovery.ping_every_s)
+            await asyncio.sleep(self._ping_every_s)
             await self._check(name)
 
     async def settled(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rayapp.config.agreement import gpu_problems
+from rayapp.config.bundles import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ClusterSection, TrainSection
@@ -20,7 +20,7 @@ from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
-from rayapp.engine.weights.sync import choose_transport
+from rayapp.engine.weights.sync import Transport, choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
@@ -130,7 +130,6 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # only for GPUs
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
-        "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),
@@ -148,7 +147,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
         **_profiler_args(config.train),
-        **_transfer_args(config),
+        **_transfer_args(choose_transport(config, on_gpu=on_gpu)),
         **adapter_args(config.learner.lora),
         **picture_args(config.model),
         **server.engine_args,
@@ -182,8 +181,7 @@ def _profiler_args(train: TrainSection) -> dict[str, Any]:
     return {"profiler_config": profiler}
 
 
-def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=is_on_gpu(config.cluster))
+def _transfer_args(transport: Transport) -> dict[str, Any]:
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from functools import partial
 
 import torch
 
 from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
+from rayapp.config.other_models import MAX_VERDICT_TOKENS
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
 from rayapp.learner.algo.distillation import VerdictReader
@@ -35,7 +35,11 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
     config = with_recomputation(with_number_formats(config, on_gpu=ranks.device.type == "cuda"), ranks)
     model = load_policy(config, ranks.mesh, trainable=True)
     frozen = {name: load_frozen(name, own, ranks, model) for name, own in frozen_models(config).items()}
-    config = with_token_budget(with_sharing(config, [model, *frozen.values()]), ranks, model)
+    if config.learner.share_prefixes and any(mixers_of(each.causal_lm) for each in (model, *frozen.values())):
+        # Such layers compute every sequence whole: they need memory for all tokens, not only for unique ones.
+        log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
+        config = with_values(config, learner={"share_prefixes": False})
+    config = with_token_budget(config, ranks, model)
     told = config.distillation
     return PolicyLearner(
         config=config,
@@ -44,11 +48,10 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         optimizer=make_optimizer(model, config.learner.optimizer),
         frozen=frozen,
         mfu=mfu_meter(config, ranks.device),
-        kl_coef=config.algorithm.kl_in_reward.coef,
         pictures=None if model.tower is None else PictureReader(model.causal_lm, partial(_inputs, config.model)),
         verdicts=None
         if told.privileged == "none"
-        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), told.max_privileged_tokens),
+        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), MAX_VERDICT_TOKENS),
     )
 
 
@@ -60,7 +63,10 @@ def _inputs(model: ModelSection, encoded: bytes) -> Inputs:
 def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:
     """Load a model that the learners don't train, sharded like the policy. InputError: its vocabulary is smaller."""
     if name == "reference":
-        return load_policy(config, ranks.mesh, trainable=False, is_checked=False)
+        reference = load_policy(config, ranks.mesh, trainable=False, is_checked=False)
+        if reference.tower is not None and policy.tower is not None and config.model.freeze_vision:
+            reference.tower.share(policy.tower)
+        return reference
     try:
         model = load_policy(with_local_model(config), ranks.mesh, trainable=False)
         found, wanted = model.vocabulary, policy.vocabulary
@@ -72,15 +78,6 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
     except InputError as error:
         raise InputError(f"distillation.teacher {config.model.path!r} can't be the {name}: {error}") from error
     return model
-
-
-def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
-    """Set `learner.share_prefixes` to False if layers must compute every sequence whole: they need memory for all
-    tokens, and shared micro-batches are limited by unique ones."""
-    if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
-        return config
-    log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
-    return with_values(config, learner={"share_prefixes": False})
 
 
 def with_recomputation(config: Config, ranks: Ranks) -> Config:

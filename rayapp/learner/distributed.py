@@ -79,11 +79,15 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     """Join the other learners. Blocks until all have joined."""
     use_deterministic_kernels(config.run)
     device = learner_device(config.cluster)
-    use_threads(config, world_size)
+    # Results on a CPU depend on the number of threads.
+    torch.set_num_threads(
+        config.learner.cpu_threads
+        or share_of_cores(world_size, is_synchronous=config.train.takes_turns, model=config.model.path)
+    )
     if device.type == "cpu":
         keep_freed_memory()
-    # If a rank fails, the other ranks wait in a collective until this timeout, which equals the driver's deadline.
-    timeout = timedelta(seconds=config.learner.step_timeout_s)
+    # If a rank fails, the other ranks wait in a collective until this timeout, the driver's deadline.
+    timeout = timedelta(seconds=config.recovery.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
     if world_size == 1:
@@ -168,14 +172,6 @@ def give_back_memory(cluster: ClusterSection, device: torch.device) -> None:
     """Free torch's cached memory for a server that shares the GPU."""
     if device.type == "cuda" and cluster.placement == "colocated":
         torch.cuda.empty_cache()
-
-
-def use_threads(config: Config, world_size: int) -> None:
-    """Set the threads to this learner's share of the cores. Results on a CPU depend on it."""
-    takes_turns = config.train.takes_turns
-    torch.set_num_threads(
-        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=takes_turns, model=config.model.path)
-    )
 
 
 # As vLLM 0.30 sets them in its workers with VLLM_BATCH_INVARIANT: with others the first broadcast would hang.

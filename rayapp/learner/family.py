@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection, LoraSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
@@ -105,7 +105,7 @@ def read_architecture(model: ModelSection) -> Any:
     return architecture
 
 
-def check_family(architecture: Any, config: Config) -> None:
+def check_family(architecture: Any, model: ModelSection, learner: LearnerSection, max_tokens: int) -> None:
     """Check that the learner computes this model as transformers does; else InputError."""
     reads_pictures = architecture.model_type in PICTURE_FAMILIES
     text = architecture if reads_pictures else architecture.get_text_config()
@@ -113,16 +113,22 @@ def check_family(architecture: Any, config: Config) -> None:
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
     if not reads_pictures:
-        _check_class(architecture, config.model)
-    subject, trusted = f"model_type {text.model_type!r}", config.model.trust_remote_code
-    packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
+        _check_class(architecture, model)
+    subject, trusted = f"model_type {text.model_type!r}", model.trust_remote_code
+    packed = partial(largest_difference, text, num_tokens=max_tokens, trust_remote_code=trusted)
     _check_difference(packed, subject, "packed sequences")
-    if config.learner.lora.rank > 0:
-        adapted = partial(_difference_with_adapters, text, config)
+    if learner.lora.rank > 0:
+        adapted = partial(
+            _difference_with_adapters,
+            text,
+            learner.lora,
+            num_tokens=max_tokens,
+            trust_remote_code=trusted,
+        )
         _check_difference(adapted, f"{subject} with learner.lora", "packed sequences with adapters")
-    if config.learner.router_replay:
+    if learner.router_replay:
         with _one_thread(), torch.random.fork_rng(devices=[]):
-            check_replay(_small_model(text, trust_remote_code=config.model.trust_remote_code))
+            check_replay(_small_model(text, trust_remote_code=model.trust_remote_code))
 
 
 def _check_difference(measure: Callable[[], float], subject: str, computed: str) -> None:
@@ -170,15 +176,11 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
         return _difference(_packed(causal_lm), plain)
 
 
-def _difference_with_adapters(text: Any, config: Config) -> float:
+def _difference_with_adapters(text: Any, section: LoraSection, *, num_tokens: int, trust_remote_code: bool) -> float:
     """Compare with the plain model with merged adapters: some model's code bypasses an adapted layer."""
-    section = config.learner.lora
     with _one_thread(), torch.random.fork_rng(devices=[]):
         adapted, merged = (
-            fit_to_packing(
-                _small_model(text, trust_remote_code=config.model.trust_remote_code), config.max_model_tokens
-            )
-            for _ in range(2)
+            fit_to_packing(_small_model(text, trust_remote_code=trust_remote_code), num_tokens) for _ in range(2)
         )
         add_adapters(adapted, section)
         generator = torch.Generator().manual_seed(1)

@@ -33,8 +33,9 @@ from torch.distributed.fsdp import (
 )
 
 from rayapp.config.config import Config
-from rayapp.config.learner import OptimizerSection
+from rayapp.config.learner import LearnerSection, OptimizerSection
 from rayapp.config.other_models import DistillationSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
@@ -201,7 +202,9 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     compiles = config.compiles(on_gpu=mesh.device_type == "cuda")
     if compiles:
         check_compiler(mesh.device_type)
-    causal_lm = build_causal_lm(config, is_checked=is_checked and mesh.get_rank() == 0)
+    causal_lm = build_causal_lm(
+        config.model, config.learner, config.max_model_tokens, is_checked=is_checked and mesh.get_rank() == 0
+    )
     section = config.learner
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
@@ -254,25 +257,25 @@ def recompute(causal_lm: Any, num_layers: int) -> None:
         layer.gradient_checkpointing = False
 
 
-def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
+def build_causal_lm(model: ModelSection, learner: LearnerSection, max_tokens: int, *, is_checked: bool = True) -> Any:
     """Build the transformers model in float32 with packed attention, on torch's meta device."""
     register_attention()
     register_sequence_attention()
-    architecture = read_architecture(config.model)
+    architecture = read_architecture(model)
     if is_checked:
-        check_family(architecture, config)
-    attention = ATTENTION_NAME if config.learner.sequence_parallel == 1 else SEQUENCE_ATTENTION
+        check_family(architecture, model, learner, max_tokens)
+    attention = ATTENTION_NAME if learner.sequence_parallel == 1 else SEQUENCE_ATTENTION
     try:
         with torch.device("meta"):
-            causal_lm = build_model(architecture, attention, trust_remote_code=config.model.trust_remote_code)
+            causal_lm = build_model(architecture, attention, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
-    fit_to_packing(causal_lm, config.max_model_tokens)
-    check_sequence_parallel(causal_lm, config.learner)
-    check_expert_parallel(causal_lm, config.learner)
+        raise InputError(f"model.path {model.path!r} can't be loaded: {error}") from error
+    fit_to_packing(causal_lm, max_tokens)
+    check_sequence_parallel(causal_lm, learner)
+    check_expert_parallel(causal_lm, learner)
     if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", None):
         log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
-    if (sampling := generation_config(config.model.path)) is not None:
+    if (sampling := generation_config(model.path)) is not None:
         causal_lm.generation_config = sampling
     return causal_lm
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
@@ -42,11 +41,12 @@ def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> S
     as possible."""
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]
+    shares_prefixes, skips = config.learner.share_prefixes, config.skips_equal_rewards
     for first in range(0, len(summaries), size):
         rows = [
             row
             for position in range(first, min(first + size, len(summaries)))
-            for row in _rows(position, summaries[position], config)
+            for row in _rows(position, summaries[position], shares_prefixes=shares_prefixes, skips=skips)
         ]
         for row, rank in zip(rows, _ranks(rows, num_ranks), strict=True):
             _add(shares[rank], row)
@@ -57,30 +57,16 @@ def groups_per_minibatch(num_groups: int, num_minibatches: int) -> int:
     return max(1, -(-num_groups // num_minibatches))
 
 
-def pulls_at_zero_advantage(config: Config) -> bool:
-    return config.algorithm.pulls_at_zero_advantage or bool(config.distillation.teacher)
-
-
-def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row]:
-    shared = summary.num_prompt_tokens if config.learner.share_prefixes else 0
-    is_idle = not _teaches(summary, config)
+def _rows(position: int, summary: GroupSummary, *, shares_prefixes: bool, skips: bool) -> Iterator[_Row]:
+    # `skips`: groups of equal rewards have no gradient
+    shared = summary.num_prompt_tokens if shares_prefixes else 0
+    rewards = summary.rewards[summary.valid.astype(bool)]
+    is_idle = skips and not (rewards.size and np.ptp(rewards) > 0)
     for index, (num_tokens, is_valid) in enumerate(zip(summary.num_tokens, summary.valid, strict=True)):
         if is_idle or not is_valid:
             yield _Row(position, index, 0, 0)
         else:
             yield _Row(position, index, max(0, int(num_tokens) - shared), shared)
-
-
-def _teaches(summary: GroupSummary, config: Config) -> bool:
-    # False if the group's gradient is known to be zero
-    estimator = config.algorithm.adv_estimator
-    looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
-    if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
-        return True
-    if config.lacks_baseline or config.algorithm.scores_before_advantages or pulls_at_zero_advantage(config):
-        return True
-    rewards = summary.rewards[summary.valid.astype(bool)]
-    return bool(rewards.size) and bool(np.ptp(rewards) > 0)
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:

@@ -76,7 +76,6 @@ from rayapp.learner.step_plan import (
     loss_scale,
     make_table,
     minibatch_of,
-    needs_computing,
     row_advantages,
     zero_advantages,
 )
@@ -98,7 +97,6 @@ class PolicyLearner:
     verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
     pictures: PictureReader | None = None  # None if the policy is a model for text
     mfu: MfuMeter | None = None  # computes `perf/mfu`; None on a CPU and on an unknown GPU
-    kl_coef: float = 0.0  # of the KL in the reward at the next step
     optimizer_steps: int = 0
     skipped_steps: int = 0  # in the run, because a loss or gradient was not finite
     # Log-probs (R,) under the weights with which the last step began, by row; only of computed trajectories.
@@ -228,13 +226,14 @@ class _Step:
 
     def run(self) -> dict[str, float]:
         with self.watch("prepare"):
-            table = make_table(self.summaries, self.config)
+            table = make_table(self.summaries, self.algorithm, compares_groups=self.config.compares_groups)
         items = self._items(table)
         minibatches = minibatch_of(table, self.config.train.num_minibatches)
         for number in range(self.config.train.num_minibatches):
             chosen = minibatches == number
             mine = [item for item in items if minibatches[item.row] == number]
-            scale = loss_scale(table, chosen, self.config, self.learner.ranks.world_size)
+            longest = self.config.rollout.max_completion_tokens
+            scale = loss_scale(table, chosen, longest, self.learner.ranks.world_size)
             self._optimizer_step(mine, replace(scale, mean_weight=self.mean_weight))
         with self.watch("metrics"):
             metrics = self._metrics(table)
@@ -250,10 +249,12 @@ class _Step:
             self._score(scored)
         with self.watch("prepare"):
             inputs = self._advantage_inputs(table, scored)
-            advantages = row_advantages(table, inputs, self.config)
+            weight = self.config.distillation.reward_weight
+            advantages = row_advantages(table, inputs, self.algorithm, weight)
             in_loss = {int(row): advantages[int(row)] for row in table.loss_rows}
             items = local_items(table, in_loss, self.shares, self.groups)
-            items = [item for item in items if needs_computing(item, self.config)]
+            pulls = self.config.pulls_at_zero_advantage
+            items = [item for item in items if pulls or np.any(item.advantages)]
         if not self.algorithm.scores_before_advantages:
             self._score(items)
         return items
@@ -261,7 +262,7 @@ class _Step:
     def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
         """Return the estimator's inputs; `scored` has this rank's trained rows (`scores_before_advantages`).
         Collective."""
-        inputs = advantage_inputs(table, self.summaries, self.config)
+        inputs = advantage_inputs(table, self.summaries, self.algorithm.adv_estimator)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
         if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS and not self.algorithm.normalizes_by_step:
@@ -279,17 +280,13 @@ class _Step:
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        """Return the reward (B, T) that trained tokens lose, and update the coefficient. Collective."""
-        learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
+        """Return the reward (B, T) that trained tokens lose. Collective."""
+        section, reference = self.algorithm.kl_in_reward, self.frozen["reference"]
         is_bypass = self.algorithm.policy_loss == "bypass_mode"
         old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
         kl = self._over_ranks(table, {row: token_kl(own, reference[row], section) for row, own in old.items()})
-        penalty = kl_penalty_of(kl, table.num_response_tokens[table.trained], learner.kl_coef, section)
-        self.kl_metrics = {
-            "learner/reward_kl_penalty": penalty.mean_kl,
-            "learner/reward_kl_penalty_coeff": learner.kl_coef,
-        }
-        learner.kl_coef = penalty.next_coef
+        penalty = kl_penalty_of(kl, table.num_response_tokens[table.trained], section.coef)
+        self.kl_metrics = {"learner/reward_kl_penalty": penalty.mean_kl}
         return penalty.rewards
 
     def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
@@ -343,7 +340,7 @@ class _Step:
             return
         with self.watch("prepare"):
             batches = learner.micro_batches(items)
-            actor_config = make_actor_config(self.config, scale)
+            actor_config = make_actor_config(self.algorithm, scale, self.config.rollout.group_size)
         coupled = self._coupled_gradients(items, scale, actor_config)
         num_before = len(self.micro_facts)
         with self.watch("forward_backward"):

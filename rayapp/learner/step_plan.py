@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE
-from rayapp.config.config import Config
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, AlgorithmSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.types import FloatArray, Group, GroupSummary, RolloutStatus
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.algo.losses import LossScale
 from rayapp.learner.batch import TrainItem
-from rayapp.learner.shares import Share, groups_per_minibatch, pulls_at_zero_advantage
+from rayapp.learner.shares import Share, groups_per_minibatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +41,10 @@ class StepTable:
         return np.flatnonzero(self.trained & ~self.filtered)
 
 
-def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
+def make_table(summaries: Sequence[GroupSummary], algorithm: AlgorithmSection, *, compares_groups: bool) -> StepTable:
     """Mark the trajectories to train on: not invalid ones, the greedy baseline of remax, groups with a reward that is
     not finite, nor a group's only valid trajectory if advantages compare the trajectories of a group."""
-    estimator = config.algorithm.adv_estimator
+    estimator = algorithm.adv_estimator
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
     for valid in trained:
         if estimator in NEEDS_GREEDY_BASELINE:
@@ -53,7 +52,7 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
             # advantage.
             valid[:] = valid & valid[-1]
             valid[-1] = False
-        if config.compares_groups and valid.sum() < 2:
+        if compares_groups and valid.sum() < 2:
             valid[:] = False
     sizes = [summary.rewards.size for summary in summaries]
     overlong = np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
@@ -61,7 +60,7 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
         group=np.repeat(np.arange(len(sizes)), sizes),
         index=np.concatenate([np.arange(size) for size in sizes]),
         trained=np.concatenate(trained),
-        filtered=overlong & config.algorithm.overlong.filter,
+        filtered=overlong & algorithm.overlong.filter,
         rewards=np.concatenate([summary.rewards for summary in summaries]),
         num_response_tokens=np.concatenate([summary.num_response_tokens for summary in summaries]).astype(np.int64),
         num_groups=len(sizes),
@@ -72,10 +71,10 @@ def has_finite_rewards(summary: GroupSummary) -> bool:
     return bool(np.isfinite(summary.rewards[summary.valid.astype(bool)]).all())
 
 
-def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
+def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], estimator: str) -> AdvantageInputs:
     rows = table.trained_rows
     baselines = None
-    if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
+    if estimator in NEEDS_GREEDY_BASELINE:
         baselines = np.array([summaries[g].rewards[-1] for g in table.group[rows]], dtype=np.float32)
     return AdvantageInputs(
         rewards=table.rewards[rows],
@@ -86,14 +85,16 @@ def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config
     )
 
 
-def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) -> dict[int, FloatArray]:
-    """Return the advantages (R_i,) of the trained rows, by row."""
+def row_advantages(
+    table: StepTable, inputs: AdvantageInputs, algorithm: AlgorithmSection, reward_weight: float
+) -> dict[int, FloatArray]:
+    """Return the advantages (R_i,) of the trained rows, by row. `reward_weight`: their factor, beside a teacher's."""
     rows = table.trained_rows
     if rows.size == 0:
         return {}
-    if config.distillation.reward_weight == 0:
+    if reward_weight == 0:
         return zero_advantages(table)
-    advantages = compute_advantages(inputs, config.algorithm).numpy() * config.distillation.reward_weight
+    advantages = compute_advantages(inputs, algorithm).numpy() * reward_weight
     return {int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)}
 
 
@@ -108,14 +109,14 @@ def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
     return result
 
 
-def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
+def loss_scale(table: StepTable, chosen: NDArray[np.bool_], max_response_tokens: int, dp_size: int) -> LossScale:
     """Return the divisors of the loss: counts of the chosen rows over all ranks."""
     rows = table.trained & ~table.filtered & chosen
     return LossScale(
         num_tokens=int(table.num_response_tokens[rows].sum()),
         num_trajectories=int(rows.sum()),
         dp_size=dp_size,
-        max_response_tokens=config.rollout.max_completion_tokens,
+        max_response_tokens=max_response_tokens,
     )
 
 
@@ -144,11 +145,6 @@ def local_items(
         )
         items.append(item)
     return items
-
-
-def needs_computing(item: TrainItem, config: Config) -> bool:
-    """Return False if the gradient is exactly 0."""
-    return pulls_at_zero_advantage(config) or bool(np.any(item.advantages))
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:

@@ -27,7 +27,6 @@ from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.problem import Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder
 from rayapp.storage.media import compact
-from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import RawCall
 from rayapp.tools.toolset import ToolSet
 
@@ -96,11 +95,10 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
         )
 
 
-def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
+def render_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """Return the prompts of the tasks, in their order. InputError: one is longer than rollout.max_prompt_tokens."""
-    tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     prompts = [task.render(tokenizer) for task in tasks]
-    check_length(prompts, config.rollout.max_prompt_tokens)
+    check_length(prompts, max_prompt_tokens)
     return prompts
 
 
@@ -131,7 +129,8 @@ class LoopAgent:
         """Make the agent for the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
-            return await open_loop(config, sandboxes, brought=tools)
+            limit = config.rollout.max_completion_tokens
+            return await open_loop(config.model, config.agent, limit, sandboxes, brought=tools)
 
         return cls(make_loop, default=config.agent_name)
 

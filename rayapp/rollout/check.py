@@ -16,6 +16,7 @@ from typing import Any
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.config.sections import EvalSection
 from rayapp.core.errors import ConfigError, InputError, SandboxError
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_extra
@@ -30,6 +31,7 @@ from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
+from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.code.languages import Language
 from rayapp.tasks.code.scoring import check_languages
@@ -77,7 +79,7 @@ def input_checks(
             "tools": partial(_check_tools, own, training=training, has_tokenizer=has_tokenizer)
         }
         if own.agent_name == EXTERNAL_AGENT:
-            checks["agent"] = partial(check_agent, own)
+            checks["agent"] = partial(check_agent, own.agent.external)
         if own.uses_data:
             files = (*own.tasks, *own.eval.tasks)
             wanted = [file for file in files if may_fetch or not is_remote(file)]
@@ -125,7 +127,8 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
             continue
         if config.agent_name == SINGLE_TURN_AGENT:
             if has_tokenizer:
-                render_prompts(config, tasks)
+                tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
+                render_prompts(tasks, tokenizer, config.rollout.max_prompt_tokens)
             continue
         if config.agent_name == EXTERNAL_AGENT:
             for task in tasks:
@@ -149,19 +152,19 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
     # If only some sources with data files lack eval.tasks, these sources are not evaluated.
     own = [source.config for source in sources_of(config)]
-    if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
+    if _evaluates(config.eval, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
         raise InputError(f"eval.tasks is empty, but {why}. Name the data files to evaluate on (docs/data.md)")
 
 
-def _evaluates(config: Config, *, training: bool) -> bool:
-    return not training or config.eval.every_steps > 0 or config.eval.before_training
+def _evaluates(section: EvalSection, *, training: bool) -> bool:
+    return not training or section.every_steps > 0 or section.before_training
 
 
 def check_data(config: Config, files: Sequence[str]) -> None:
     """Check every file's schema, each row's agent and rule, one complete row per file, and compilers. The rollout
     workers check lengths later: only they have the schemas of all tools."""
-    rewards = answer_rewards(config)
+    rewards = answer_rewards(config.reward)
     if rewards.custom is not None:
         rewards.custom.load()
 
@@ -175,20 +178,22 @@ def check_data(config: Config, files: Sequence[str]) -> None:
                 check_agent=check_agent_name,
                 truth_kind=rewards.truth_kind,
             )
+            if data.has_pictures:  # imports transformers
+                load_pictures(with_local_model(config).model)
             data.row(0)
             languages |= data.languages
             if config.judges_read_references:
                 _check_references(file, data)
-        await _check_compilers(config, languages)
+        await _check_compilers(config.sandbox, languages)
 
     asyncio.run(check())
 
 
-async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
+async def _check_compilers(section: SandboxConfig, languages: Collection[Language]) -> None:
     if not languages:
         return
     try:
-        async with open_pool(config.sandbox.without_stock, f"check-{os.getpid()}") as (sandboxes, _):
+        async with open_pool(section.without_stock, f"check-{os.getpid()}") as (sandboxes, _):
             await check_languages(languages, sandboxes)
     except SandboxError as error:
         names = ", ".join(sorted(each.name for each in languages))
@@ -263,10 +268,11 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
         text += f" + train.extra_groups {train.extra_groups} x rollout.group_size {rollout.group_size}"
     elif train.max_staleness:
         text += f" x (train.max_staleness {train.max_staleness} + 1)"
-    if not _evaluates(config, training=training):
+    if not _evaluates(config.eval, training=training):
         return in_training, text
     # The first wave has the most prompts.
-    wave = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
+    most, samples = train.groups_per_step * rollout.group_size, config.eval.samples_per_task
+    wave = evaluation_waves(most, rollout, train.groups_per_step, samples)[0]
     evaluating = len(wave) * config.eval.samples_per_task
     of_eval = f"{len(wave)} prompts x eval.samples_per_task {config.eval.samples_per_task}"
     if not training:

@@ -36,7 +36,7 @@ class Demonstrations:
     """The demonstrations of all rows, in the order of the files."""
 
     rows: list[Trajectory] = field(default_factory=list)
-    num_left_out: int = 0  # longer than warmup.max_tokens, with warmup.filter_overlong
+    num_left_out: int = 0  # longer than warmup.max_tokens, with data.filter_overlong_prompts
 
 
 def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
@@ -44,23 +44,25 @@ def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
     that can't be used."""
     tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     if not files:
-        return _within_limit(config, _of_tasks(config, tokenizer))
-    template = load_template(config.agent.chat_template) if config.agent.chat_template else None
-    paths = asyncio.run(fetch_files(files, config.data.cache_dir))
-    return _within_limit(config, _of_files(paths, files, tokenizer, template))
+        found = _of_tasks(all_tasks(config), tokenizer)
+    else:
+        template = load_template(config.agent.chat_template) if config.agent.chat_template else None
+        paths = asyncio.run(fetch_files(files, config.data.cache_dir))
+        found = _of_files(paths, files, tokenizer, template)
+    return _within_limit(found, config.max_demonstration_tokens, drops=config.data.filter_overlong_prompts)
 
 
-def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> Demonstrations:
-    limit, result = config.max_demonstration_tokens, Demonstrations()
+def _within_limit(found: Iterator[tuple[str, Trajectory]], limit: int, *, drops: bool) -> Demonstrations:
+    result = Demonstrations()
     for where, row in found:
         if row.num_tokens <= limit:
             result.rows.append(row)
-        elif config.warmup.filter_overlong:
+        elif drops:
             result.num_left_out += 1
         else:
             raise InputError(
                 f"{where} has {row.num_tokens} tokens, but warmup.max_tokens is {limit}. Raise warmup.max_tokens, "
-                "shorten the row, or set warmup.filter_overlong: true"
+                "shorten the row, or set data.filter_overlong_prompts: true"
             )
     if not result.rows:
         left_out = f"all {result.num_left_out} rows are longer than warmup.max_tokens = {limit}. Raise this key"
@@ -70,12 +72,12 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
     return result
 
 
-def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
-    tasks = load_tasks(all_tasks(config))
+def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
+    tasks = load_tasks(names)
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
         raise InputError(
-            f"warmup.num_steps is {config.warmup.num_steps}, but these tasks have no demonstrations: "
+            f"the warm-up (warmup.num_steps) has no files, and these tasks have no demonstrations: "
             f"{', '.join(without)}. Write demonstrations into each task (docs/tasks.md), name files in warmup.files, "
             "or set warmup.num_steps to 0."
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rayapp.config.agent import ExternalSection
 from rayapp.config.config import Config
 from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxConfigError, SandboxError
@@ -46,7 +47,8 @@ class ExternalAgent:
 
     def __init__(
         self,
-        config: Config,
+        settings: ExternalSection,
+        limits: SessionLimits,
         formats: Formats,
         entry: Entry | None,
         *,
@@ -56,9 +58,9 @@ class ExternalAgent:
         from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
         from rayapp.rollout.gateway.server import Gateway
 
-        self._settings = settings = config.agent.external
+        self._settings = settings
         self._forwarder = Forwarder(settings.endpoint) if settings.models == "endpoint" else None
-        self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        self._limits = limits
         self._formats = formats
         self._entry = entry
         self._sandboxes, self._files = sandboxes, files
@@ -68,9 +70,11 @@ class ExternalAgent:
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
         """Make an agent for the run's model and the section `agent`, and start its gateway. ConfigError: the program,
         the function or a file can't be found."""
-        entry = check_agent(config)
-        formats = await asyncio.to_thread(Formats.of, config)
-        return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
+        entry, files = check_agent(config.agent.external), _own_files(config.agent.external.files)
+        formats = await asyncio.to_thread(Formats.of, config.model, config.agent)
+        limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        agent = cls(config.agent.external, limits, formats, entry, sandboxes=sandboxes, files=files)
+        return await agent.started()
 
     async def started(self) -> ExternalAgent:
         await self._gateway.start()
@@ -200,9 +204,8 @@ class ExternalAgent:
             playing.fault = f"the agent's program ended with exit code {code}: {playing.output.last_line}"
 
 
-def check_agent(config: Config) -> Entry | None:
+def check_agent(settings: ExternalSection) -> Entry | None:
     """Return the function named by `agent.external.entry`; None for a command. ConfigError: it can't be found."""
-    settings = config.agent.external
     if settings.entry:
         return load_function(settings.entry, what="agent.external.entry", is_reward=False)
     if not settings.inside and shutil.which(settings.command[0]) is None:
@@ -213,9 +216,9 @@ def check_agent(config: Config) -> Entry | None:
     return None
 
 
-def _own_files(config: Config) -> dict[str, str]:
+def _own_files(paths: Mapping[str, Path]) -> dict[str, str]:
     files = dict[str, str]()
-    for name, path in config.agent.external.files.items():
+    for name, path in paths.items():
         try:
             files[name] = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

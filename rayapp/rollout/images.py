@@ -13,7 +13,7 @@ from math import ceil
 from pathlib import Path
 
 from rayapp.config.config import Config, sources_of
-from rayapp.config.sandbox import LocalConfig
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ImageError
 from rayapp.core.files import write_text
 from rayapp.core.names import load_extra
@@ -32,13 +32,13 @@ _ASKED_AT_ONCE = 8
 def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[PromptImages, ...]:
     """Return the images that the tasks of each source need, for training or (`held_out`) for evaluation."""
     own = [source.config for source in sources_of(config)]
-    return tuple(_images_of_tasks(each, each.eval.tasks if held_out else each.tasks) for each in own)
+    have = [not each.uses_data and each.agent_name != SINGLE_TURN_AGENT for each in own]
+    named = [each.eval.tasks if held_out else each.tasks for each in own]
+    return tuple(_images_of_tasks(names) if has else () for names, has in zip(named, have, strict=True))
 
 
-def _images_of_tasks(config: Config, names: Sequence[str]) -> PromptImages:
-    if config.uses_data or config.agent_name == SINGLE_TURN_AGENT or not names:
-        return ()
-    tasks = load_tasks(names)
+def _images_of_tasks(names: Sequence[str]) -> PromptImages:
+    tasks = load_tasks(names) if names else ()
     if plays_environments(tasks):
         return ()
     starts = [agent_start(task) for task in tasks]
@@ -51,14 +51,14 @@ def each_once(sources: Sequence[PromptImages]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(image for source in sources for prompt in source for image in prompt))
 
 
-def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> Config:
-    """Return a config in which the local provider uses every image by the digest that its tag had at the run's start. A
+def with_pinned_images(sandbox: SandboxConfig, images: Sequence[str], record: Path) -> SandboxConfig:
+    """Return the section in which local sandboxes use every image by the digest that its tag had at the run's start. A
     resumed run reads the digests from `record`."""
-    section = config.sandbox.local
+    section = sandbox.local
     wanted = {image: section.images.get(image, image) for image in images} if section is not None else {}
     tags = [name for name in dict.fromkeys(wanted.values()) if is_image(name) and parse(name).kind == "registry"]
     if section is None or not tags:
-        return config
+        return sandbox
     earlier: dict[str, str] = json.loads(record.read_text()) if record.exists() else {}
     with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="pin-image") as threads:
         found = list(threads.map(lambda name: _pinned(section, name, earlier.get(name, ""), record), tags))
@@ -66,8 +66,8 @@ def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> C
     write_text(record, json.dumps(earlier | pins, indent=2))
     images_now = {image: pins[name] for image, name in wanted.items() if name in pins}
     pinned = section.model_copy(update={"images": {**section.images, **images_now}})
-    others = tuple(pinned if each is section else each for each in config.sandbox.providers)
-    return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"providers": others})})
+    others = tuple(pinned if each is section else each for each in sandbox.providers)
+    return sandbox.model_copy(update={"providers": others})
 
 
 def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from rayapp.config.config import Config
+from rayapp.config.sections import RolloutSection
 from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
@@ -110,21 +110,19 @@ def evaluation_seed(seed: int) -> int:
     return _mix(seed, MAX_SEED)
 
 
-def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
+def evaluation_waves(
+    num_prompts: int, rollout: RolloutSection, groups_per_step: int, samples_per_task: int
+) -> list[tuple[int, ...]]:
     """Split the prompts of an evaluation into waves, which run one after the other. A wave has at most as many
     trajectories as a training step: servers, tools and sandboxes are configured for this load."""
-    at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
-    size = max(1, at_once // config.eval.samples_per_task)
+    at_once = min(groups_per_step * rollout.group_size, rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER)
+    size = max(1, at_once // samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
 
 
-def max_groups_at_once(config: Config) -> int:
+def max_groups_at_once(rollout: RolloutSection) -> int:
     """Return the maximum number of groups that the rollout workers run at once. Further groups wait in the driver."""
-    return max(1, _max_trajectories(config) // config.rollout.group_size)
-
-
-def _max_trajectories(config: Config) -> int:
-    return config.rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER
+    return max(1, rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER // rollout.group_size)
 
 
 def _mix(*words: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
-from rayapp.config.agent import EXTERNAL_AGENT
+from rayapp.config.agent import EXTERNAL_AGENT, RewardSection
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import UserError
 from rayapp.core.http import server_named
@@ -101,9 +101,17 @@ class Listed:
         self._problem_of = problem_of
 
     @classmethod
-    async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
+    async def open(
+        cls,
+        agent: Agent,
+        train: Sequence[Task],
+        held_out: Sequence[Task],
+        *,
+        weights: Weights,
+        max_prompt_tokens: int,
+        max_eval: int,
+    ) -> Listed:
         """Make the set with the prompts that the agent renders. UserError: a task can't be played."""
-        weights = Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN
 
         def problem_of(task: Task) -> Problem:
             if isinstance(task, EnvironmentRow):
@@ -112,15 +120,10 @@ class Listed:
 
         async def with_prompts(tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
             prompts = [await agent.prompt(problem_of(task)) for task in tasks]
-            check_length(prompts, config.rollout.max_prompt_tokens)
+            check_length(prompts, max_prompt_tokens)
             return list(zip(tasks, prompts, strict=True))
 
-        return cls(
-            await with_prompts(train),
-            await with_prompts(held_out),
-            problem_of=problem_of,
-            max_eval=config.eval.max_problems,
-        )
+        return cls(await with_prompts(train), await with_prompts(held_out), problem_of=problem_of, max_eval=max_eval)
 
     @property
     def num_eval(self) -> int:
@@ -165,11 +168,9 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
     return train, await opened(config.eval.tasks, shuffle=False)
 
 
-def answer_rewards(config: Config) -> AnswerRewards:
-    section = config.reward
+def answer_rewards(section: RewardSection) -> AnswerRewards:
     return AnswerRewards(
         method=section.method,
-        format_score=section.format_score,
         weights=Weights.of(section),
         code=section.code,
         reads_thoughts=section.reads_thoughts,
@@ -262,7 +263,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
 
 
 async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
-    rewards = answer_rewards(config)
+    rewards = answer_rewards(config.reward)
     if rewards.custom is not None:
         # Load the user's function in a thread: its imports may take seconds, which would block the event loop.
         await asyncio.to_thread(rewards.custom.load)
@@ -285,7 +286,14 @@ async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agent = await _agent_of_tasks(config, sandboxes, (*train, *held_out))
     try:
-        tasks = await Listed.open(config, agent, train, held_out)
+        tasks = await Listed.open(
+            agent,
+            train,
+            held_out,
+            weights=Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_eval=config.eval.max_problems,
+        )
     except BaseException:
         await agent.close()
         raise

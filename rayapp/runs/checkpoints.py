@@ -37,7 +37,7 @@ class Checkpoint:
     path: Path
     next_group_id: int  # that a resumed run generates
     contents: tuple[str, ...] = ("model", "optimizer")  # `checkpoint.save_contents` of the run that wrote it
-    score: float | None = None  # `checkpoint.best_metric` of the step it was saved after
+    score: float | None = None  # mean reward of the evaluation, or of the step, that it was saved after
 
     @property
     def is_resumable(self) -> bool:

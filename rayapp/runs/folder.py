@@ -65,20 +65,20 @@ FREE_KEYS = (
     *("budget", "cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
     "data.cache_dir",
-    *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),
+    "server.start_timeout_s",
     "train.profile_steps",
-    *_of("learner", "step_timeout_s", "offload_when_idle"),
+    "learner.offload_when_idle",
     *_of("rollout", "group_deadline_s", "max_failed_ratio"),
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
-    *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
+    *_of("judges", "max_concurrent", "input_price", "output_price"),
 )
 # Keys that differ between machines: the training is then not equal to the last bit, which a warning says.
 MACHINE_KEYS = (
     "rollout.num_workers",
-    *_of("server", "num_servers", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "kv_block_tokens"),
+    *_of("server", "num_servers", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib"),
     *_of("server", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cpu_threads", "weight_transport"),
     "server.weight_bucket_mib",
-    *_of("model_servers", "tensor_parallel_size", "gpu_memory_utilization"),
+    "model_servers.tensor_parallel_size",
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
     *_of("learner", "compile", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
@@ -340,11 +340,8 @@ class RunFolder:
         await asyncio.to_thread(write)
 
     @contextmanager
-    def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None] | None]:
-        """Record the evaluation after `step`. Yield a function that takes its parts; None if nothing is recorded."""
-        if not self._config.tracking.trajectories:
-            yield None
-            return
+    def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None]]:
+        """Record the evaluation after `step`. Yield a function that takes its parts."""
         path = self.path / EVALUATIONS / step_name(step, PARQUET)
         with self.explain_full_disk(path):
             path.parent.mkdir(exist_ok=True)

@@ -384,9 +384,7 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
 def _step_files(run: Path) -> list[Path]:
     files = steps_in(run / TRAJECTORIES, PARQUET)
     if not files:
-        raise InputError(
-            f"{run / 'trajectories'} has no recorded steps: name the folder of a run with `tracking.trajectories: true`"
-        )
+        raise InputError(f"{run / 'trajectories'} has no recorded steps: name the folder of a run that trained a step")
     return files
 
 

@@ -15,6 +15,8 @@ APP_LABEL, APP_NAME = "rayapp-app", "rayapp"  # of every remote sandbox, in any 
 # A run that starts ends the sandboxes that earlier attempts of the run left, but only those of its own host.
 HOST_LABEL = "rayapp-host"
 
+ANSWER_WITHIN_S = 20.0  # of a call to a remote sandbox, besides the code's own time limit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:

@@ -49,7 +49,7 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
 
 def wanted_images(section: LocalConfig) -> Any:
     """Return the settings of pulls (`rayapp.extras.images.pull.Wanted`) for images that tasks name."""
-    return load_extra("images.pull:wanted_by_tasks")(section.image_mirrors, section.image_registries, section.images)
+    return load_extra("images.pull:wanted_by_tasks")(section.image_registries, section.images)
 
 
 def image_source(section: LocalConfig) -> ImageCache:
@@ -129,7 +129,7 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
 
 def _builds_templates(section: ProviderConfig, template: str) -> bool:
     # The name of an image in a registry, from which E2B builds its own template.
-    is_e2b = isinstance(section, E2BConfig) and section.dialect == "e2b"
+    is_e2b = isinstance(section, E2BConfig) and not section.is_kruise
     return is_e2b and is_image(template) and not template.startswith(_NOT_IN_A_REGISTRY)
 
 

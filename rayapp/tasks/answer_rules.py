@@ -99,16 +99,11 @@ def has_rule(data_source: str) -> bool:
 
 
 def score_by_rule(
-    completion_text: str, ground_truth: object, rule_file: str, options: Mapping[str, Any], plain: Mapping[str, Any]
+    completion_text: str, ground_truth: object, rule_file: str, options: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the terms `score`, `solved` and `format` of a completion.
-
-    `score` is the result of verl's module with `options`; `solved` is 1 if its result with `plain` is at least 1.
-    """
-    rule = _load(rule_file)
-    score = _number(rule(completion_text, ground_truth, **options))
-    solved = score if options == plain else _number(rule(completion_text, ground_truth, **plain))
-    return {"score": score, "solved": float(solved >= 1.0), "format": format_term(completion_text)}
+    """Return the terms `score`, `solved` and `format` of a completion: `solved` is 1 if the score is at least 1."""
+    score = _number(_load(rule_file)(completion_text, ground_truth, **options))
+    return {"score": score, "solved": float(score >= 1.0), "format": format_term(completion_text)}
 
 
 def format_term(completion_text: str) -> float:

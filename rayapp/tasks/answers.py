@@ -46,7 +46,6 @@ class AnswerRewards:
 
     # Method of verl for GSM8K: of the last 300 characters, `strict` needs `#### N`, `flexible` takes the last number.
     method: Method = "strict"
-    format_score: float = 0.0  # of an answer that is wrong but in the right form (verl's name)
     weights: Weights = PLAIN
     custom: CustomReward | None = None  # replaces the data source's rule
     code: CodeSection = field(default_factory=CodeSection)
@@ -148,23 +147,15 @@ async def _by_custom(answer: Answer, custom: CustomReward) -> Reward:
 async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
     rule = _rule(answer.data_source)
     truth = str(answer.ground_truth) if rule.truth == "text" else answer.ground_truth
-    plain, options = _options(answer.data_source, rewards)
+    options = {"method": rewards.method} if answer.data_source == GSM8K else {}
     file = str(_rule_file(rule.module))
     try:
         text = answer.completion_text if rewards.reads_thoughts else answer_of(answer.completion_text)
-        terms = await on_text(score_by_rule, text, truth, file, options, plain)
+        terms = await on_text(score_by_rule, text, truth, file, options)
     except TextTooCostlyError as error:
         terms = {"score": rule.wrong_score, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
         return Reward(value=rule.wrong_score, terms=terms, status=error.kind, detail=str(error))
     return Reward(value=terms["score"], terms={"pass_rate": terms["solved"], **terms})
-
-
-def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rule's arguments for the term `solved`, and for the term `score`."""
-    if data_source != GSM8K:
-        return {}, {}
-    plain = {"method": rewards.method}
-    return plain, plain | {"format_score": rewards.format_score}
 
 
 def _rule(data_source: str) -> AnswerRule:

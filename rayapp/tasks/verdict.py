@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rayapp.config.agent import RewardSection
-from rayapp.config.config import Config
+from rayapp.config.algorithm import OverlongSection
 from rayapp.core.aio import guarded
 from rayapp.core.errors import (
     DeadlineError,
@@ -51,11 +51,10 @@ class Weights:
 
     format: float = 0.0
     tool: float = 0.0
-    tool_verdict: float = 0.0
 
     @classmethod
     def of(cls, section: RewardSection) -> Weights:
-        return cls(format=section.format_weight, tool=section.tool_weight, tool_verdict=section.tool_verdict_weight)
+        return cls(format=section.format_weight, tool=section.tool_weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,7 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
     value = found.value + weights.format * found.terms.get("format", 0.0)
     if tools is None:
         return replace(found, value=value)
-    value += weights.tool * tools.calls + weights.tool_verdict * tools.verdicts
+    value += weights.tool * tools.calls
     return replace(found, value=value, terms=found.terms | {"tool": tools.calls, "tool_verdict": tools.verdicts})
 
 
@@ -204,11 +203,13 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
     return -penalty * min(1.0, max(0.0, excess / buffer_tokens))
 
 
-def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Group, GroupSummary]:
+def shape_group(
+    group: Group, summary: GroupSummary, overlong: OverlongSection, max_tokens: int
+) -> tuple[Group, GroupSummary]:
     """Add the overlong penalty to the rewards of a group as a term, if it is configured."""
-    if config.algorithm.overlong.buffer_tokens == 0:
+    if overlong.buffer_tokens == 0:
         return group, summary
-    shaped = replace(group, trajectories=tuple(_shaped(t, config) for t in group.trajectories))
+    shaped = replace(group, trajectories=tuple(_shaped(t, overlong, max_tokens) for t in group.trajectories))
     return shaped, summarize_group(shaped, time_total_s=summary.time_total_s)
 
 
@@ -218,13 +219,13 @@ def _response_tokens(trajectory: Trajectory) -> int:
     return max(mask.size - int(mask.argmax()) if mask.any() else 0 for mask in sampled)
 
 
-def _shaped(trajectory: Trajectory, config: Config) -> Trajectory:
+def _shaped(trajectory: Trajectory, section: OverlongSection, max_tokens: int) -> Trajectory:
     if not trajectory.reward.valid:
         return trajectory
-    section, reward = config.algorithm.overlong, trajectory.reward
+    reward = trajectory.reward
     change = overlong_penalty(
         _response_tokens(trajectory),
-        max_tokens=config.rollout.max_completion_tokens,
+        max_tokens=max_tokens,
         buffer_tokens=section.buffer_tokens,
         penalty=section.penalty,
     )

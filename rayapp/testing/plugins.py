@@ -152,8 +152,8 @@ def check_loss(function: Any) -> None:
     from rayapp.learner.algo.losses import LossScale, make_actor_config
 
     scale = LossScale(num_tokens=6, num_trajectories=2, dp_size=1, max_response_tokens=3)
-    extra = {"loss_agg_mode": "token-mean", "config": make_actor_config(Config(), scale), "rollout_is_weights": None}
-    loss, metrics = function(**arguments, **extra)
+    actor = make_actor_config(Config().algorithm, scale, group_size=1)
+    loss, metrics = function(**arguments, loss_agg_mode="token-mean", config=actor, rollout_is_weights=None)
     assert loss.ndim == 0, f"a loss must be one number, not an array of shape {tuple(loss.shape)}"
     assert torch.isfinite(loss), f"a loss must be finite, not {loss}"
     loss.backward()

@@ -36,7 +36,7 @@ PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
     lengths = {"max_prompt_tokens": 56, "max_completion_tokens": 200}
-    config = make.config(tiny_model, rollout=lengths, server={"kv_block_tokens": BLOCK_TOKENS})
+    config = make.config(tiny_model, rollout=lengths, server={"engine_args": {"block_size": BLOCK_TOKENS}})
     started = await VllmEngine.start(config, num_gpu_blocks_override=NUM_BLOCKS)
     yield started
     started.close()

@@ -56,7 +56,7 @@ def run_mode(world, rank, mode, port):
         config = config.model_copy(update={
             "algorithm": config.algorithm.model_copy(update={
                 "adv_estimator": "optimal_token_baseline",
-                "kl_in_reward": KlInRewardSection(coef=0.5, type="k3", control="adaptive", horizon=10),
+                "kl_in_reward": KlInRewardSection(coef=0.5, type="k3"),
             }),
             "train": config.train.model_copy(update={"num_minibatches": 2}),
         })

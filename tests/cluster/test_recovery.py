@@ -67,7 +67,7 @@ def make_config(tiny_model: Path, letter_tasks: list[str], tmp_path: Path, nodes
             "learner": {"max_tokens_per_microbatch": 256, "num_learners": 2},
             "server": {"num_servers": 2},
             "checkpoint": {"every_steps": 2},
-            "recovery": {"ping_every_s": 0.5, "ping_timeout_s": 60.0},
+            "recovery": {"ping_timeout_s": 60.0},
             "tracking": {"trackers": ["jsonl"]},
         }
         return Config.model_validate(config | {name: config.get(name, {}) | s for name, s in sections.items()})
@@ -171,7 +171,7 @@ async def test_servers_workers_and_the_pool_die_and_a_server_hangs_and_the_run_f
 ) -> None:
     # Once with a server that hangs: only its deadline finds it.
     hangs = max_staleness == 0
-    recovery = {"ping_every_s": 0.5, "ping_timeout_s": PING_TIMEOUT_S if hangs else 60.0}
+    recovery = {"ping_timeout_s": PING_TIMEOUT_S if hangs else 60.0}
     config = make_config(train={"max_staleness": max_staleness}, rollout={"num_workers": 2}, recovery=recovery)
 
     cluster, notes = await run(
@@ -197,7 +197,7 @@ async def test_servers_workers_and_the_pool_die_and_a_server_hangs_and_the_run_f
 async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samples_nothing_are_replaced(
     make_config: Callable[..., Config],
 ) -> None:
-    config = make_config(recovery={"stall_replace_s": 10.0, "ping_every_s": 0.5, "ping_timeout_s": 60.0})
+    config = make_config(recovery={"stall_replace_s": 10.0, "ping_timeout_s": 60.0})
     metrics = config.run_folder / "metrics.jsonl"
 
     async def strike() -> None:
@@ -219,7 +219,7 @@ async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samp
 async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_before_it_all_stacks_can_be_had(
     make_config: Callable[..., Config],
 ) -> None:
-    config = make_config(recovery={"max_restarts": 0, "ping_every_s": 0.5, "ping_timeout_s": 60.0})
+    config = make_config(recovery={"max_restarts": 0, "ping_timeout_s": 60.0})
     metrics, stacks = config.run_folder / "metrics.jsonl", []
 
     async def look_and_kill() -> None:
@@ -283,7 +283,7 @@ async def test_what_the_cluster_cannot_hold_is_refused_and_the_run_folder_stays_
     make_config: Callable[..., Config],
 ) -> None:
     # 40 servers and 2 learners ask for 0.1 CPU each, 4.2 together; the node has 2.
-    config = make_config(server={"num_servers": 40}, cluster={"start_timeout_s": 5.0})
+    config = make_config(server={"num_servers": 40, "start_timeout_s": 25.0})
     with RunFolder.open(config) as folder:
         before = contents(folder.path)
 

@@ -113,7 +113,7 @@ async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_p
     values = {"num_local_experts": 16, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4}
     architecture = CONFIG_MAPPING["qwen3_moe"](**TINY | {"vocab_size": 97} | FAMILIES["qwen3_moe"].tiny | values)
     trial.save_tiny(architecture, tmp_path)
-    server = {"dtype": "bfloat16", "max_num_seqs": 16, "kv_block_tokens": 32}
+    server = {"dtype": "bfloat16", "max_num_seqs": 16, "engine_args": {"block_size": 32}}
     config = with_values(
         trial.trial_config(tmp_path, server=server, router_replay=True, max_tokens_per_microbatch=4096),
         rollout={"max_prompt_tokens": 96, "max_completion_tokens": 100},

@@ -91,7 +91,8 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
     from transformers import AutoModelForCausalLM
 
     model = small_model(tmp_path, chat_tokenizer, "float32")
-    values = server_values(model) | {"server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32, "dtype": "float32"}}
+    section = {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}, "dtype": "float32"}
+    values = server_values(model) | {"server": section}
     server, gateway = (
         VllmServer(Config.model_validate(values), 0),
         Gateway(make.formats(chat_tokenizer, with_parser=False)),
@@ -167,5 +168,5 @@ def server_values(model: Path) -> dict[str, Any]:
         "model": {"path": str(model)},
         "cluster": {"device": "cpu"},
         "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
-        "server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32},
+        "server": {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}},
     }

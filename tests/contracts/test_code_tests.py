@@ -131,9 +131,10 @@ async def test_with_shares_every_test_counts(sandboxes: PoolClient) -> None:
 
 
 async def test_tests_beyond_the_deadline_for_all_are_failed(sandboxes: PoolClient) -> None:
-    code = "import time\ntime.sleep(1.5)\n" + SUM
+    code = "import time\ntime.sleep(0.3)\n" + SUM
+    many = {name: 8 * texts for name, texts in SUMS.items()}
 
-    reward = await score(sandboxes, SUMS, code, score="share", total_timeout_s=4.0)
+    reward = await score(sandboxes, many, code, score="share", test_timeout_s=0.6, max_tests=24)
 
     assert 0.0 < reward.value < 1.0
 
@@ -142,7 +143,6 @@ async def test_at_most_so_many_tests_run_and_all_of_a_group_see_the_same(sandbox
     # Right on the first test alone.
     code = "print(3)"
 
-    assert (await score(sandboxes, SUMS, code, max_tests=1, choose_tests="first")).value == 1.0
     drawn = [
         (
             await CodeProblem(ground_truth=json.dumps(SUMS), rules=CodeSection(max_tests=1)).score(

@@ -59,7 +59,7 @@ async def everything() -> list[Exchange]:
         assert len([found async for found in provider.list({"a": "ä"})]) == 6, "three pages of two"
         await provider.kill("nothere")
         await provider.close()
-        image = DaytonaProvider(DaytonaConfig(api_url=url, image="python:3.12-slim", cpu=2), api_key=API_KEY)
+        image = DaytonaProvider(DaytonaConfig(api_url=url, template="python:3.12-slim"), api_key=API_KEY)
         await attempt(image)
         await image.close()
     return seen

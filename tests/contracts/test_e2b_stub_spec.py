@@ -25,7 +25,7 @@ SEND_INPUT = "/process.Process/SendInput"
 
 def provider_of(dialect: str, url: str, api_key: str = API_KEY) -> E2BProvider:
     if dialect == "kruise":
-        return E2BProvider(E2BConfig(dialect="kruise", api_url=f"{url}/kruise/api"), api_key=api_key)
+        return E2BProvider(E2BConfig(api_url=f"{url}/kruise/api"), api_key=api_key)
     return E2BProvider(E2BConfig(api_url=url, sandbox_url=url), api_key=api_key)
 
 

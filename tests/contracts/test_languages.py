@@ -18,6 +18,7 @@ from rayapp.config.agent import CodeSection
 from rayapp.core.errors import InputError, SandboxConfigError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
+from rayapp.tasks.code import scoring
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.languages import LANGUAGES, Language, language_of
 from rayapp.tasks.code.scoring import CodeProblem, check_languages
@@ -91,9 +92,12 @@ async def test_limits_and_verdicts_are_those_of_python(
     assert why in reward.detail, reward.detail
 
 
-async def test_a_compiler_that_takes_too_long_is_stopped(sandboxes: SandboxSource) -> None:
+async def test_a_compiler_that_takes_too_long_is_stopped(
+    sandboxes: SandboxSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "COMPILE_TIMEOUT_S", 0.01)
     slow = "#include <bits/stdc++.h>\nint main() {}"
-    reward = await score(problem(of("cpp"), ("", "1"), compile_timeout_s=0.01), slow, sandboxes)
+    reward = await score(problem(of("cpp"), ("", "1")), slow, sandboxes)
 
     assert (reward.value, reward.status) == (0.0, "compile_error")
     assert "stopped for timeout" in reward.detail

@@ -26,7 +26,7 @@ async def service(kind: str) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
     """A service on loopback, and the section of a configuration that names it."""
     stub = stub_of(kind)
     fields: dict[str, Any] = {"max_sandboxes": 3}
-    fields |= {"creations_per_s": 100, "creation_burst": 10} if kind != "mcp" else {}
+    fields |= {"creations_per_s": 100} if kind != "mcp" else {}
     with key_in_environment(kind):
         async with stub.running() as url:
             yield stub, section_of(kind, url, **fields)

@@ -28,7 +28,7 @@ class Learners:
 
 async def train(folder):
     store = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
-    saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+    saver = CheckpointSaver(Learners(), folder)
 
     async def begin(version):
         await saver.begin(version, next_group_id=store.next_untrained_id)

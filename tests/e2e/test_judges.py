@@ -41,7 +41,7 @@ def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
     tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
 ) -> None:
     stub = JudgeStub(FailsOnce(), key=JUDGE_KEY)
-    rubric = [{"name": "long", "text": "It is long."}]
+    rubric = {"long": "It is long."}
     with stub.running_in_thread() as url:
         shared = {"base_url": f"{url}/v1", "model": "m", "rubric": rubric, "api_key_env": "JUDGE_KEY", "max_retries": 0}
         config = short_run(tmp_path, train={"num_steps": NUM_STEPS}, rollout={"num_workers": 2}) | {
@@ -85,7 +85,7 @@ def test_a_run_ends_at_the_cap_saved_and_goes_on_with_a_larger_one(
     with stub.running_in_thread() as url:
         judge = {"name": "quality", "base_url": f"{url}/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
         # The first judged step costs more than the cap, so the run ends when the costs are counted next.
-        judge |= {"rubric": [{"name": "long", "text": "It is long."}], "input_price": 1e6, "cache": False}
+        judge |= {"rubric": {"long": "It is long."}, "input_price": 1e6}
         config = short_run(tmp_path, train={"num_steps": 100_000}, checkpoint={"every_steps": 100_000}) | {
             "judges": [judge],
             "reward": {"judges": {"quality": 1.0}},

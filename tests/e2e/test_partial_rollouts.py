@@ -43,7 +43,7 @@ def folder(
         },
         algorithm={"rollout_correction": {"level": "token"}},
         learner={"max_tokens_per_microbatch": 512, "compute_dtype": "float32", "cpu_threads": 1},
-        checkpoint={"every_steps": 2, "asynchronous": False},
+        checkpoint={"every_steps": 2},
     )
     # Short groups are whole while the long ones that began with them are in their middle.
     del config["tasks"]

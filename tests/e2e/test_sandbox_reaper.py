@@ -32,8 +32,8 @@ config = Config.model_validate({
     "run": {"name": "reaped"},
     "cluster": {"address": address},
     "sandbox": {
-        "providers": [{"type": "e2b", "api_url": url, "sandbox_url": url, "creation_burst": 5, "creations_per_s": 10}],
-        "reaper_grace_s": float(grace_s),
+        "providers": [{"type": "e2b", "api_url": url, "sandbox_url": url, "creations_per_s": 10}],
+        "holder_timeout_s": float(grace_s) / 2,
     },
 })
 

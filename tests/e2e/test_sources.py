@@ -51,7 +51,7 @@ def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[
         "train": {"num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP},
         "eval": {"every_steps": NUM_STEPS, "samples_per_task": 2},
         "learner": {"max_tokens_per_microbatch": 8192, "compute_dtype": "float32"},
-        "checkpoint": {"every_steps": 2, "asynchronous": False},
+        "checkpoint": {"every_steps": 2},
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
         {
             "run": {"name": "no-tools", "output_dir": str(tmp_path)},
             "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu", "address": standing_ray.address, "start_timeout_s": 600},
+            "cluster": {"device": "cpu", "address": standing_ray.address},
             "rollout": {"max_prompt_tokens": 128, "max_completion_tokens": 64},
             "tasks": [write_rows(tmp_path / "rows.parquet", "What is 6 times 7?")],
             "agent": {"tool_file": str(tmp_path / "tools.yaml"), "chat_template": "chatml_hermes"},

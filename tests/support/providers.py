@@ -29,7 +29,7 @@ def section_of(kind: str, url: str, **fields: Any) -> dict[str, Any]:
     """Return the section of a configuration that names a service at this address."""
     addresses: dict[str, dict[str, Any]] = {
         "e2b": {"type": "e2b", "api_url": url, "sandbox_url": url},
-        "kruise": {"type": "e2b", "dialect": "kruise", "api_url": f"{url}/kruise/api"},
+        "kruise": {"type": "e2b", "api_url": f"{url}/kruise/api"},
         "daytona": {"type": "daytona", "api_url": f"{url}/api"},
         "mcp": {"type": "mcp", "url": url},
     }

@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3038, "api": 827, "cli": 2747, "config": 3182, "core": 3131, "driver": 2686, "engine": 2183,
-    "extras": 13981, "learner": 7670, "rollout": 6826, "runs": 2490, "sandbox": 7196, "storage": 1688, "tasks": 5595,
+    "actors": 3035, "api": 827, "cli": 2760, "config": 3064, "core": 3131, "driver": 2645, "engine": 2182,
+    "extras": 13998, "learner": 7690, "rollout": 6853, "runs": 2480, "sandbox": 7195, "storage": 1685, "tasks": 5661,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

@@ -156,8 +156,8 @@ class StoreCarrier:
                 buckets = [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
         except TimeoutError:
             raise WeightSyncError(
-                f"the learners did not export version {version} within server.sync_timeout_s = {self._timeout_s:g} s. "
-                "If the model is large, raise this timeout."
+                f"the learners did not export version {version} within {self._timeout_s:g} s, a fifth "
+                "of server.start_timeout_s. If the model is large, raise this timeout."
             ) from None
         exported = time.monotonic()
         answers = await asyncio.gather(*(self._load(version, server, buckets) for server in servers))
@@ -181,7 +181,8 @@ class StoreCarrier:
             return error
         except TimeoutError:
             return WeightSyncError(
-                f"{server.name} did not load version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+                f"{server.name} did not load version {version} within {self._timeout_s:g} s (a fifth of "
+                "server.start_timeout_s)"
             )
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:

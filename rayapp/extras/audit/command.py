@@ -92,7 +92,7 @@ async def _audited(
     from rayapp.rollout.sources import answer_rewards
     from rayapp.sandbox.pool.build import open_pool
 
-    rewards, cache = answer_rewards(config), config.data.cache_dir
+    rewards, cache = answer_rewards(config.reward), config.data.cache_dir
     subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)
     with progress_bar() as show:
         show("tasks audited", 0, len(subjects))

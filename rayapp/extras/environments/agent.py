@@ -16,7 +16,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rayapp.config.config import Config, with_values
+from rayapp.config.agent import AgentSection
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
 from rayapp.core.types import Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
@@ -38,6 +39,7 @@ from rayapp.rollout.agent.text import readable
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import VERDICT, Agent, Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder, failed
 from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolContext, ToolOutput, ToolSchema
@@ -192,27 +194,35 @@ class EnvironmentAgents:
     """Agent for all environments of a source, which opens one at its first row.
 
     Args:
+        section, max_prompt_tokens: of the source.
         make_agent: makes the external agent of an environment that needs the gateway, given a trajectory's seconds.
     """
 
     def __init__(
-        self, config: Config, make_loop: OpenLoop, make_agent: Callable[[float], Awaitable[ExternalAgent]]
+        self,
+        section: AgentSection,
+        max_prompt_tokens: int,
+        make_loop: OpenLoop,
+        make_agent: Callable[[float], Awaitable[ExternalAgent]],
     ) -> None:
-        self._config, self._make_loop, self._make_agent = config, make_loop, make_agent
+        self._section, self._max_prompt_tokens = section, max_prompt_tokens
+        self._make_loop, self._make_agent = make_loop, make_agent
         self._players: dict[int, Agent] = {}
         self._kept: list[AnyEnvironment] = []
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
-            return await open_loop(config, sandboxes, made=tools, reader=reader)
+            limit = config.rollout.max_completion_tokens
+            return await open_loop(config.model, config.agent, limit, sandboxes, made=tools, reader=reader)
 
         async def make_agent(timeout_s: float) -> ExternalAgent:
             section = config.agent.external.model_copy(update={"timeout_s": timeout_s})
-            own = with_values(config, agent={"external": section})
-            return await ExternalAgent(own, await asyncio.to_thread(Formats.of, own), None).started()
+            limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+            formats = await asyncio.to_thread(Formats.of, config.model, config.agent)
+            return await ExternalAgent(section, limits, formats, None).started()
 
-        return cls(config, make_loop, make_agent)
+        return cls(config.agent, config.rollout.max_prompt_tokens, make_loop, make_agent)
 
     async def prompt(self, problem: Problem) -> Prompt:
         """Return a row's prompt. Raises UserError: the environment can't be used."""
@@ -236,18 +246,18 @@ class EnvironmentAgents:
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
         episodes = await asyncio.to_thread(episodes_of, environment)
         # Allow for all calls of a turn, which run one after the other, each with the environment's own deadline.
-        timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
+        timeout_s = self._section.max_calls_per_turn * environment.timeout_s + 5.0
         tools = [EpisodeTool(schema, timeout_s=timeout_s) for schema in await episodes.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
-        if field and self._config.agent.tool_file:
+        if field and self._section.tool_file:
             raise ConfigError(
-                f"task {environment.name}: text_field and agent.tool_file {self._config.agent.tool_file} can't be "
+                f"task {environment.name}: text_field and agent.tool_file {self._section.tool_file} can't be "
                 "combined: with text_field every turn is an action, so the policy can't call tools. Leave out "
                 "text_field or agent.tool_file"
             )
         reader = WholeTurn(tool=tools[0].schema.name, argument=field) if field else None
         loop = await self._make_loop(tools, reader)
-        return EpisodePlayer(episodes, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
+        return EpisodePlayer(episodes, loop, max_prompt_tokens=self._max_prompt_tokens)
 
 
 def row_of(problem: Problem) -> EnvironmentTask:

@@ -19,7 +19,7 @@ from rayapp.sandbox.images import parse
 
 app = typer.Typer(no_args_is_help=True, help="The cache of images that local sandboxes run on.")
 _MIB = 1 << 20
-ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder, size and mirrors from this config")]
+ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder and size from this config")]
 
 
 @app.command(
@@ -37,10 +37,9 @@ def pull_images(
     """Download images into the cache; print the digest of each name."""
     if name and len(images) > 1:
         raise InputError(f"--name {name} names one image, but {len(images)} are given: pull them one by one")
-    section = _local_section(config)
-    store = _store(section)
+    store = _store(_local_section(config))
     for image in images:
-        wanted = Wanted(mirrors=section.image_mirrors, progress=2)  # standard error
+        wanted = Wanted(progress=2)  # standard error
         with pull(store, parse(image), wanted) as hold:
             if name:
                 store.put(hold.image, parse(f"build:{name}"))

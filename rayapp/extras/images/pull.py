@@ -13,7 +13,7 @@ import json
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -39,23 +39,19 @@ _RETRIES = 3
 class Wanted:
     """Settings of a pull."""
 
-    # Registry -> mirrors that are tried before it; `http://HOST` is used without TLS.
-    mirrors: Mapping[str, Sequence[str]] | None = None
-    # Hosts that may be asked besides `mirrors`; None: any host, for names that a person typed.
+    # Registries that may be asked; None: any, for names that a person typed.
     registries: Collection[str] | None = None
     progress: IO[str] | int = subprocess.DEVNULL  # File or descriptor for skopeo's progress.
 
 
-def wanted_by_tasks(
-    mirrors: Mapping[str, Sequence[str]], registries: Collection[str], aliases: Mapping[str, str]
-) -> Wanted:
+def wanted_by_tasks(registries: Collection[str], aliases: Mapping[str, str]) -> Wanted:
     """Return the settings for images that tasks name: only hosts of the config are asked.
 
     Args:
         aliases: image that a task names -> image that the config gives in its place.
     """
     given = {parse(image).registry for image in aliases.values() if is_image(image)}
-    return Wanted(mirrors=mirrors, registries={*PUBLIC, *registries, *given})
+    return Wanted(registries={*PUBLIC, *registries, *given})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,41 +100,34 @@ def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
 
 
 def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
-    problem: Exception | None = None
-    mirrors, registry = wanted.mirrors or {}, reference.registry.lower()
-    if registry and wanted.registries is not None and registry not in {*wanted.registries, *mirrors}:
+    registry = reference.registry.lower()
+    if registry and wanted.registries is not None and registry not in wanted.registries:
         raise ImageError(
             f"image {reference} is refused: its registry {registry} is not in sandbox.providers[].image_registries. A "
             "task may not choose which hosts are asked. Add the registry there, or run `rayapp images pull` for it"
         )
-    for source in _sources(reference, mirrors):
-        flags = ["--tls-verify=false"] if source.is_plain else []
-        try:
-            raw = skopeo("inspect", reference, [*flags, "--raw", source.name])
-        except (ImageError, SandboxUnavailableError) as error:
-            problem = error
-            continue
-        digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
-        if reference.digest not in ("", digest):
-            raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
-        return source, digest
-    raise problem or ImageError(
-        f"image {reference} is not in the cache: build it, and run `rayapp images pull archive:FILE --name NAME`"
-    )
+    source = _source(reference)
+    raw = skopeo("inspect", reference, [*(["--tls-verify=false"] if source.is_plain else []), "--raw", source.name])
+    digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    if reference.digest not in ("", digest):
+        raise ImageError(f"image {reference} is damaged: the digest of its manifest is {digest}")
+    return source, digest
 
 
-def _sources(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Iterator[_Source]:
+def _source(reference: Reference) -> _Source:
     match reference.kind:
         case "registry":
+            host = reference.registry
             which = f"@{reference.digest}" if reference.digest else f":{reference.tag}"
-            for host in (*mirrors.get(reference.registry, ()), reference.registry):
-                bare = host.removeprefix("http://").removeprefix("https://").rstrip("/")
-                is_plain = host.startswith("http://") or bare in _LOOPBACK or bare.rpartition(":")[0] in _LOOPBACK
-                yield _Source(name=f"docker://{bare}/{reference.name}{which}", is_plain=is_plain)
+            is_plain = host in _LOOPBACK or host.rpartition(":")[0] in _LOOPBACK
+            return _Source(name=f"docker://{host}/{reference.name}{which}", is_plain=is_plain)
         case "oci":
-            yield _Source(name=f"oci:{reference.name}{f':{reference.tag}' if reference.tag else ''}")
+            return _Source(name=f"oci:{reference.name}{f':{reference.tag}' if reference.tag else ''}")
         case "archive":
-            yield _Source(name=_archive(reference))
+            return _Source(name=_archive(reference))
+    raise ImageError(
+        f"image {reference} is not in the cache: build it, and run `rayapp images pull archive:FILE --name NAME`"
+    )
 
 
 def _archive(reference: Reference) -> str:

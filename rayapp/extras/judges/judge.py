@@ -21,7 +21,7 @@ from rayapp.core.errors import ConfigError, RewardFailedError, one_line
 from rayapp.core.files import aside
 from rayapp.core.http import EndpointClient
 from rayapp.core.trajectories import storable
-from rayapp.extras.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
+from rayapp.extras.judges.questions import MAX_SCORE, Asked, Messages, pairwise_question, read_answer, rubric_question
 
 log = logging.getLogger(__name__)
 Winner = Literal["A", "B", "tie"]
@@ -78,7 +78,7 @@ class Judge:
 
     def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
         self.section = section
-        self._folder = folder if section.cache else None
+        self._folder = folder
         self._client = EndpointClient(section.endpoint, num_sharing=num_sharing)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -88,10 +88,9 @@ class Judge:
             said = await self._remembered((asked,), lambda: self._classified(asked))
             return self._of_class(said.answer["probs"]), {}, said
         said = await self._remembered((asked,), lambda: self._answered(*rubric_question(self.section, asked)))
-        most, scores = self.section.max_score, said.answer["scores"]
-        parts = {each.name: scores[each.name] / most for each in self.section.rubric}
-        total = sum(each.weight for each in self.section.rubric)
-        return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
+        scores = said.answer["scores"]
+        parts = {name: scores[name] / MAX_SCORE for name in self.section.rubric}
+        return sum(parts.values()) / len(parts), parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
         """Ask a pairwise judge, showing the responses in this order. Raises RewardFailedError."""
@@ -133,8 +132,8 @@ class Judge:
 
     def _digest(self, about: tuple[Asked, ...]) -> str:
         section = self.section
-        rule = (section.kind, section.model, section.max_score, section.temperature, section.max_tokens)
-        criteria = [each.model_dump() for each in section.rubric]
+        rule = (section.kind, section.model, MAX_SCORE, section.temperature, section.max_tokens)
+        criteria = list(section.rubric.items())
         told = json.dumps([rule, criteria, [astuple(each) for each in about]], default=str, sort_keys=True)
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
@@ -183,16 +182,12 @@ class Judge:
         return Judgement(answer={"probs": probs}, bill=self._bill(found))
 
     def _of_class(self, probs: list[float]) -> float:
-        place = self.section.class_index
-        if (place is None and len(probs) != 1) or (place or 0) >= len(probs):
-            raise self._failed(
-                f"class_index is {place}, but the model has {len(probs)} classes: set class_index to a number from 0 "
-                f"to {len(probs) - 1}"
-            )
+        if len(probs) != 1:
+            raise self._failed(f"the model has {len(probs)} classes: use a reward model with one class")
         try:
-            return storable(probs[place or 0])
+            return storable(probs[0])
         except ValueError:
-            raise self._failed(f"the score is {probs[place or 0]}, which is not a finite number") from None
+            raise self._failed(f"the score is {probs[0]}, which is not a finite number") from None
 
     def _bill(self, found: Mapping[str, Any]) -> Bill:
         usage = found.get("usage")

@@ -142,7 +142,7 @@ async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[b
     """Return each response's mean score over its pairs. Pairs that were not judged in both orders don't count."""
     responses = list(asked.values())
     opinions = [_Opinion() for _ in responses]
-    pairs = list(_pairs(len(responses), judge.section.num_opponents))
+    pairs = list(_pairs(len(responses), NUM_OPPONENTS))
     results = await side_by_side(_pair(judge, responses[a], responses[b]) for a, b in pairs)
     seen: list[list[dict[str, float]]] = [[] for _ in responses]
     for (a, b), result in zip(pairs, results, strict=True):
@@ -176,6 +176,9 @@ async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
     terms = {"consistent": float(shown_first == shown_last), "prefers_first": (shown_first + 1.0 - shown_last) / 2}
     bill = there[1].bill + back[1].bill
     return _Opinion(score=(shown_first + shown_last) / 2, terms=terms, reason=there[1].reason, bill=bill)
+
+
+NUM_OPPONENTS = 4  # responses of the group with which each response is compared, in both orders
 
 
 def _pairs(number: int, num_opponents: int) -> Iterator[tuple[int, int]]:

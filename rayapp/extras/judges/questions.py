@@ -29,6 +29,7 @@ _CONTROL = re.compile(
 )
 _FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
 _MAX_ANSWER_CHARS = 1 << 16
+MAX_SCORE = 10  # highest score of a criterion of a rubric; the lowest is 0
 _SYSTEM = """\
 You judge {subject}. The criteria:
 {criteria}
@@ -78,10 +79,10 @@ def rubric_question(judge: JudgeSection, asked: Asked) -> tuple[Messages, dict[s
     """Return messages that ask for a score, and the JSON schema of the answer:
     `{"question": 4829, "reason": "", "scores": {"a": 7}}`.
     """
-    score = {"type": "integer", "enum": list(range(judge.max_score + 1))}
-    names = [each.name for each in judge.rubric]
+    score = {"type": "integer", "enum": list(range(MAX_SCORE + 1))}
+    names = list(judge.rubric)
     scores = _object(dict.fromkeys(names, score))
-    task = f"Give the response a whole number from 0 (worst) to {judge.max_score} (best) for each criterion."
+    task = f"Give the response a whole number from 0 (worst) to {MAX_SCORE} (best) for each criterion."
     parts = [*_given(asked), ("RESPONSE", asked.response)]
     return _asked(judge, "a response to a prompt", task, ("scores", dict.fromkeys(names, 0), scores), parts)
 
@@ -168,7 +169,7 @@ def _messages(
     judge: JudgeSection, subject: str, task: str, example: Mapping[str, Any], parts: Sequence[tuple[str, str]]
 ) -> Messages:
     nonce = secrets.token_hex(8)
-    criteria = "\n".join(f"- {each.name} (weight {each.weight:g}): {each.text}" for each in judge.rubric)
+    criteria = "\n".join(f"- {name}: {text}" for name, text in judge.rubric.items())
     system = _SYSTEM.format(
         subject=subject,
         criteria=criteria,

@@ -27,7 +27,7 @@ from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import DAYTONA, SdkChannel, ServiceProvider, error_of, raised_as
-from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 _NAMES = ("daytona", "daytona_sdk")
@@ -155,9 +155,9 @@ _ENDED = ("destroyed", "destroying")
 
 
 class DaytonaProvider(ServiceProvider):
-    def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
+    def __init__(self, config: DaytonaConfig, *, api_key: str, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         sdk()  # an SDK that is missing is an error now, not at the first call
-        super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
+        super().__init__(DaytonaService(config, api_key), answer_within_s=answer_within_s)
 
 
 class DaytonaService:
@@ -171,8 +171,7 @@ class DaytonaService:
     def client(self) -> Any:
         """Return the SDK's client, made at the first call because it belongs to the event loop of that time."""
         if self._client is None:
-            named = {"api_url": self._config.api_url, "target": self._config.target}
-            given = {name: value for name, value in named.items() if value}
+            given = {"api_url": self._config.api_url} if self._config.api_url else {}
             self._client = sdk().AsyncDaytona(sdk().DaytonaConfig(api_key=self._api_key, **given))
         return self._client
 
@@ -190,7 +189,6 @@ class DaytonaService:
         return Connection(sandbox_id=made.id)
 
     def _params(self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float) -> Any:
-        config = self._config
         minutes = max(1, math.ceil(ttl_s / 60))
         common: dict[str, Any] = {
             "language": "python",
@@ -200,13 +198,12 @@ class DaytonaService:
             "ttl_minutes": minutes,
             "auto_stop_interval": minutes,
             "queue_timeout": max(1, math.ceil(_LATE_ANSWER_S / 60)),
-            "network_block_all": not config.allow_internet,
+            "network_block_all": True,  # completions could look up their answers
         }
-        wanted = config.template_of(spec.template)
-        if config.image or _is_image(wanted):
-            resources = sdk().Resources(cpu=config.cpu, memory=config.memory_gib)
-            return sdk().CreateSandboxFromImageParams(image=wanted or config.image, resources=resources, **common)
-        return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
+        wanted = self._config.template_of(spec.template) or self._config.template
+        if _is_image(wanted):
+            return sdk().CreateSandboxFromImageParams(image=wanted, **common)
+        return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or None, **common)
 
     async def _end_half_made(self, error: Exception) -> None:
         """End the sandbox that a late creation's error names, because it may still start."""

@@ -52,7 +52,7 @@ from rayapp.extras.providers.service import (
     raised_as,
 )
 from rayapp.sandbox.images import PREFIX, is_image
-from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]  # Function of the HTTP headers for one sandbox.
@@ -209,7 +209,7 @@ class KruiseService:
             "templateID": config.template_of(spec.template) or config.template,
             "timeout": max(_MIN_TTL_S, math.ceil(ttl_s)),
             "envVars": dict(spec.env),
-            "allow_internet_access": config.allow_internet,
+            "allow_internet_access": False,  # completions could look up their answers
             "metadata": {
                 **labels,
                 f"{_EXTENSION}/claim-timeout-seconds": str(_CLAIM_TIMEOUT_S),
@@ -314,9 +314,9 @@ def _object(answer: httpx.Response) -> dict[str, object]:
 
 
 class E2BProvider(ServiceProvider):
-    def __init__(self, config: E2BConfig, *, api_key: str) -> None:
-        service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
-        super().__init__(service, answer_within_s=config.answer_within_s)
+    def __init__(self, config: E2BConfig, *, api_key: str, answer_within_s: float = ANSWER_WITHIN_S) -> None:
+        service = (KruiseService if config.is_kruise else SdkService)(config, api_key)
+        super().__init__(service, answer_within_s=answer_within_s)
 
 
 class SdkService:
@@ -327,7 +327,7 @@ class SdkService:
     def __init__(self, config: E2BConfig, api_key: str) -> None:
         self._config = config
         self._options: dict[str, Any] = {"api_key": api_key, "debug": False}
-        named = {"domain": config.domain, "api_url": config.api_url, "sandbox_url": config.sandbox_url}
+        named = {"api_url": config.api_url, "sandbox_url": config.sandbox_url}
         self._options |= {name: value for name, value in named.items() if value}
         self._builds: dict[str, asyncio.Task[str]] = {}  # Image -> task that returns the name of its template.
 
@@ -353,7 +353,7 @@ class SdkService:
                 timeout=math.ceil(ttl_s),
                 metadata=dict(labels),
                 envs=dict(spec.env),
-                allow_internet_access=self._config.allow_internet,
+                allow_internet_access=False,  # completions could look up their answers
                 lifecycle={"on_timeout": "kill"},
                 idempotency_key=key,
                 # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.

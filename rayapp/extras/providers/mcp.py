@@ -30,7 +30,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.extras.providers.remote import RemoteSandbox, Sink, run_session
-from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
 from rayapp.sandbox.verdict.program import command_of
 from rayapp.tools.mcp_session import McpSession, RpcError
 
@@ -43,8 +43,9 @@ class McpProvider:
 
     name = "mcp"
 
-    def __init__(self, config: McpConfig, *, api_key: str) -> None:
+    def __init__(self, config: McpConfig, *, api_key: str, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         self._config = config
+        self._answer_within_s = answer_within_s
         self._api_key = api_key
         self._living: dict[str, tuple[McpChannel, dict[str, str]]] = {}
 
@@ -68,18 +69,16 @@ class McpProvider:
         return self._sandbox(connection, known[0], spec)
 
     def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:
-        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._config.answer_within_s)
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._answer_within_s)
 
     def _headers(self, spec: SandboxSpec, ttl_s: float) -> dict[str, str]:
         headers = {
             "X-Template": self._config.template_of(spec.template) or self._config.template,
             "X-Sandbox-TTL": str(math.ceil(ttl_s)),
-            "X-Execution-Timeout": str(self._config.execution_timeout_s),
+            "X-Execution-Timeout": str(math.ceil(ttl_s)),
         }
-        if self._api_key:
-            is_bearer = self._config.api_key_header.lower() == "authorization"
-            headers[self._config.api_key_header] = f"Bearer {self._api_key}" if is_bearer else self._api_key
-        return headers
+        keys = {"E2B-API-KEY": self._api_key, "Authorization": f"Bearer {self._api_key}"}
+        return headers | (keys if self._api_key else {})
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
         for sandbox_id, (_, own) in tuple(self._living.items()):
@@ -110,11 +109,6 @@ class McpChannel:
     _is_env_set: bool = False
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
-        if timeout_s > self.config.execution_timeout_s + 60:
-            raise SandboxConfigError(
-                f"the task needs {timeout_s:g} s, but the MCP server stops code after "
-                f"{self.config.execution_timeout_s} s. Raise sandbox.providers[].execution_timeout_s"
-            )
         command = await command_of(program, lambda path: self.write_file(path, program.encode(), timeout_s=timeout_s))
         return await self._command(command, timeout_s)
 
@@ -210,7 +204,7 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
     except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
         text = f"MCP server {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
         if session.status in (401, 403) or getattr(error, "code", None) == _AUTH:
-            cure = "Check the key: sandbox.providers[].api_key_env and api_key_header"
+            cure = "Check the key: sandbox.providers[].api_key_env"
             raise SandboxConfigError(f"{text}. {cure}") from error
         raise SandboxUnavailableError(text) from error
     return session

@@ -130,7 +130,7 @@ def mlflow(config: Config, path: Path, first_step: int) -> MlflowTracker:
         path,
         uri=os.environ.get("MLFLOW_TRACKING_URI", ""),
         experiment=section.project,
-        parameters=flattened(config),
+        parameters=flattened(config.model_dump(mode="json")),
         load_decode=lambda: partial(load_tokenizer(config.model).decode, skip_special_tokens=False),
         trace_ratio=section.trace_ratio,
         seed=config.run.seed,

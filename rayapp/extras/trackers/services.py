@@ -25,8 +25,8 @@ def tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
 
 
 def wandb(config: Config, path: Path, first_step: int) -> Tracker:
-    section = config.tracking
-    return WandbTracker(path, project=section.project, mode=_wandb_mode(), parameters=flattened(config))
+    parameters = flattened(config.model_dump(mode="json"))
+    return WandbTracker(path, project=config.tracking.project, mode=_wandb_mode(), parameters=parameters)
 
 
 def _wandb_mode() -> Literal["offline", "online"]:

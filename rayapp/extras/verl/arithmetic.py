@@ -257,14 +257,15 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
     if not value:
         return Landing(note="no KL is subtracted from rewards")
     kind, control = values.get("algorithm.kl_penalty", "kl"), values.get(f"{_KL_CTRL}.type", "fixed")
+    if control != "fixed":
+        raise ConfigError(
+            f"{_KL_CTRL}.type = {control!r} can't be imported: rayapp keeps the coefficient. It must be fixed."
+        )
     estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
     if estimator is None:
         known = ", ".join(KL_ESTIMATORS)
         raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; supported values are {known}")
-    settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
-    if control == "adaptive":
-        settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
-        settings["horizon"] = int(values.get(f"{_KL_CTRL}.horizon", 10000))
+    settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator}
     return Landing(settings={f"algorithm.kl_in_reward.{name}": setting for name, setting in settings.items()})
 
 

@@ -138,7 +138,6 @@ LEARNER: dict[str, Rule] = {
     f"{_FSDP}.ulysses_sequence_parallel_size": arithmetic.sequence_parallel,
     f"{_FSDP}.full_determinism": arithmetic.determinism,
     f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
-    f"{_ACTOR}.checkpoint.async_save": to("checkpoint.asynchronous", bool),
 }
 
 ROLLOUT: dict[str, Rule] = {
@@ -163,7 +162,6 @@ ROLLOUT: dict[str, Rule] = {
     f"{_TURNS}.tool_config_path": optional("agent.tool_file"),
     f"{_TURNS}.max_parallel_calls": to("agent.max_calls_per_turn", int),
     f"{_TURNS}.max_tool_response_length": to("agent.max_tool_output_chars", int),
-    f"{_TURNS}.tool_response_truncate_side": to("agent.tool_output_keeps"),
     f"{_TURNS}.format": to("agent.tool_parser"),
     f"{_VAL}.n": to("eval.samples_per_task", int),
     f"{_VAL}.temperature": arithmetic.eval_temperature,

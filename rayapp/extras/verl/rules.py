@@ -91,12 +91,12 @@ def reward_model(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set {path_key}.")
     lengths = [values.get(f"{section}.rollout.{name}") for name in ("prompt_length", "response_length")]
     longest = {"max-model-len": sum(int(each) for each in lengths if each)} if all(lengths) else {}
+    share = float(values.get(f"{section}.rollout.gpu_memory_utilization") or 0.5)
     server = {
         "name": _JUDGE,
         "path": values[path_key],
         "tensor_parallel_size": reward_model_gpus(section, values),
-        "gpu_memory_utilization": float(values.get(f"{section}.rollout.gpu_memory_utilization") or 0.5),
-        "options": {"runner": "pooling", **longest},
+        "options": {"runner": "pooling", "gpu-memory-utilization": share, **longest},
     }
     judge = {"name": _JUDGE, "kind": "reward_model", "base_url": f"run://{_JUDGE}", "model": _JUDGE}
     settings = {"model_servers": [server], "judges": [judge], "reward.judges": {_JUDGE: 1.0}}

@@ -94,16 +94,15 @@ def view(
 
 def _row(run: ViewedRun) -> tuple[str, ...]:
     """Return the cells of a run's line; `-` for an unknown value."""
-    said, config = run.summary(), run.config()
+    said = run.summary()
     last = said["last"] or {}
     shown = (f"{last[key]:.3g}" if key in last else "-" for key in ("reward/mean", "reward/solved/mean", "cost/total"))
-    currency = (config.get("budget") or {}).get("currency", "") if "cost/total" in last else ""
     steps = f"{last.get('step', 0)}/{said['num_steps'] or '?'}"
-    return (run.name, said["state"], steps, *shown, currency)
+    return (run.name, said["state"], steps, *shown)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    everything = [("run", "state", "step", "reward", "solved", "cost", ""), *rows]
+    everything = [("run", "state", "step", "reward", "solved", "cost"), *rows]
     widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
     for row in everything:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

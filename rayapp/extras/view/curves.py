@@ -126,7 +126,7 @@ MEANINGS = {
     "Seconds of a step": "The step and its parts. Generating and scoring are parts of the rollout.",
     "Tokens per second": "Sampled tokens per second of the whole step, and of generating alone.",
     "MFU": "Useful operations of forward and backward over the GPUs' peak; unshared counts shared prompts repeatedly.",
-    "Cost": "Cost of the run so far, in the unit of budget.currency, and its parts.",
+    "Cost": "Cost of the run so far, in the unit of the prices, and its parts.",
     "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
 }
 

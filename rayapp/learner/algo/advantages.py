@@ -72,23 +72,14 @@ def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSe
 class KlPenalty(NamedTuple):
     rewards: Tensor  # (B, T), lost by each token
     mean_kl: float  # over trajectories, of their mean KL per token
-    next_coef: float
 
 
-def kl_penalty_of(
-    kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
-) -> KlPenalty:
-    """Multiply the KL (B, T) by the coefficient; verl's controller computes the next one."""
+def kl_penalty_of(kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float) -> KlPenalty:
+    """Multiply the KL (B, T) by the coefficient."""
     import torch
-    from verl.trainer.config import KLControlConfig
-    from verl.trainer.ppo.core_algos import get_kl_controller
 
     mean_kl = float((kl.sum(-1) / torch.from_numpy(num_response_tokens)).mean())
-    controller = get_kl_controller(
-        KLControlConfig(type=section.control, kl_coef=coef, target_kl=section.target_kl, horizon=section.horizon)
-    )
-    controller.update(mean_kl, len(num_response_tokens))
-    return KlPenalty(rewards=coef * kl, mean_kl=mean_kl, next_coef=float(controller.value))
+    return KlPenalty(rewards=coef * kl, mean_kl=mean_kl)
 
 
 def check_estimator(name: str) -> None:

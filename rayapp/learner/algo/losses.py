@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from rayapp.config.algorithm import POLICY_LOSSES, AlgorithmSection
-from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import is_plugin, load_plugin
 from rayapp.core.types import FloatArray
@@ -133,12 +132,11 @@ def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale:
     return loss
 
 
-def make_actor_config(config: Config, scale: LossScale) -> Any:
+def make_actor_config(algorithm: AlgorithmSection, scale: LossScale, group_size: int) -> Any:
     """Return the ActorConfig that verl's losses read. ConfigError: `algorithm.policy_loss` is unknown."""
     from verl.trainer.config import RolloutCorrectionConfig
     from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
-    algorithm = config.algorithm
     check_policy_loss(algorithm.policy_loss)
     options = algorithm.policy_loss_options
     correction = RolloutCorrectionConfig(
@@ -152,7 +150,7 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
     )
     return ActorConfig(
         strategy="fsdp2",
-        rollout_n=config.rollout.group_size,
+        rollout_n=group_size,
         use_dynamic_bsz=True,
         clip_ratio=algorithm.clip_ratio_low,
         clip_ratio_low=algorithm.clip_ratio_low,

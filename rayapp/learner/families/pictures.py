@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ class PictureReader:
 class DevicePictures:
     """Pictures of this rank's tokens, on the learner's device."""
 
-    inputs: Mapping[str, Inputs]
+    inputs: Mapping[str, Inputs]  # on the host until the tower reads them
     places: Tensor
     """(P,) positions of placeholders among this rank's tokens, ascending."""
     rows: Tensor
@@ -226,9 +227,8 @@ def reading(
 
 def on_device(pictures: PackedPictures, device: torch.device) -> DevicePictures:
     places = np.flatnonzero(pictures.rows >= 0)
-    inputs = {sha256: {name: t.to(device) for name, t in own.items()} for sha256, own in pictures.inputs.items()}
     rows = torch.from_numpy(pictures.rows[places])
-    return DevicePictures(inputs=inputs, places=torch.from_numpy(places).to(device), rows=rows.to(device))
+    return DevicePictures(inputs=pictures.inputs, places=torch.from_numpy(places).to(device), rows=rows.to(device))
 
 
 class Tower:
@@ -239,9 +239,19 @@ class Tower:
         self._kept: dict[str, tuple[Tensor, ...]] = {}
         """Features of frozen towers by the pictures' SHA-256, until `forget`."""
 
-    @property
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(tower_parameters(self._causal_lm))
+
+    @cached_property
     def _is_frozen(self) -> bool:
-        return bool(frozen_tower(self._causal_lm))
+        return not any(self._causal_lm.get_parameter(name).requires_grad for name in self._names)
+
+    def share(self, other: Tower) -> None:
+        """Use the weights and features of another frozen tower with equal weights, and free the own."""
+        for name in self._names:
+            self._causal_lm.get_parameter(name).data = other._causal_lm.get_parameter(name).data
+        self._kept = other._kept
 
     def forget(self) -> None:
         self._kept.clear()
@@ -251,10 +261,10 @@ class Tower:
         embedded: Tensor = self._causal_lm.get_input_embeddings()(token_ids)
         if not self._is_frozen and torch.is_grad_enabled():
             # FSDP's reduction waits for a gradient of every parameter on every rank, also of those without pictures.
-            embedded = embedded + 0.0 * sum(p.view(-1)[0] for p in tower_parameters(self._causal_lm).values())
+            embedded = embedded + 0.0 * sum(self._causal_lm.get_parameter(name).view(-1)[0] for name in self._names)
         if pictures is None or not pictures.places.numel():
             return {"inputs_embeds": embedded}
-        by_picture = [self._features(sha256, own) for sha256, own in pictures.inputs.items()]
+        by_picture = [self._features(sha256, own, token_ids.device) for sha256, own in pictures.inputs.items()]
         first, *deeper = (torch.cat(layer).index_select(0, pictures.rows) for layer in zip(*by_picture, strict=True))
         embedded = embedded.index_copy(1, pictures.places, first[None].to(embedded.dtype))
         if not deeper:
@@ -262,16 +272,13 @@ class Tower:
         is_picture = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, pictures.places, value=True)
         return {"inputs_embeds": embedded, "visual_pos_masks": is_picture, "deepstack_visual_embeds": deeper}
 
-    def _features(self, sha256: str, inputs: Inputs) -> tuple[Tensor, ...]:
-        if not self._is_frozen:
-            return _features(self._causal_lm, inputs)
-        if sha256 not in self._kept:
-            with torch.no_grad():
-                self._kept[sha256] = _features(self._causal_lm, inputs)
-        return self._kept[sha256]
-
-
-def _features(causal_lm: Any, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Return the features (T, H) of a picture's tokens, then those that Qwen3-VL adds after the first layers."""
-    found = causal_lm.get_image_features(**inputs)
-    return torch.cat(tuple(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())
+    def _features(self, sha256: str, inputs: Inputs, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the features (T, H) of a picture's tokens, then those that Qwen3-VL adds after the first layers."""
+        if sha256 in self._kept:
+            return self._kept[sha256]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._is_frozen):
+            found = self._causal_lm.get_image_features(**{name: tensor.to(device) for name, tensor in inputs.items()})
+        features = torch.cat(tuple(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())
+        if self._is_frozen:
+            self._kept[sha256] = features
+        return features

@@ -6,22 +6,18 @@ The formulas use only the model's shape and the config; tests on fake tensors fi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
-from rayapp.config.config import Config, alone, frozen_models, with_number_formats, with_values
-from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
+from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.learner import LearnerSection
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
-from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 0.8 GiB on an H100 without NCCL
 GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
-# Resident bytes before weights: a learner's; those of a server's three processes (vLLM 0.30, torch 2.13).
-LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
-WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB  # assumed: a rollout worker with its groups; Ray and the driver together
-PINNED_FACTOR = 1.5  # of pinned host memory for each byte kept there: torch rounds blocks up to powers of two
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9  # of a GPU, for learners' `auto` values
 # Largest share of a GPU for vLLM, and the margin below what fits, if `server.gpu_memory_utilization` is auto.
@@ -154,23 +150,24 @@ class GpuPlan:
 def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
     return GpuPlan(
         learner=plan_learner(shape, config),
-        server=plan_server(shape, config, gpu.room),
+        server=plan_server(shape, config.server, config.max_model_tokens, gpu.room),
         room=gpu.room,
         is_shared=config.cluster.placement == "colocated",
         server_share=int(gpu.room * config.server.gpu_share),
-        transfer=transfer_bytes(shape, config),
+        transfer=transfer_bytes(shape, config.learner, config.server.weight_bucket_mib),
         export=export_bytes(shape, config.learner),
     )
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    masters = weight_bytes(shape, config.learner, _shard(shape.num_parameters, config.learner)) + MASTER * _shard(
+    masters = weight_bytes(shape, config.learner, shard(shape.num_parameters, config.learner)) + MASTER * shard(
         shape.num_adapter_parameters, config.learner
     )
-    gradients, optimizer = (kind * _shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
+    gradients, optimizer = (kind * shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     frozen = {
-        name: element * _shard(own.num_parameters, config.learner) for name, own in frozen_shapes(shape, config).items()
+        name: element * shard(own.num_parameters, config.learner)
+        for name, own in frozen_shapes(shape, frozen_models(config)).items()
     }
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
@@ -178,7 +175,7 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
         frozen={name: on_gpu * size for name, size in frozen.items()} | tower_bytes(shape, config),
         gradients=on_gpu * gradients,
         optimizer=on_gpu * optimizer,
-        moments=learner_moments(shape, config),
+        moments=learner_moments(shape, config.learner, needs_logits=config.distillation.needs_logits),
         host=(1 - on_gpu) * (masters + sum(frozen.values()) + gradients + optimizer),
         is_parked=config.learner.offload_when_idle,
     )
@@ -192,7 +189,8 @@ def tower_bytes(shape: ModelShape, config: Config) -> dict[str, int]:
     element, num_ranks = ELEMENT_BYTES[config.learner.compute_dtype], config.learner.num_learners
     groups = 1 + -(-config.train.groups_per_step * config.learner.sequence_parallel // num_ranks)
     features = groups * config.rollout.max_prompt_tokens * shape.num_picture_layers * shape.hidden
-    return {"vision tower": element * shape.num_frozen_in_tower, "features of pictures": element * features}
+    towers = shape.num_frozen_in_tower + (shape.teacher.num_frozen_in_tower if shape.teacher is not None else 0)
+    return {"vision tower": element * towers, "features of pictures": element * features}
 
 
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
@@ -200,8 +198,9 @@ def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int
     return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
 
 
-def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
-    element = ELEMENT_BYTES[config.learner.compute_dtype]
+def learner_moments(shape: ModelShape, learner: LearnerSection, *, needs_logits: bool) -> tuple[Moment, ...]:
+    element = ELEMENT_BYTES[learner.compute_dtype]
+    teacher = _teacher_bytes(shape, learner) if needs_logits else 0
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
@@ -209,15 +208,15 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # All layers have run; the buffer of the last gathered layer still exists.
         Moment(
             name="the head's forward and backward",
-            gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config.learner),
-            head=head_bytes(shape, config, config.learner.token_budget),
+            gathered=element * (shape.num_root_parameters + layer) + teacher,
+            activations=kept_bytes(shape, learner),
+            head=head_bytes(shape, learner, learner.token_budget, needs_logits=needs_logits),
         ),
         # The backward of the last layer, which comes first, while the layer before it is gathered.
         Moment(
             name="the backward of a layer",
-            gathered=gathered_bytes(shape, config.learner) + _teacher_bytes(shape, config),
-            activations=kept_bytes(shape, config.learner) + working_bytes(shape, config.learner),
+            gathered=gathered_bytes(shape, learner) + teacher,
+            activations=kept_bytes(shape, learner) + working_bytes(shape, learner),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
             # that is computed.
@@ -226,37 +225,31 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # The activations are freed; the gradients of embeddings and head are reduced together.
         Moment(
             name="reducing the gradients of embeddings and head",
-            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config.learner),
+            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * shard(trained_in_root, learner),
         ),
     )
 
 
-def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
+def frozen_shapes(shape: ModelShape, names: Iterable[str]) -> dict[str, ModelShape]:
     shapes = {"reference": shape, "teacher": shape.teacher or shape}
-    return {name: shapes[name] for name in frozen_models(config)}
+    return {name: shapes[name] for name in names}
 
 
-def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of the teacher's head, last gathered layer and hidden states, if the loss needs its
-    distribution."""
-    if not config.distillation.needs_logits:
-        return 0
-    teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
-    return element * (
-        teacher.num_root_parameters + teacher.num_layer_parameters + config.learner.token_budget * teacher.hidden
-    )
+def _teacher_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes of the teacher's head, last gathered layer and hidden states."""
+    teacher, element = shape.teacher or shape, ELEMENT_BYTES[learner.compute_dtype]
+    weights = teacher.num_root_parameters + teacher.num_layer_parameters
+    return element * (weights + learner.token_budget * teacher.hidden)
 
 
-def _shard(num_parameters: int, learner: LearnerSection) -> int:
+def shard(num_parameters: int, learner: LearnerSection) -> int:
     return -(-num_parameters // (learner.num_learners // learner.replicas))
 
 
-def transfer_bytes(shape: ModelShape, config: Config) -> int:
+def transfer_bytes(shape: ModelShape, learner: LearnerSection, bucket_mib: int) -> int:
     """Return the bytes of the largest tensor and two buckets; a bucket holds at least the largest tensor."""
-    largest = export_bytes(shape, config.learner)
-    if config.learner.lora.sends_adapter:
-        return largest
-    return largest + 2 * max(config.server.weight_bucket_mib << 20, largest)
+    largest = export_bytes(shape, learner)
+    return largest if learner.lora.sends_adapter else largest + 2 * max(bucket_mib << 20, largest)
 
 
 def export_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -274,10 +267,13 @@ def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> C
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
 
-    longest = longest_part(config)
-    sizes = [_having(config, 1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
+    def having(tokens: int) -> Config:
+        return with_values(config, learner={"max_tokens_per_microbatch": tokens})
+
+    longest = longest_part(config.learner, config.max_learner_tokens)
+    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
-    return next(fitting, _having(config, longest))
+    return next(fitting, having(longest))
 
 
 def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
@@ -291,14 +287,11 @@ def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
     return with_values(config, server={"gpu_memory_utilization": max(0.05, round(largest - AUTO_MARGIN, 2))})
 
 
-def _having(config: Config, tokens: int) -> Config:
-    return with_values(config, learner={"max_tokens_per_microbatch": tokens})
-
-
 def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
     """Return the smallest number of recomputed layers with which a learner fits; all layers if none fits."""
     if config.learner.max_tokens_per_microbatch == "auto":
-        config = _having(config, max(longest_part(config), ENOUGH_TOKENS))
+        tokens = max(longest_part(config.learner, config.max_learner_tokens), ENOUGH_TOKENS)
+        config = with_values(config, learner={"max_tokens_per_microbatch": tokens})
     room = AUTO_SHARE * gpu_bytes
     if config.cluster.placement == "colocated":
         room -= RUNTIME_BYTES + graph_bytes(config.server)  # of the sleeping server
@@ -309,9 +302,9 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
     return next(filter(fits, range(shape.num_layers)), shape.num_layers)
 
 
-def longest_part(config: Config) -> int:
+def longest_part(learner: LearnerSection, max_learner_tokens: int) -> int:
     """Return the tokens of the longest trajectory that one learner computes."""
-    return -(-config.max_learner_tokens // config.learner.sequence_parallel)
+    return -(-max_learner_tokens // learner.sequence_parallel)
 
 
 def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -321,8 +314,14 @@ def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     recomputed = learner.num_recomputed(shape.num_layers)
     inputs = recomputed * tokens * element * shape.hidden
-    tower = tokens * element * shape.tower_values[min(1, recomputed)]
+    tower = tokens * kept_in_tower(shape, learner)
     return inputs + (shape.num_layers - recomputed) * _layer_bytes(shape, learner) + last_norm + tower
+
+
+def kept_in_tower(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes that a trained vision tower keeps for the backward for each token of a picture."""
+    recomputes = learner.num_recomputed(shape.num_layers) > 0
+    return ELEMENT_BYTES[learner.compute_dtype] * shape.tower_values[recomputes]
 
 
 def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
@@ -367,12 +366,18 @@ def _normed_heads(shape: ModelShape) -> int:
 
 
 def head_bytes(
-    shape: ModelShape, config: Config, num_tokens: int | None = None, *, softmax_rows: int | None = None
+    shape: ModelShape,
+    learner: LearnerSection,
+    num_tokens: int | None = None,
+    *,
+    needs_logits: bool,
+    softmax_rows: int | None = None,
 ) -> int:
     """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`). `num_tokens` None: more than
-    the number whose logits are kept; `softmax_rows` None: a whole chunk, as on a GPU."""
-    own = _own_head_bytes(shape, config.learner, num_tokens, softmax_rows or sys.maxsize)
-    return own + _teacher_head_bytes(shape, config, num_tokens)
+    the number whose logits are kept; `softmax_rows` None: a whole chunk, as on a GPU; `needs_logits`: the loss needs a
+    teacher's distribution."""
+    own = _own_head_bytes(shape, learner, num_tokens, softmax_rows or sys.maxsize)
+    return own + (_teacher_head_bytes(shape, learner, num_tokens) if needs_logits else 0)
 
 
 def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None, softmax_rows: int) -> int:
@@ -397,12 +402,10 @@ def _own_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int 
     return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
 
 
-def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
+def _teacher_head_bytes(shape: ModelShape, learner: LearnerSection, num_tokens: int | None) -> int:
     """Return the bytes of log-probs of both, their ratio, and the gradient."""
-    if not config.distillation.needs_logits:
-        return 0
-    rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
-    return (3 * FLOAT32 + ELEMENT_BYTES[config.learner.compute_dtype]) * rows * shape.vocabulary
+    rows = min(learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
+    return (3 * FLOAT32 + ELEMENT_BYTES[learner.compute_dtype]) * rows * shape.vocabulary
 
 
 def head_bytes_per_token(shape: ModelShape, learner: LearnerSection) -> int:
@@ -416,10 +419,10 @@ def gathered_bytes(shape: ModelShape, learner: LearnerSection, num_layers: int =
     return ELEMENT_BYTES[learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
-def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    section, parallel = config.server, config.server.tensor_parallel_size
+def plan_server(shape: ModelShape, section: ServerSection, max_model_tokens: int, gpu_bytes: int) -> ServerPlan:
+    parallel = section.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
-    weights = server_weight_bytes(shape, config.server)
+    weights = server_weight_bytes(shape, section)
     # A layer's inputs and products in the largest prefill. For sampling: logits in float32, their softmax, and the log
     # of it.
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
@@ -434,10 +437,10 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
         weights=weights,
         kv_cache=kv_cache,
         runtime=runtime,
-        graphs=graph_bytes(config.server),
+        graphs=graph_bytes(section),
         kv_token_bytes=per_token,
         kv_tokens=tokens,
-        num_sequences=tokens // config.max_model_tokens,
+        num_sequences=tokens // max_model_tokens,
     )
 
 
@@ -453,99 +456,4 @@ def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelSe
     """Plan the servers of models other than the policy, on GPUs of their own. CUDA graphs are in vLLM's share."""
     for section in asked_servers(config):
         own = alone(config, section)
-        yield section, plan_server(model_shape(own), own, gpu_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlan:
-    """Bytes of host memory on a node of GPUs, without code in sandboxes."""
-
-    backups: int  # weights of sleeping servers, in pinned memory
-    learners: int  # kept or parked in host memory
-    staging: int  # copies from which a checkpoint is written
-    processes: int
-    object_store: int
-
-    @property
-    def total(self) -> int:
-        return self.backups + self.learners + self.staging + self.processes + self.object_store
-
-    def described(self) -> str:
-        names = {
-            "backups": "sleeping servers' weights",
-            "learners": "parked by learners",
-            "staging": "checkpoint being written",
-            "processes": "processes",
-            "object_store": "object store",
-        }
-        parts = [f"{getattr(self, key) / GIB:.0f} {name}" for key, name in names.items() if getattr(self, key)]
-        return f"{self.total / GIB:.0f} GiB = {' + '.join(parts)}"
-
-
-def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    learners = min(config.learner.num_learners, node_gpus)
-    server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
-    plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
-    weights = server_weight_bytes(shape, config.server)
-    sleeps = config.cluster.placement == "colocated"
-    parked = plan.resident - plan.runtime if plan.is_parked else plan.host
-    trained, contents = _shard(shape.num_trained, config.learner), config.checkpoint.save_contents
-    staged = trained * (MASTER * ("model" in contents) + ADAM * ("optimizer" in contents))
-    exported = 2 * shape.num_parameters // config.learner.num_learners if "hf_model" in contents else 0
-    return NodePlan(
-        backups=int(PINNED_FACTOR * weights) * server_gpus if sleeps else 0,
-        learners=int(PINNED_FACTOR * parked) * learners,
-        staging=(staged + exported) * learners,
-        processes=learners * LEARNER_BYTES
-        + server_gpus * SERVER_BYTES
-        + config.rollout.num_workers * WORKER_BYTES
-        + RAY_BYTES,
-        object_store=config.cluster.object_store_mib << 20,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPlan:
-    """Bytes of this machine's memory that a run on its CPU takes."""
-
-    learners: int  # at the peak of a step
-    activations: int  # of `learners`, taken only by the largest micro-batch
-    servers: int
-    object_store: int
-
-    @property
-    def total(self) -> int:
-        return self.learners + self.servers + self.object_store
-
-    @property
-    def least(self) -> int:
-        """Bytes needed even with the shortest micro-batches."""
-        return self.total - self.activations
-
-
-def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
-    """Plan a run on one machine's CPU with `have` bytes. All layers stay gathered there, gradients are summed before
-    they are reduced, and malloc keeps freed memory."""
-    config = with_number_formats(config, on_gpu=False)
-    if config.learner.activation_checkpointing == "auto":
-        config = with_values(config, learner={"activation_checkpointing": 0})
-    config = with_learner_numbers(shape, config, have // 2)
-    section, server = config.learner, config.server
-    element = ELEMENT_BYTES[section.compute_dtype]
-    frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
-    adapters = MASTER * shape.num_adapter_parameters
-    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
-    shards += (ADAM + FLOAT32) * shape.num_trained
-    each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
-    each += sum(tower_bytes(shape, config).values())
-    head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS)
-    batch = kept_bytes(shape, config.learner) + working_bytes(shape, config.learner) + head
-    rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
-    weights = ELEMENT_BYTES[server.dtype] * (shape.num_parameters + shape.num_frozen_in_tower)
-    serving = weights + server.tensor_parallel_size * rank
-    return HostPlan(
-        learners=shards + section.num_learners * (each + batch),
-        activations=section.num_learners * batch,
-        servers=server.num_servers * serving,
-        object_store=config.cluster.object_store_mib << 20,
-    )
+        yield section, plan_server(model_shape(own), own.server, own.max_model_tokens, gpu_bytes)

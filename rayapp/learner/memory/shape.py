@@ -169,6 +169,9 @@ def model_shape(config: Config) -> ModelShape:
     num_parameters = sum(p.numel() for p in model.parameters()) - (tower if config.model.freeze_vision else 0)
     check_expert_parallel(model, config.learner)
     adapters = _adapters(model, config.learner)
+    teacher = frozen_models(config).get("teacher")
+    if teacher is not None:
+        teacher = with_values(teacher, distillation={"teacher": ""}, learner={"lora": LoraSection()})
     return ModelShape(
         num_parameters=num_parameters,
         num_layer_parameters=max(layers),
@@ -183,7 +186,7 @@ def model_shape(config: Config) -> ModelShape:
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
         **(_tower(model.config.vision_config, tower, is_frozen=config.model.freeze_vision) if tower else {}),
-        teacher=_teacher_shape(config),
+        teacher=None if teacher is None else model_shape(teacher),
         **_experts(model, config.learner.expert_parallel_size),
     )
 
@@ -198,13 +201,6 @@ def _tower(vision: Any, num_parameters: int, *, is_frozen: bool) -> dict[str, An
         "num_picture_layers": 1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         "tower_values": (0, 0) if is_frozen else kept,
     }
-
-
-def _teacher_shape(config: Config) -> ModelShape | None:
-    own = frozen_models(config).get("teacher")
-    if own is None:
-        return None
-    return model_shape(with_values(own, distillation={"teacher": ""}, learner={"lora": LoraSection()}))
 
 
 def _experts(model: Any, size: int) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, with_number_formats
+from rayapp.config.config import Config, frozen_models, with_number_formats
 from rayapp.config.learner import LearnerSection
+from rayapp.config.sections import ServerSection
 from rayapp.core.machine import num_cores
 from rayapp.learner.memory.plan import (
     ADAM,
@@ -67,6 +68,8 @@ class StepLoad:
 
     prompts: int
     sequences: int
+    prompt_tokens: int  # of one sequence
+    completion_tokens: int
     computed_tokens: int  # a shared prompt counts once
     predicted_tokens: int
     attended: float  # pairs of a computed token and a token that it attends to
@@ -80,6 +83,8 @@ def step_load(config: Config) -> StepLoad:
     return StepLoad(
         prompts=prompts,
         sequences=sequences,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
         computed_tokens=computed_prompts * prompt + sequences * completion,
         predicted_tokens=sequences * completion,
         attended=computed_prompts * prompt**2 / 2 + sequences * (completion * prompt + completion**2 / 2),
@@ -87,19 +92,20 @@ def step_load(config: Config) -> StepLoad:
 
 
 def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> dict[str, Speed]:
-    speeds = {"generate": generate(shape, config, gpu, server)}
-    scored = score(shape, config, gpu)
+    load, learner, is_compiled = step_load(config), config.learner, config.compiles(on_gpu=True)
+    speeds = {"generate": generate(shape, config.server, load, gpu, server)}
+    scored = score(shape, learner, load, gpu, is_compiled=is_compiled)
     if config.scores_old_log_probs:
         speeds["old log-probs"] = scored
     if config.distillation.is_policy:
         speeds["teacher"] = scored
-    for name, own in frozen_shapes(shape, config).items():
-        speeds[name] = score(own, config, gpu)
-    speeds["train"] = train(shape, config, gpu)
-    speeds["optimizer"] = optimizer(shape, config, gpu)
-    speeds["weight sync"] = weight_sync(shape, config, gpu)
+    for name, own in frozen_shapes(shape, frozen_models(config)).items():
+        speeds[name] = score(own, learner, load, gpu, is_compiled=is_compiled)
+    speeds["train"] = train(shape, learner, load, gpu, is_compiled=is_compiled)
+    speeds["optimizer"] = optimizer(shape, learner, config.train.num_minibatches, gpu)
+    speeds["weight sync"] = weight_sync(shape, learner, config.server.weight_transport, gpu)
     if config.cluster.placement == "colocated":
-        speeds["sleep, wake"] = sleep_and_wake(shape, config.learner, server)
+        speeds["sleep, wake"] = sleep_and_wake(shape, learner, server)
     return speeds
 
 
@@ -130,13 +136,17 @@ def _products_per_s(shape: ModelShape, dtype: str, rows: int = 128) -> float:
     return 3 * 2 * rows * layer.weight.numel() / min(times)
 
 
-def late(config: Config, generate_s: float) -> Iterator[str]:
-    """Yield a message, with the way out, for each deadline that a step's generation misses."""
+def late_generation(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Iterator[str]:
+    """Yield a message for each deadline that a step's estimated generation misses."""
     deadlines = {
         "rollout.group_deadline_s": config.group_deadline_s,
-        "server.request_timeout_s": config.server.request_timeout_s or config.group_deadline_s,
         "recovery.stall_stop_s": config.recovery.stall_stop_s,
     }
+    return late(generate(shape, config.server, step_load(config), gpu, server).seconds, deadlines)
+
+
+def late(generate_s: float, deadlines: Mapping[str, float]) -> Iterator[str]:
+    """Yield a message, with the way out, for each deadline that a step's generation misses, by key."""
     for key, deadline_s in deadlines.items():
         if generate_s > deadline_s:
             yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: use {2 * generate_s:.0f}"
@@ -144,16 +154,14 @@ def late(config: Config, generate_s: float) -> Iterator[str]:
 
 def sleep_and_wake(shape: ModelShape, learner: LearnerSection, server: ServerPlan) -> Speed:
     """Estimate moving a server's weights to host memory and back, and parking the learners' tensors."""
-    section = learner
-    parked = (weight_bytes(shape, learner, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
-    moved = server.weights + (parked if section.offload_when_idle else 0)
-    return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=section.num_learners)
+    parked = (weight_bytes(shape, learner, shape.num_parameters) + ADAM * shape.num_trained) / learner.num_learners
+    moved = server.weights + (parked if learner.offload_when_idle else 0)
+    return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=learner.num_learners)
 
 
-def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Speed:
+def generate(shape: ModelShape, section: ServerSection, load: StepLoad, gpu: Gpu, server: ServerPlan) -> Speed:
     """Estimate prefill, and decoding steps that each read the weights and the KV cache of their sequences."""
-    load, section = step_load(config), config.server
-    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    prompt, completion = load.prompt_tokens, load.completion_tokens
     num_gpus = section.num_servers * section.tensor_parallel_size
     mine = math.ceil(load.sequences / section.num_servers)
     at_once = max(1, min(mine, section.max_num_seqs, server.num_sequences))
@@ -173,29 +181,32 @@ def _memory_bytes_s(gpu: Gpu) -> float:
     return MEMORY_SHARE * gpu.memory_gb_s * 1e9
 
 
-def score(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+def score(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, *, is_compiled: bool) -> Speed:
     """Estimate a forward over the whole step."""
     return _learner_speed(
         shape,
-        config,
+        learner,
+        load,
         gpu,
         products=1.0,
         attention=1.0,
-        passes=_passes(config)[0],
+        passes=COMPILED_FORWARD_PASSES if is_compiled else FORWARD_PASSES,
         head_passes=HEAD_FORWARD_PASSES,
         useful=1.0,
         exchanges=1.0,
     )
 
 
-def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+def train(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, *, is_compiled: bool) -> Speed:
     """Estimate forward and backward over the whole step. Frozen weights have no gradient: one product less."""
     backward = 1.0 if shape.num_adapter_parameters else 2.0
-    again = config.learner.num_recomputed(shape.num_layers) / shape.num_layers
-    forward, backward_passes = _passes(config)
+    again = learner.num_recomputed(shape.num_layers) / shape.num_layers
+    forward = COMPILED_FORWARD_PASSES if is_compiled else FORWARD_PASSES
+    backward_passes = COMPILED_BACKWARD_PASSES if is_compiled else BACKWARD_PASSES
     return _learner_speed(
         shape,
-        config,
+        learner,
+        load,
         gpu,
         products=1.0 + backward + again,
         attention=3.5 + again,
@@ -206,15 +217,10 @@ def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
     )
 
 
-def _passes(config: Config) -> tuple[int, int]:
-    if config.compiles(on_gpu=True):
-        return COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES
-    return FORWARD_PASSES, BACKWARD_PASSES
-
-
 def _learner_speed(
     shape: ModelShape,
-    config: Config,
+    section: LearnerSection,
+    load: StepLoad,
     gpu: Gpu,
     *,
     products: float,
@@ -224,7 +230,6 @@ def _learner_speed(
     useful: float,
     exchanges: float,
 ) -> Speed:
-    section, load = config.learner, step_load(config)
     num_gpus, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
     peak = gpu.tflops * 1e12
     layers, head = product_flops(shape, load.computed_tokens, load.predicted_tokens)
@@ -232,12 +237,12 @@ def _learner_speed(
     moved = passes * layer_bytes_per_token(shape, element) * shape.num_layers * load.computed_tokens
     moved += head_passes * FLOAT32 * shape.vocabulary * load.predicted_tokens
     compute_s = (
-        (products * layers + products * head) / (GEMM_SHARE * peak)
+        products * (layers + head) / (GEMM_SHARE * peak)
         + attention * attended / (ATTENTION_SHARE * peak)
         + moved / _memory_bytes_s(gpu)
     ) / num_gpus
     micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
-    gathers_s = micro_batches * _gather_s(shape, config.learner, gpu, is_backward=useful > 1.0)
+    gathers_s = micro_batches * _gather_s(shape, section, gpu, is_backward=useful > 1.0)
     # A row travels to its expert and back. Layers wait for it, so computing does not hide it.
     travelling = 2 * exchanges * element * shape.hidden * shape.rows_elsewhere * load.computed_tokens / num_gpus
     exchange_s = travelling / (LINK_SHARE * _link_gb_s(section.expert_parallel_size, gpu) * 1e9)
@@ -258,33 +263,30 @@ def attention_flops(shape: ModelShape, num_attended: float) -> float:
 
 def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
     """Return the seconds of a micro-batch's collectives: weights for each pass, and gradients."""
-    section = learner
-    if section.num_learners == 1:
+    if learner.num_learners == 1:
         return 0.0
     own = shape.num_parameters - shape.num_elsewhere
-    gathered = ELEMENT_BYTES[section.compute_dtype] * own * (2 if is_backward else 1)
+    gathered = ELEMENT_BYTES[learner.compute_dtype] * own * (2 if is_backward else 1)
     reduced = FLOAT32 * (shape.num_adapter_parameters or own) if is_backward else 0
-    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(section.num_learners, gpu) * 1e9)
+    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(learner.num_learners, gpu) * 1e9)
 
 
 def _link_gb_s(num_gpus: int, gpu: Gpu) -> float:
     return gpu.link_gb_s if num_gpus <= NODE_GPUS else min(gpu.link_gb_s, NODE_LINK_GB_S)
 
 
-def optimizer(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+def optimizer(shape: ModelShape, section: LearnerSection, num_minibatches: int, gpu: Gpu) -> Speed:
     """Estimate clipping and AdamW: bytes of gradients, weights and moments."""
-    section = config.learner
     moved = (2 * (MASTER + ADAM) + 3 * FLOAT32) * shape.num_trained / section.num_learners
     gb_s = HOST_GB_S if section.cpu_offload else MEMORY_SHARE * gpu.memory_gb_s
-    return Speed(seconds=config.train.num_minibatches * moved / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
+    return Speed(seconds=num_minibatches * moved / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
 
 
-def weight_sync(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+def weight_sync(shape: ModelShape, section: LearnerSection, transport: str, gpu: Gpu) -> Speed:
     """Estimate gathering and sending the weights in bfloat16: two passes over the slowest link."""
-    section = config.learner
     num_bytes = 2 * (shape.num_adapter_parameters if section.lora.sends_adapter else shape.num_parameters)
     gb_s = LINK_SHARE * _link_gb_s(section.num_learners, gpu)
-    if config.server.weight_transport == "object_store":
+    if transport == "object_store":
         gb_s = HOST_GB_S / 10  # 4 copies: export, object store, shared memory, the servers' GPUs
     return Speed(seconds=2 * num_bytes / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
 

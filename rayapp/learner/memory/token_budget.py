@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, frozen_models
 from rayapp.config.learner import CPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
@@ -34,6 +34,7 @@ from rayapp.learner.memory.plan import (
     gathered_bytes,
     head_bytes,
     head_bytes_per_token,
+    kept_in_tower,
     longest_part,
     plan_learner,
     tower_bytes,
@@ -150,9 +151,11 @@ class MemoryNeed:
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
     """Return the token budget of all ranks: a power of two, so that a few megabytes more or less don't change the run.
     LearnerError: the longest trajectory does not fit."""
-    longest, need = longest_part(config), measure_need(config, ranks, model)
+    longest = longest_part(config.learner, config.max_learner_tokens)
+    need = measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
-    room -= tower_bytes(model_shape(config), config).get("features of pictures", 0)
+    if model.tower is not None:
+        room -= tower_bytes(model_shape(config), config).get("features of pictures", 0)
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
         raise LearnerError(
@@ -190,13 +193,17 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     on_cpu = ranks.device.type == "cpu"
     frozen = sum(
         gathered_bytes(own, config.learner, own.num_layers if on_cpu else 2)
-        for own in frozen_shapes(shape, config).values()
+        for own in frozen_shapes(shape, frozen_models(config)).values()
     )
-    head = head_bytes(shape, config, softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None)
-    return MemoryNeed(
-        fixed=first - few * per_token + head + frozen,
-        per_token=per_token.clip(0) + head_bytes_per_token(shape, config.learner),
+    head = head_bytes(
+        shape,
+        config.learner,
+        needs_logits=config.distillation.needs_logits,
+        softmax_rows=CPU_SOFTMAX_ROWS if on_cpu else None,
     )
+    unseen = head_bytes_per_token(shape, config.learner) + kept_in_tower(shape, config.learner)
+    fixed = first - few * per_token + head + frozen
+    return MemoryNeed(fixed=fixed, per_token=per_token.clip(0) + unseen)
 
 
 def _marks_of_layers(

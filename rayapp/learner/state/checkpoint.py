@@ -70,7 +70,7 @@ def begin_save(
         state |= _beside_tensors(learner, version)
         writing.append(_async_save(state, folder, learner.ranks.save_group))
     if "hf_model" in contents:
-        staged = stage_hf(learner.config, learner.model, learner.ranks)
+        staged = stage_hf(learner.config.model, learner.config.learner, learner.model, learner.ranks)
         writer = ThreadPoolExecutor(1, thread_name_prefix="hf_model")
         writing.append(writer.submit(staged.write, Path(folder).with_name("hf_model")))
         writer.shutdown(wait=False)
@@ -101,8 +101,6 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
         raise CheckpointDamagedError(f"the checkpoint in {folder} is damaged: it has {wrong}")
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
-    if "kl_coef" in state:
-        learner.kl_coef = float(state["kl_coef"])
     return version
 
 
@@ -137,13 +135,10 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
 
 
 def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
-    state = {
+    return {
         "counters": torch.tensor([version, learner.optimizer_steps, learner.skipped_steps]),
         "rng": torch.get_rng_state(),
     }
-    if learner.config.algorithm.kl_in_reward.control == "adaptive":
-        state["kl_coef"] = torch.tensor(learner.kl_coef, dtype=torch.float64)
-    return state
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:

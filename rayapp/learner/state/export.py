@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rayapp.config.config import Config
 from rayapp.config.learner import LearnerSection, LoraSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
@@ -75,15 +76,15 @@ def not_finite(state: Mapping[str, Any]) -> str:
     return f"values that are not finite in {wrong[0]}{more}" if wrong else ""
 
 
-def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
+def stage_hf(section: ModelSection, learner: LearnerSection, model: PolicyModel, ranks: Ranks) -> StagedFolder:
     """Gather each weight in float32 on the rank that will write it. Collective."""
-    layout = hf_layout(config.model, model.causal_lm, torch.float32)
+    layout = hf_layout(section, model.causal_lm, torch.float32)
     files = {
         file.name: tensors
         for number, file in enumerate(layout.files)
         if (
             tensors := _gathered_file(
-                config.learner, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank
+                learner, model, file, layout.dtype, is_own=number % ranks.world_size == ranks.rank
             )
         )
         is not None

@@ -161,7 +161,7 @@ _WEIGHTS = "model."
 def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     """Write the checkpoint's weights in float32 as a Hugging Face folder. `config` is of the run that saved it."""
     config = with_number_formats(config, on_gpu=config.cluster.device != "cpu" and torch.cuda.is_available())
-    causal_lm = build_causal_lm(config, is_checked=False)
+    causal_lm = build_causal_lm(config.model, config.learner, config.max_model_tokens, is_checked=False)
     if config.learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)

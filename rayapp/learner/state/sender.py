@@ -133,7 +133,7 @@ class _Exchange:
             if isinstance(error := answer.exception(), Exception):
                 self.fail(error)
         else:
-            self.fail(TimeoutError(f"no answer within server.sync_timeout_s = {self._timeout_s:g} s"))
+            self.fail(TimeoutError(f"no answer within {self._timeout_s:g} s (a fifth of server.start_timeout_s)"))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Broadcast with the signature of vLLM's communicator."""
@@ -178,7 +178,7 @@ class WeightSender:
         except Exception as error:  # vLLM may raise anything
             raise WeightSyncError(
                 f"learner {rank} and the servers did not form a {plan.transport} group within "
-                f"server.sync_timeout_s = {timeout_s:g} s: {_first_line(error)}"
+                f"{timeout_s:g} s (a fifth of server.start_timeout_s): {_first_line(error)}"
             ) from error
         if getattr(self._engine, "model_update_group", None) is not None:
             self._exchange.group, self._engine.model_update_group = self._engine.model_update_group, self._exchange

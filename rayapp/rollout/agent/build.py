@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.agent import AgentSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.protocols import SandboxSource
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
@@ -35,7 +36,9 @@ def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: 
 
 
 async def open_loop(
-    config: Config,
+    model: ModelSection,
+    agent: AgentSection,
+    max_response_tokens: int,
     sandboxes: SandboxSource,
     *,
     brought: Sequence[str] = (),
@@ -44,19 +47,17 @@ async def open_loop(
 ) -> AgentLoop:
     """Make the agent loop for the settings of section `agent`, with sandboxes from `sandboxes`. `brought` and `made`
     are tools besides those of the tool file; `reader` as in `open_agent_loop`."""
-    agent = config.agent
     limits = AgentLimits(
-        max_response_tokens=config.rollout.max_completion_tokens,
+        max_response_tokens=max_response_tokens,
         max_assistant_turns=agent.max_assistant_turns,
         max_calls_per_turn=agent.max_calls_per_turn,
         max_tool_output_chars=agent.max_tool_output_chars,
-        cut_side=agent.tool_output_keeps,
     )
-    tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
+    tokenizer: Any = load_tokenizer(model, agent.chat_template_kwargs)
     return await open_agent_loop(
         tokenizer,
         limits=limits,
-        model=config.model.path,
+        model=model.path,
         tool_file=agent.tool_file,
         brought=brought,
         made=made,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.agent import AgentSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.build import MakeParser, sample_of, vllm_parser
 from rayapp.rollout.agent.calls import PARSING
@@ -57,11 +58,10 @@ class Formats:
         self.plain = Format(key=(), chat=ChatFormat(tokenizer, (), template=template, name=model), parser=NoCalls())
 
     @classmethod
-    def of(cls, config: Config) -> Formats:
-        agent = config.agent
+    def of(cls, model: ModelSection, agent: AgentSection) -> Formats:
         template = load_template(agent.chat_template) if agent.chat_template else ""
-        tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
-        return cls(tokenizer, model=config.model.path, parser=agent.tool_parser, template=template)
+        tokenizer: Any = load_tokenizer(model, agent.chat_template_kwargs)
+        return cls(tokenizer, model=model.path, parser=agent.tool_parser, template=template)
 
     async def of_call(self, tools: Sequence[ToolSchema], variables: Mapping[str, Any] = _NONE) -> Format:
         """Return the format for these tools and variables of the template. RefusedError: it can't be."""

@@ -20,6 +20,7 @@ from rayapp.rollout.gateway.listening import send
 
 _MAX_ERROR_BYTES, _PIECE_BYTES = 64 << 10, 64 << 10
 _MAX_CONNECTIONS, _CONNECT_TIMEOUT_S = 256, 10.0
+_TIMEOUT_S = 300.0  # of one call, with the whole answer of a reasoning model
 _SENT_ON = ("accept", "anthropic-beta", "anthropic-version", "content-type", "openai-beta")
 _SENT_BACK = ("content-type", "retry-after")
 
@@ -66,7 +67,7 @@ class Forwarder:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._section.timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+            timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
             connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         return self._session

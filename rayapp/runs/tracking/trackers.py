@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 from rich.console import Console
 
@@ -98,25 +97,21 @@ class RunTracker:
 @contextmanager
 def make_trackers(config: Config, folder: RunFolder) -> Iterator[RunTracker]:
     """Make the trackers in `tracking.trackers`; they are closed at the end of the block."""
-    with closing(_make(config, folder.path)) as tracker:
-        yield tracker
-
-
-def _make(config: Config, path: Path) -> RunTracker:
-    chosen = config.tracking.trackers
+    chosen, path = config.tracking.trackers, folder.path
     check_packages(chosen)
     trackers: dict[str, Tracker] = {}
     console: LineConsole | LiveConsole | None = None
     if "jsonl" in chosen:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
     if "console" in chosen:
-        console = trackers["console"] = _console(config)
+        console = trackers["console"] = _console(config.run.name, config.train.num_steps, config.tracking.log_format)
     for name in chosen:
         if name not in ("jsonl", "console"):
             make = partial(load_extra(EXTRAS[name]) if name in EXTRAS else load_plugin("trackers", name), config, path)
             is_tracer = name in TRACERS and config.tracking.trace_ratio > 0
             trackers[name] = BackgroundTracer(name, make) if is_tracer else BackgroundTracker(name, make)
-    return RunTracker(trackers, console)
+    with closing(RunTracker(trackers, console)) as tracker:
+        yield tracker
 
 
 def check_packages(chosen: Sequence[str]) -> None:
@@ -141,11 +136,11 @@ EXTRAS = {
 TRACERS = frozenset({"mlflow"})  # also take rollouts
 
 
-def flattened(config: Config) -> dict[str, str]:
+def flattened(sections: Mapping[str, object]) -> dict[str, str]:
     """Flatten the configuration to `section.key` -> JSON text, e.g. {"run.name": '"seed0"', "train.num_steps":
     "40"}."""
     flat: dict[str, str] = {}
-    pending: list[tuple[str, object]] = list(config.model_dump(mode="json").items())
+    pending: list[tuple[str, object]] = list(sections.items())
     for key, value in pending:
         if isinstance(value, dict) and value:
             pending += [(f"{key}.{inner}", item) for inner, item in value.items()]
@@ -154,13 +149,13 @@ def flattened(config: Config) -> dict[str, str]:
     return flat
 
 
-def _console(config: Config) -> LineConsole | LiveConsole:
+def _console(name: str, num_steps: int, log_format: str) -> LineConsole | LiveConsole:
     """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines."""
-    if config.tracking.log_format == "json":
-        return LogConsole(config.train.num_steps)
+    if log_format == "json":
+        return LogConsole(num_steps)
     if in_notebook():
-        return NotebookConsole(config.train.num_steps, config.run.name)
+        return NotebookConsole(num_steps, name)
     terminal = Console(stderr=True)
     if terminal.is_interactive and sys.stdout.isatty():
-        return LiveConsole(config.train.num_steps, config.run.name, terminal)
-    return LineConsole(config.train.num_steps)
+        return LiveConsole(num_steps, name, terminal)
+    return LineConsole(num_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, Fate, Lease, RemoteProvider
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.pool.stock import GRACE_S, Stock, StockRules
+from rayapp.sandbox.pool.stock import Stock, StockRules
 from rayapp.sandbox.pool.supply import Supply
 from rayapp.sandbox.providers import local_provider, num_local_sandboxes, remote_provider, remote_providers
 
@@ -30,38 +31,28 @@ def build_pool(
     *,
     provider: RemoteProvider | None = None,
     clock: Callable[[], float] = time.monotonic,
-    grace_s: float = GRACE_S,
+    **times: float,
 ) -> LeasePool:
-    """Build the pool of a configuration; tests give their `provider`. `grace_s`: seconds after a provider's own
-    deadline."""
+    """Build the pool of a configuration; tests give their `provider` and other `times` of `StockRules`."""
     section = config.provider
     limit = num_local_sandboxes(config) if isinstance(section, LocalConfig) else section.max_sandboxes
     supply = Supply(section.type, max_sandboxes=limit, clock=clock)
     pool = LeasePool(
         max_leases=config.max_leases or limit,
-        max_waiting=config.max_waiting,
         ttl_s=config.lease_ttl_s,
         supply=supply,
         min_ready=config.min_ready,
         holder_timeout_s=config.holder_timeout_s,
-        idle_timeout_s=config.idle_timeout_s,
         clock=clock,
     )
     if isinstance(section, LocalConfig | McpConfig):  # lease holders make these sandboxes
         return pool
-    supply.bucket = TokenBucket(rate_per_s=section.creations_per_s, burst=section.creation_burst, clock=clock)
+    rate_per_s = section.creations_per_s
+    supply.bucket = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(_BURST_S * rate_per_s)), clock=clock)
     pool.stock = Stock(
         supply,
         provider or remote_provider(section),
-        StockRules(
-            create_timeout_s=config.create_timeout_s,
-            sandbox_ttl_s=config.sandbox_ttl_s,
-            idle_timeout_s=config.idle_timeout_s,
-            min_ready=config.min_ready,
-            max_uses=config.max_uses,
-            kill_timeout_s=section.answer_within_s,
-            grace_s=grace_s,
-        ),
+        StockRules(min_ready=config.min_ready, max_uses=config.max_uses, **times),
         labels=labels_of(run_name),
         clock=clock,
         on_change=pool.pump,
@@ -70,7 +61,10 @@ def build_pool(
     return pool
 
 
+_BURST_S = 5.0  # seconds whose creations may come at once after a pause; services allow such bursts
 _TEND_EVERY_S = 5.0
+# Seconds between comparisons of the provider's list of sandboxes with the pool's; unknown sandboxes are ended.
+SWEEP_EVERY_S = 60.0
 
 
 @asynccontextmanager
@@ -86,9 +80,8 @@ async def open_pool(
         remote=remote_providers(config),
         holder=name,
         ttl_s=config.lease_ttl_s,
-        create_timeout_s=config.create_timeout_s,
     )
-    tending = asyncio.create_task(_tend(pool, config), name=f"tend sandboxes of {name}")
+    tending = asyncio.create_task(_tend(pool), name=f"tend sandboxes of {name}")
     try:
         yield client, pool
     finally:
@@ -103,14 +96,11 @@ async def _close(client: PoolClient, pool: LeasePool) -> None:
         await pool.close()
 
 
-async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
-    num_rounds = 0
-    sweep_every = max(1, round(config.sweep_every_s / _TEND_EVERY_S))
-    while True:
+async def _tend(pool: LeasePool) -> None:
+    for num_rounds in itertools.count(1):
         await asyncio.sleep(_TEND_EVERY_S)
         pool.tend()
-        num_rounds += 1
-        if num_rounds % sweep_every == 0 and pool.stock is not None:
+        if num_rounds % round(SWEEP_EVERY_S / _TEND_EVERY_S) == 0 and pool.stock is not None:
             await pool.stock.sweep()
 
 

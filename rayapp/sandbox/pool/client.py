@@ -28,6 +28,7 @@ from rayapp.core.protocols import Sandbox, SandboxProvider
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
 from rayapp.sandbox.loopback import Loopback, loopback_of
+from rayapp.sandbox.pool.supply import CREATE_TIMEOUT_S
 
 T = TypeVar("T")
 MARGIN_S = 65.0  # after a call's deadline; longer than every provider's own grace
@@ -165,7 +166,8 @@ class PoolClient:
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
     heartbeat_every_s: float = 10.0
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None  # called after every execution
-    create_timeout_s: float = 90.0  # for a sandbox that this process makes, even if the caller would wait longer
+    # for a sandbox that this process makes, even if the caller would wait longer
+    create_timeout_s: float = CREATE_TIMEOUT_S
     retry_every_s: float = 2.0  # to return a lease while the pool does not answer
     _heart: asyncio.Task[None] | None = field(default=None, init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)

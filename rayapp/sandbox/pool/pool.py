@@ -18,13 +18,14 @@ from rayapp.core.errors import SandboxError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.stock import Stock
-from rayapp.sandbox.pool.supply import StockItem, Supply
+from rayapp.sandbox.pool.supply import IDLE_TIMEOUT_S, StockItem, Supply
 from rayapp.sandbox.pool.waiting import FairQueue, PoolStats
 
 __all__ = ["Fate", "Lease", "LeasePool"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
+MAX_WAITING = 10_000  # callers that may wait at once; further ones are refused at once instead of at their deadlines
 Turn = asyncio.Future[Lease]
 
 
@@ -49,14 +50,14 @@ class LeasePool:
     """Pool that grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    max_waiting: int  # callers at once
     ttl_s: float  # after which a lease that was not released is reclaimed
     # State of the sandboxes; by default the holders themselves make them.
     supply: Supply = field(default_factory=lambda: Supply("local", max_sandboxes=1 << 30, clock=time.monotonic))
     stock: Stock | None = None  # None if the lease holders make the sandboxes
     min_ready: int = 0  # for each kind in use
+    max_waiting: int = MAX_WAITING
     holder_timeout_s: float = float("inf")  # without a heartbeat; the holder then counts as dead
-    idle_timeout_s: float = 300.0  # without a request; no sandboxes of a kind are then kept ready
+    idle_timeout_s: float = IDLE_TIMEOUT_S
     clock: Callable[[], float] = time.monotonic
     # A random start: a pool that replaces a dead pool must not use ids that callers still hold.
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
@@ -101,7 +102,7 @@ class LeasePool:
             if self._num_waiting > self.max_waiting:
                 raise SandboxUnavailableError(
                     f"{self._num_waiting - 1} callers already wait for a sandbox, which is the maximum: raise "
-                    "sandbox.max_waiting"
+                    "sandbox.max_leases"
                 )
             # wait_for is not used: on Python 3.11 it loses a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):

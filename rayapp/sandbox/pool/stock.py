@@ -24,8 +24,8 @@ from rayapp.core.errors import (
 )
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
-from rayapp.sandbox.pool.supply import StockItem, StockState, Supply
+from rayapp.sandbox.leases import ANSWER_WITHIN_S, ConnectedSandbox, RemoteProvider
+from rayapp.sandbox.pool.supply import CREATE_TIMEOUT_S, IDLE_TIMEOUT_S, StockItem, StockState, Supply
 
 _LOOK = r"""
 import hashlib, itertools, os, stat
@@ -84,6 +84,8 @@ async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
+# Lifetime that providers are asked for, extended while a sandbox is in use. A killed run's ones end within it.
+SANDBOX_TTL_S = 900.0
 _KILL_ATTEMPTS = 3
 _CLOSE_ROUNDS = 3
 _MAX_CALLS_AT_ONCE = 32
@@ -95,12 +97,12 @@ _LIST_TIMEOUT_S = 30.0
 class StockRules:
     """Settings of a stock, as in `SandboxConfig`."""
 
-    create_timeout_s: float
-    sandbox_ttl_s: float
-    idle_timeout_s: float
     min_ready: int
     max_uses: int
-    kill_timeout_s: float = 20.0  # `answer_within_s` of the provider
+    create_timeout_s: float = CREATE_TIMEOUT_S
+    sandbox_ttl_s: float = SANDBOX_TTL_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    kill_timeout_s: float = ANSWER_WITHIN_S
     grace_s: float = GRACE_S  # after the provider's own deadline
 
 

@@ -15,6 +15,8 @@ from rayapp.sandbox.leases import Connection
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0  # after a failure, and after many in a row
 _QUOTA_PAUSE_S = 30.0  # after the provider's quota was reached, before one more sandbox is tried
+CREATE_TIMEOUT_S = 90.0  # for a new sandbox; one that is ready later serves another request, or is ended
+IDLE_TIMEOUT_S = 300.0  # after which a sandbox beyond `min_ready` is ended, because it costs money
 
 
 class StockState(StrEnum):

@@ -45,8 +45,7 @@ def check_model(config: Config) -> None:
         raise InputError(f"model.path {config.model.path!r}: there is no such folder. {hint}.")
     else:
         architecture = _hub_config(config.model.path)
-    _check_family(architecture, config)
-    _check_fits(architecture, config)
+    _check_config(architecture, config)
 
 
 def _refuse_shards(folder: Path) -> None:
@@ -63,12 +62,11 @@ def _refuse_shards(folder: Path) -> None:
 
 def check_architecture(config: Config) -> None:
     """Check only the config.json of a model folder."""
-    architecture = _read_config(Path(config.model.path), config.model.trust_remote_code)
-    _check_family(architecture, config)
-    _check_fits(architecture, config)
+    _check_config(_read_config(Path(config.model.path), config.model.trust_remote_code), config)
 
 
-def _check_family(architecture: dict[str, Any], config: Config) -> None:
+def _check_config(architecture: dict[str, Any], config: Config) -> None:
+    """Check a model's config.json: its family, and whether other keys fit it."""
     kind = text_type(architecture)
     if (family := family_of(architecture)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
@@ -81,6 +79,23 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
             "weights. Use a bfloat16 release, or write one: load it with transformers and a quantization_config that "
             "says dequantize=True (Mxfp4Config, FineGrainedFP8Config), then save_pretrained."
         )
+    # In a model that also reads images, the settings of the language model are in a section of their own.
+    text = architecture.get("text_config") or architecture
+    heads, tp = text.get("num_attention_heads"), config.server.tensor_parallel_size
+    if heads is not None and heads % tp:
+        raise ConfigError(
+            f"server.tensor_parallel_size {tp} does not divide the {heads} attention heads of {config.model.path}. "
+            f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
+        )
+    longest = config.model.max_position_embeddings or text.get("max_position_embeddings")
+    lengths = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    _check_length(longest, lengths, f"{config.model.path} reads at most {longest}")
+    for rope in _ropes(text):
+        if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:
+            name = "original_max_position_embeddings"
+            limit = rope.get(name) or text.get(name) or longest
+            why = "scales its rotary positions by the longest sequence of the batch if a sequence has more than"
+            _check_length(limit, lengths, f"{config.model.path} {why} {limit}")
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
@@ -202,31 +217,11 @@ def _hub_config(name: str) -> dict[str, Any]:
     return found
 
 
-def _check_fits(architecture: dict[str, Any], config: Config) -> None:
-    # In a model that also reads images, the settings of the language model are in a section of their own.
-    text = architecture.get("text_config") or architecture
-    heads, tp = text.get("num_attention_heads"), config.server.tensor_parallel_size
-    if heads is not None and heads % tp:
+def _check_length(limit: int | None, lengths: tuple[int, int], why: str) -> None:
+    if limit is not None and sum(lengths) > limit:
         raise ConfigError(
-            f"server.tensor_parallel_size {tp} does not divide the {heads} attention heads of {config.model.path}. "
-            f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
-        )
-    longest = config.model.max_position_embeddings or text.get("max_position_embeddings")
-    _check_length(longest, config, "reads at most {}")
-    for rope in _ropes(text):
-        if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:
-            name = "original_max_position_embeddings"
-            why = "scales its rotary positions by the longest sequence of the batch if a sequence has more than {}"
-            _check_length(rope.get(name) or text.get(name) or longest, config, why)
-
-
-def _check_length(limit: int | None, config: Config, why: str) -> None:
-    rollout, needed = config.rollout, config.max_model_tokens
-    if limit is not None and needed > limit:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} {why.format(limit)}. "
-            "Lower one of these two keys."
+            f"rollout.max_prompt_tokens {lengths[0]} + rollout.max_completion_tokens {lengths[1]} = {sum(lengths)} "
+            f"tokens, but {why}. Lower one of these two keys."
         )
 
 

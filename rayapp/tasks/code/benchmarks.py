@@ -27,7 +27,7 @@ BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
 # Rules: all tests, each with at most 3 s; HumanEval's own harness allows 3 s for all together.
-_RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
+_RULES = CodeSection(max_tests=0, test_timeout_s=3.0)
 # Stop texts of a completion: HumanEval's are from its paper; MBPP's is the mark that ends an answer in its prompt.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
 _OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}

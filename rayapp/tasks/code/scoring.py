@@ -41,6 +41,7 @@ from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _MOST_CALLS_TOLD = 3
 _MOST_TOLD_CHARS = 300
+COMPILE_TIMEOUT_S = 30.0  # time limit of compiling an answer that is not Python, once before its tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class CodeProblem:
         stops_early = self.rules.score == "all"
         num_passed, first_problem, left_s = 0, "", self.rules.total_timeout_s
         for index in _failures.first(self.ground_truth, chosen) if stops_early else chosen:
-            problem, took_s = "out of time: the earlier tests used up reward.code.total_timeout_s", 0.0
+            problem, took_s = f"out of time: the earlier tests took {self.rules.total_timeout_s:g} s", 0.0
             if left_s > 0:
                 problem, took_s = await candidate.run(tests.tests[index], sandbox, left_s)
             left_s -= took_s
@@ -131,8 +132,6 @@ class CodeProblem:
         count, most = len(tests.tests), self.rules.max_tests
         if not most or count <= most:
             return list(range(count))
-        if self.rules.choose_tests == "first":
-            return list(range(most))
         return sorted(random.Random(f"code-tests/{seed}").sample(range(count), most))
 
 
@@ -150,7 +149,7 @@ class _Candidate:
         if (language := self.tests.language) is None:
             return ""
         await write_program(language, self.code, sandbox)
-        ran = await compile_program(language, self.code, sandbox, timeout_s=self.rules.compile_timeout_s)
+        ran = await compile_program(language, self.code, sandbox, timeout_s=COMPILE_TIMEOUT_S)
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 ROWS_PER_GROUP = 1024  # a reader keeps whole groups in memory
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
-_REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
+_REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0)
 OWN_SOURCE = "own"  # data_source of rows that only the user's own reward function scores
 _MOST_NAMED = 20  # bad rows; further ones are only counted
 # Function that says, for each row, why the reference solution fails its tests; empty if it passes.

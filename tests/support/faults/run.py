@@ -79,8 +79,8 @@ class _Services:
 
     @asynccontextmanager
     async def running(self, max_sandboxes: int) -> AsyncIterator[None]:
-        common = {"max_sandboxes": max_sandboxes, "answer_within_s": self._answer_within_s}
-        limits = {"creations_per_s": 1000.0, "creation_burst": 1000, **common}
+        common = {"max_sandboxes": max_sandboxes}
+        limits = {"creations_per_s": 1000.0, **common}
         sessions = {"template": "code-interpreter", **common}
         async with self.e2b.running() as e2b, self.daytona.running() as daytona, self.mcp.running() as mcp:
             self.sections = {
@@ -93,11 +93,11 @@ class _Services:
     def provider(self, section: ProviderSection) -> RemoteProvider:
         match section:
             case E2BConfig():
-                return E2BProvider(section, api_key=e2b_stub.API_KEY)
+                return E2BProvider(section, api_key=e2b_stub.API_KEY, answer_within_s=self._answer_within_s)
             case DaytonaConfig():
-                return DaytonaProvider(section, api_key=daytona_stub.API_KEY)
+                return DaytonaProvider(section, api_key=daytona_stub.API_KEY, answer_within_s=self._answer_within_s)
             case McpConfig():
-                return McpProvider(section, api_key=mcp_stub.API_KEY)
+                return McpProvider(section, api_key=mcp_stub.API_KEY, answer_within_s=self._answer_within_s)
 
     def injected(self) -> dict[str, int]:
         stubs = {"e2b": self.e2b.faults, "daytona": self.daytona.faults, "mcp": self.mcp.faults}
@@ -136,12 +136,11 @@ async def _run_pool(services: _Services, run: FaultRun, name: str, executions: i
     config = SandboxConfig(
         providers=(section,),
         max_leases=run.concurrency,
-        create_timeout_s=run.create_timeout_s,
-        sweep_every_s=5.0,
         lease_ttl_s=2 * run.hung_after_s,
     )
+    times = {"grace_s": 2.0, "kill_timeout_s": run.answer_within_s, "create_timeout_s": run.create_timeout_s}
     async with AsyncExitStack() as stack:
-        pool = build_pool(config, f"faults-{name}", provider=services.provider(section), grace_s=2.0)
+        pool = build_pool(config, f"faults-{name}", provider=services.provider(section), **times)
         stack.push_async_callback(_close, pool, outcome)
         client = PoolClient(
             PoolHere(pool),
@@ -149,10 +148,10 @@ async def _run_pool(services: _Services, run: FaultRun, name: str, executions: i
             remote={name: services.provider(section)},  # pool and worker have their own
             holder=name,
             ttl_s=900.0,
-            create_timeout_s=config.create_timeout_s,
+            create_timeout_s=run.create_timeout_s,
         )
         stack.push_async_callback(client.close)
-        chores = asyncio.create_task(_tend(pool, config.sweep_every_s))
+        chores = asyncio.create_task(_tend(pool, sweep_every_s=5.0))
         stack.callback(chores.cancel)
         rng = random.Random(f"{run.seed} {name}")
         await _execute_all(client, run, [draw_program(rng) for _ in range(executions)], services.deaths, outcome)

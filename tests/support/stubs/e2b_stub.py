@@ -1,7 +1,7 @@
 """E2B's protocol on loopback, for tests: control plane, agent (envd) and code interpreter, after the published specs.
 
     async with E2BStub().running() as url: E2BConfig(api_url=url, sandbox_url=url)
-    async with E2BStub(dialect="kruise").running() as url: E2BConfig(api_url=f"{url}/kruise/api", dialect="kruise")
+    async with E2BStub(dialect="kruise").running() as url: E2BConfig(api_url=f"{url}/kruise/api")
 
 Dialect kruise has no `/v2` routes for creating, meets a quota with 403, and reaches ports by path.
 """

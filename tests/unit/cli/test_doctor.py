@@ -15,7 +15,7 @@ from rayapp.cli.doctor import _compiler_is_there, _gpu_computes, fitness
 from rayapp.cli.machine import Finding, _token_folder, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
-from rayapp.learner.memory.plan import plan_host
+from rayapp.learner.memory.host import plan_host
 from rayapp.learner.memory.shape import model_shape
 
 PARAMETER = b"\0\0\0\0"
@@ -102,7 +102,7 @@ def test_colocated_servers_need_no_gpus_beside_those_of_the_learners(
         # Each rank of a server has a cache of its own.
         ({"server": {"kv_cache_gib": 50_000, "tensor_parallel_size": 2}}, "memory", "servers 100004.2", ""),
         ({"cluster": {"device": "cpu", "object_store_mib": 10**9}}, "/dev/shm", "object_store_mib is 1000000000", ""),
-        ({"model": {"path": "models/nowhere/smollm2-135m"}}, "model", "", "rayapp model fetch smollm2-135m"),
+        ({"model": {"path": "models/nowhere/smollm2-135m"}}, "model", "rayapp model fetch smollm2-135m", ""),
         ({"run": {"output_dir": "/proc"}}, "run folder", "/proc can't be written: ", ""),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(tiny_model: Path, tmp_
 
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:
-    rubric = [{"name": "right", "text": "It is right."}]
+    rubric = {"right": "It is right."}
     judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric, "max_retries": 0}
     config = {"model": {"path": str(model)}, "reward": {"judges": {"q": 1.0}}}
 

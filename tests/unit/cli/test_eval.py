@@ -129,13 +129,14 @@ def test_a_checkpoint_that_is_not_whole_or_damaged_or_outside_its_run_folder_is_
     with pytest.raises(InputError, match=r"step=000009 is incomplete.*Complete checkpoints of this run: step=000003"):
         with_checkpoint_as_model(config_of(torn)).__enter__()
 
+    (tmp_path / "config.yaml").rename(tmp_path / "away.yaml")
+    with pytest.raises(InputError, match="Use the checkpoint in its run's folder"):
+        with_checkpoint_as_model(config_of(path)).__enter__()
+
+    (tmp_path / "away.yaml").rename(tmp_path / "config.yaml")
     data = next(path.rglob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match=r"step=000003 can't be evaluated: the checksum of learner/.* is wrong"):
-        with_checkpoint_as_model(config_of(path)).__enter__()
-
-    (tmp_path / "config.yaml").unlink()
-    with pytest.raises(InputError, match="Use the checkpoint in its run's folder"):
         with_checkpoint_as_model(config_of(path)).__enter__()
 
 

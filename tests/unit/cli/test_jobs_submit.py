@@ -134,7 +134,7 @@ async def stopped(folder: RunFolder, version: int) -> None:
     store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=version, num_groups=10)
 
     async def train() -> None:
-        saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+        saver = CheckpointSaver(Learners(), folder)
 
         async def begin(version: int) -> None:
             await saver.begin(version, next_group_id=store.next_untrained_id)

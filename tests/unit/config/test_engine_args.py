@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.config.agreement import gpu_problems
+from rayapp.config.bundles import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.engine_args import check_names
 from rayapp.config.loading import load_config

@@ -13,7 +13,7 @@ from rayapp.config.bundles import asked_servers, bundles_of, gpu_arithmetic
 from rayapp.config.config import Config, sources_of, with_addresses, with_values
 from rayapp.config.loading import to_yaml
 
-RUBRIC = [{"name": "clear", "text": "It is clear."}]
+RUBRIC = {"clear": "It is clear."}
 
 
 def config(**changes: Any) -> Config:

@@ -19,6 +19,7 @@ FILES = {"md", "py", "yaml", "lock", "json", "jsonl", "parquet", "db", "txt"}
 OTHERS = {
     "reward.custom_reward_function.path",
     "data.train_batch_size",
+    "data.image_key",
     "run.config",
     "run.files",
     "algorithm.rollout_correction",

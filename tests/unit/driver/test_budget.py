@@ -136,9 +136,3 @@ def test_the_last_of_two_saves_at_once_is_the_one_that_stays(tmp_path: Path, mon
     of_the_tick.result()
 
     assert Costs.open(PRICES, 1, tmp_path).total == costs.total == 2.0
-
-
-def test_a_teacher_behind_a_url_costs_the_tokens_that_it_reads(tmp_path: Path) -> None:
-    costs = Costs.open(BudgetSection(teacher_million_tokens=2.0), 0, tmp_path)
-
-    assert costs.step_metrics({"tokens/total": 250_000.0})["cost/teacher"] == pytest.approx(0.5)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.algorithm import DynamicSamplingSection
+from rayapp.config.algorithm import AlgorithmSection, DynamicSamplingSection, OverlongSection
 from rayapp.config.config import Config
 from rayapp.core.errors import TrainingAbortedError
 from rayapp.core.timing import Phases
@@ -158,13 +158,17 @@ def test_the_penalty_is_that_of_the_paper(num_tokens: int, buffer_tokens: int, p
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def overlong_of(config: Config) -> tuple[OverlongSection, int]:
+    return config.algorithm.overlong, config.rollout.max_completion_tokens
+
+
 def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_none() -> None:
     group = make.group(
         trajectory(90, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(110, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(120, Reward.invalid("sandbox_gone", "")),
     )
-    shaped, summary = shape_group(group, summarize_group(group, time_total_s=3.0), SHAPED)
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=3.0), *overlong_of(SHAPED))
     assert summary.rewards.tolist() == [1.0, 0.5, 0.0]  # 110 tokens are half way from 100 to 120
     assert [t.reward.terms.get("overlong_penalty") for t in shaped.trajectories] == [0.0, -0.5, None]
     assert shaped.trajectories[1].reward.terms["solved"] == 1.0
@@ -176,7 +180,7 @@ def test_tool_results_count_for_the_penalty_as_they_do_for_the_limit() -> None:
     mostly_read = replace(played, response_mask=np.isin(np.arange(111), [1, *range(100, 111)]))
     group = make.group(played, mostly_read)
 
-    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), SHAPED)
+    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(SHAPED))
 
     assert [t.reward.value for t in shaped.trajectories] == [0.5, 0.5]
 
@@ -191,7 +195,7 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
     )
     group = replace(make.group(played, forked), prompt=make.prompt())
 
-    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), SHAPED)
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(SHAPED))
 
     assert [t.reward.terms["overlong_penalty"] for t in shaped.trajectories] == [pytest.approx(-0.05), 0.0]
     assert summarize_step([summary], version=0)["length/prompt/mean"] == 900.0
@@ -201,7 +205,7 @@ def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> Non
     looped = replace(trajectory(3, Reward(value=0.0)), status=RolloutStatus.MAX_TURNS)
     group = make.group(looped, trajectory(3, Reward(value=1.0)), trajectory(3, Reward(value=1.0), truncated=True))
 
-    table = make_table([summarize_group(group, time_total_s=0.0)], FILTERED)
+    table = make_table([summarize_group(group, time_total_s=0.0)], FILTERED.algorithm, compares_groups=True)
 
     assert table.loss_rows.tolist() == [0, 1]
 
@@ -214,11 +218,13 @@ def test_truncated_trajectories_are_in_the_baseline_and_not_in_the_loss(
     sizes: list[int], truncated: list[bool]
 ) -> None:
     members = [trajectory(n, Reward(value=float(i)), truncated=truncated[i]) for i, n in enumerate(sizes)]
-    table = make_table([summarize_group(make.group(*members), time_total_s=0.0)], FILTERED)
+    summaries = [summarize_group(make.group(*members), time_total_s=0.0)]
+    table = make_table(summaries, FILTERED.algorithm, compares_groups=True)
     assert table.trained.all()
     kept = [i for i in range(len(sizes)) if not truncated[i]]
     assert table.loss_rows.tolist() == kept
-    scale = loss_scale(table, np.ones(len(sizes), np.bool_), FILTERED, 1)
+    scale = loss_scale(table, np.ones(len(sizes), np.bool_), FILTERED.rollout.max_completion_tokens, 1)
     assert scale.num_tokens == sum(sizes[i] for i in kept)
     assert scale.num_trajectories == len(kept)
-    assert make_table([summarize_group(make.group(*members), time_total_s=0.0)], Config()).loss_rows.size == len(sizes)
+    whole = make_table(summaries, AlgorithmSection(), compares_groups=True)
+    assert whole.loss_rows.size == len(sizes)

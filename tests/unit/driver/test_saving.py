@@ -70,7 +70,7 @@ def versions(folder: RunFolder) -> list[int]:
 
 async def test_a_step_can_be_taken_while_a_checkpoint_is_written(folder: RunFolder) -> None:
     learners = Learners()
-    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    saver = CheckpointSaver(learners, folder)
     async with saving(saver):
         await saver.begin(2, next_group_id=4, score=0.5)
         assert await saver.check() == {}
@@ -83,7 +83,7 @@ async def test_a_step_can_be_taken_while_a_checkpoint_is_written(folder: RunFold
 
 async def test_the_next_save_waits_for_the_one_before(folder: RunFolder) -> None:
     learners = Learners()
-    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    saver = CheckpointSaver(learners, folder)
     async with saving(saver):
         await saver.begin(2, next_group_id=4)
         second = asyncio.create_task(saver.begin(3, next_group_id=6))
@@ -96,17 +96,9 @@ async def test_the_next_save_waits_for_the_one_before(folder: RunFolder) -> None
         assert versions(folder) == [2, 3]
 
 
-async def test_without_asynchronous_it_is_written_when_begin_returns(folder: RunFolder) -> None:
-    learners = Learners(may_end=True)
-    saver = CheckpointSaver(learners, folder, asynchronous=False)
-    async with saving(saver):
-        await saver.begin(2, next_group_id=4)
-        assert versions(folder) == [2]
-
-
 async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_before_whole(folder: RunFolder) -> None:
     learners = Learners(may_end=True)
-    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    saver = CheckpointSaver(learners, folder)
     with pytest.raises(CheckpointError, match="disk is full"):
         async with saving(saver):
             await saver.begin(2, next_group_id=4)
@@ -122,30 +114,34 @@ async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_
 async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_safe(folder: RunFolder) -> None:
     learners = Learners(may_end=True)
     learners.error = CheckpointError("the disk is full.")
-    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    saver = CheckpointSaver(learners, folder)
     async with saving(saver):
         with pytest.raises(CheckpointError, match=r"full\. There is no complete checkpoint yet"):
             await saver.begin(2, next_group_id=4)
+            await saver.finish()
         assert list((folder.path / "checkpoints").iterdir()) == []
-    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    saver = CheckpointSaver(learners, folder)
     async with saving(saver):
         learners.error = None
         await saver.begin(4, next_group_id=8)
+        await saver.finish()
         learners.error = CheckpointError("the disk is full.")
         with pytest.raises(CheckpointError, match=r"full\. .* from the last complete checkpoint, step=000004"):
             await saver.begin(6, next_group_id=12)
+            await saver.finish()
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000004"]
 
 
 async def test_a_commit_that_finds_the_disk_full_leaves_no_half_checkpoint(folder: RunFolder) -> None:
     learners = Learners(may_end=True)
-    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    saver = CheckpointSaver(learners, folder)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
     try:
         with pytest.raises(StorageFullError, match="no space left to write"):
             await saver.begin(2, next_group_id=4)
+            await saver.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((folder.path / "checkpoints").iterdir()) == []
@@ -170,7 +166,9 @@ async def test_a_resume_says_from_which_step_it_goes_on_and_which_checkpoint_it_
 ) -> None:
     learners = Learners(may_end=True)
     for version in (4, 6):
-        await CheckpointSaver(learners, folder, asynchronous=False).begin(version, next_group_id=2 * version)
+        saver = CheckpointSaver(learners, folder)
+        await saver.begin(version, next_group_id=2 * version)
+        await saver.finish()
     notes: list[str] = []
     found = await restore(Restored(refused), folder, note=notes.append)  # type: ignore[arg-type]
     assert found[:2] == (expected, 2 * expected)
@@ -189,7 +187,7 @@ async def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_be
 
 async def test_what_is_being_written_when_the_run_fails_never_counts(folder: RunFolder) -> None:
     with pytest.raises(RuntimeError, match="lost"):
-        saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+        saver = CheckpointSaver(Learners(), folder)
         async with saving(saver):
             await saver.begin(2, next_group_id=4)
             raise RuntimeError("lost")
@@ -199,7 +197,7 @@ async def test_what_is_being_written_when_the_run_fails_never_counts(folder: Run
 async def run_until(ends: Callable[[CheckpointSaver], Awaitable[None]], learners: Learners, folder: RunFolder) -> None:
     """A run that has trained three steps and then awaits `ends`."""
     store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
-    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    saver = CheckpointSaver(learners, folder)
 
     async def begin(version: int) -> None:
         await saver.begin(version, next_group_id=store.next_untrained_id)

@@ -22,12 +22,11 @@ from rayapp.core.errors import (
 from rayapp.driver.cluster import Cluster
 from rayapp.driver.supervision import Supervisor
 
-RECOVERY = RecoverySection(max_restarts=2, ping_every_s=0.001, ping_timeout_s=30.0)
-PATIENT = RecoverySection(max_restarts=2, ping_every_s=60.0, ping_timeout_s=30.0)
+RECOVERY = RecoverySection(max_restarts=2, ping_timeout_s=30.0)
 
 
 def supervising(*members: Any, recovery: RecoverySection = RECOVERY, **options: Any) -> Supervisor:
-    return Supervisor(members, recovery, **{"revive_timeout_s": 30.0, **options})
+    return Supervisor(members, recovery, **{"revive_timeout_s": 30.0, "ping_every_s": 0.001, **options})
 
 
 class Process:
@@ -157,7 +156,7 @@ class SlowProcess(Process):
 async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_counts_once() -> None:
     # The learners are lost with the same node: groups that wait for the server are dropped, and the run continues.
     process = SlowProcess()
-    supervisor = supervising(process, recovery=PATIENT, revive_timeout_s=60.0)
+    supervisor = supervising(process, ping_every_s=60.0, revive_timeout_s=60.0)
     async with supervisor.watching():
         process.die()
         waiting = asyncio.create_task(supervisor.settled())
@@ -262,7 +261,7 @@ async def test_servers_that_half_took_the_weights_are_all_started_at_once() -> N
     for server in servers:
         server.revive = partial(revive, server)  # type: ignore[method-assign]
 
-    supervisor = supervising(*servers, recovery=PATIENT, revive_timeout_s=60.0)
+    supervisor = supervising(*servers, ping_every_s=60.0, revive_timeout_s=60.0)
     async with supervisor.watching():
         cluster = cast(Cluster, SimpleNamespace(supervisor=supervisor))
         failed: dict[str, RayappError] = {server.name: WeightSyncError("it broke off") for server in servers}

@@ -210,7 +210,7 @@ def test_experts_that_the_learner_would_have_chosen_change_no_bit(name: str, tmp
     subject = subject_of(name)
     trial.save_tiny(subject.architecture, tmp_path)
     config, groups = trial.trial_config(tmp_path, router_replay=True), trial.trial_groups(VOCABULARY)
-    check_family(subject.architecture, config)
+    check_family(subject.architecture, config.model, config.learner, config.max_model_tokens)
     plain = plain_model(tmp_path, config.max_model_tokens)
     groups = with_experts(groups, own_experts(plain))
     with trial.learner_of(trial.trial_config(tmp_path)) as learner:

@@ -54,7 +54,7 @@ def test_a_family_that_would_be_computed_wrongly_is_refused_with_the_reason(fami
     changes, reason = REFUSED[family]
     config = saved(tmp_path, family, **changes)
     with pytest.raises(InputError, match=reason):
-        check_family(read_architecture(config.model), config)
+        check_family(read_architecture(config.model), config.model, config.learner, config.max_model_tokens)
 
 
 def test_a_layer_that_reads_its_neighbours_tokens_is_found_by_computing(
@@ -64,7 +64,7 @@ def test_a_layer_that_reads_its_neighbours_tokens_is_found_by_computing(
     config = saved(tmp_path, "lfm2", **changes)
     monkeypatch.setattr("rayapp.learner.family.give_borders", lambda causal_lm: False)
     with pytest.raises(InputError, match=r"log-probs of packed sequences differ by [\d.]+ from those of plain"):
-        check_family(read_architecture(config.model), config)
+        check_family(read_architecture(config.model), config.model, config.learner, config.max_model_tokens)
 
 
 def test_a_model_that_transformers_can_not_load_without_its_image_tower_is_refused(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_model_that_transformers_can_not_load_without_its_image_tower_is_refus
     architecture = CONFIG_MAPPING["mistral3"](text_config=text)
     refused = r"'mistral3' can't be trained: .* its language model alone \(model_type ministral3\)"
     with pytest.raises(InputError, match=refused):
-        check_family(architecture, config)
+        check_family(architecture, config.model, config.learner, config.max_model_tokens)
 
 
 def test_the_doctor_says_that_a_family_can_not_be_trained(tiny_model: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_adapters_that_the_models_code_reads_past_are_refused(tmp_path: Path, mo
     with pytest.raises(
         InputError, match=r"with learner\.lora can't be trained: .* log-probs of packed sequences with adapters"
     ):
-        check_family(read_architecture(config.model), config)
+        check_family(read_architecture(config.model), config.model, config.learner, config.max_model_tokens)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_the_learner_lacks_for_a_model_is_said_in_words(family: str, reason
     CONFIG_MAPPING[family](**(changes if family == "mamba2" else SMALL)).save_pretrained(tmp_path)
     config = Config.model_validate({"model": {"path": str(tmp_path)}})
     with pytest.raises(InputError, match=reason):
-        check_family(read_architecture(config.model), config)
+        check_family(read_architecture(config.model), config.model, config.learner, config.max_model_tokens)
 
 
 CODE = """

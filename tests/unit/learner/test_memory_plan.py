@@ -14,23 +14,33 @@ from rayapp.cli.plan import plan_command, step_seconds
 from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
+from rayapp.learner.memory.host import plan_host, plan_node
 from rayapp.learner.memory.plan import (
     GRAPH_BYTES,
     RUNTIME_BYTES,
+    ServerPlan,
     gathered_bytes,
     head_bytes,
     kept_bytes,
     least_recomputed,
     plan_gpu,
-    plan_host,
     plan_learner,
-    plan_node,
     plan_server,
     without_autos,
     working_bytes,
 )
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
-from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
+from rayapp.learner.memory.speed import (
+    Speed,
+    generate,
+    late,
+    late_generation,
+    score,
+    step_load,
+    step_speeds,
+    step_timeline,
+    train,
+)
 from rayapp.learner.memory.token_budget import compare_with_plan
 from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
@@ -56,6 +66,14 @@ LAYER = 300
 """A layer, a token: norms 2 x (4 x 8 + 2 x 8) = 96; inputs of projections 2 x 2 x 8 = 32; queries, output 2 x 4 heads
 and keys, values 2 x 2 heads of 2 numbers of 2 bytes = 48; MLP 4 x 2 x 20 = 160."""
 TOKEN = 96 + 32 + 48 + 160
+
+
+def trained(shape: ModelShape, config: Config) -> Speed:
+    return train(shape, config.learner, step_load(config), H100, is_compiled=config.compiles(on_gpu=True))
+
+
+def served(shape: ModelShape, config: Config, num_bytes: int) -> ServerPlan:
+    return plan_server(shape, config.server, config.max_model_tokens, num_bytes)
 
 
 def test_a_learner_in_bfloat16_by_hand() -> None:
@@ -110,7 +128,7 @@ def test_auto_recomputes_as_few_layers_as_fit() -> None:
     assert total(number) <= 0.9 * H100.room < total(number - 1)
     # What is recomputed costs time, in proportion to the layers.
     seconds = [
-        train(QWEN3_8B, with_values(auto, learner={"activation_checkpointing": layers}), H100).seconds
+        trained(QWEN3_8B, with_values(auto, learner={"activation_checkpointing": layers})).seconds
         for layers in (False, number, True)
     ]
     share = (seconds[1] - seconds[0]) / (seconds[2] - seconds[0])
@@ -127,13 +145,16 @@ def test_auto_recomputes_as_few_layers_as_fit() -> None:
 def test_a_head_whose_chunks_are_all_kept_takes_no_softmax_in_its_backward() -> None:
     changed = config(log_prob_chunk_tokens=1000)
     # Logits of all 1000 tokens, and two float32 copies while their softmax is taken.
-    assert head_bytes(SHAPE, changed, 1000) == 2 * 1000 * 50 + 8 * 1000 * 50
+    assert head_bytes(SHAPE, changed.learner, needs_logits=False, num_tokens=1000) == 2 * 1000 * 50 + 8 * 1000 * 50
 
 
 def test_on_a_cpu_few_rows_of_a_chunk_are_in_the_softmax_together() -> None:
     changed = config(log_prob_chunk_tokens=1000, compute_dtype="bfloat16")
-    assert head_bytes(SHAPE, changed, 1000, softmax_rows=64) == 2 * 1000 * 50 + 8 * 64 * 50
-    chunk, small = (head_bytes(SHAPE, changed, softmax_rows=rows) for rows in (None, 64))
+    assert (
+        head_bytes(SHAPE, changed.learner, needs_logits=False, num_tokens=1000, softmax_rows=64)
+        == 2 * 1000 * 50 + 8 * 64 * 50
+    )
+    chunk, small = (head_bytes(SHAPE, changed.learner, needs_logits=False, softmax_rows=rows) for rows in (None, 64))
     assert chunk - small == 8 * (1000 - 64) * 50
     on_host = plan_host(SHAPE, changed, 1 << 40)
     assert on_host.activations == kept_bytes(SHAPE, changed.learner) + working_bytes(SHAPE, changed.learner) + small
@@ -209,9 +230,9 @@ def test_a_learner_that_parks_leaves_its_gpu_to_the_cache_but_for_a_catch_up() -
 
 
 def test_generation_that_misses_a_deadline_is_told_with_the_value_that_does_not() -> None:
-    short = with_values(config(), rollout={"group_deadline_s": 100.0}, server={"request_timeout_s": 4000.0})
-    assert list(late(short, 90.0)) == []
-    assert list(late(short, 300.0)) == [
+    short = {"rollout.group_deadline_s": 100.0}
+    assert list(late(90.0, short)) == []
+    assert list(late(300.0, short)) == [
         "generating takes about 300 s, but rollout.group_deadline_s is 100: use 600",
     ]
 
@@ -221,7 +242,7 @@ def test_a_compiled_learner_is_faster() -> None:
     assert not compiled.compiles(on_gpu=False)
     assert not with_values(compiled, run={"deterministic": True}).compiles(on_gpu=True)
     assert with_values(compiled, learner={"compile": True}).compiles(on_gpu=False)
-    assert train(QWEN3_8B, compiled, H100).seconds < train(QWEN3_8B, plain, H100).seconds
+    assert trained(QWEN3_8B, compiled).seconds < trained(QWEN3_8B, plain).seconds
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -232,7 +253,7 @@ def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None
     plan = plan_gpu(shape, config, gpu)
     assert plan.fits
     assert plan.server.num_sequences >= 8
-    assert not list(late(config, generate(shape, config, gpu, plan.server).seconds))
+    assert not list(late_generation(shape, config, gpu, plan.server))
 
 
 def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +286,7 @@ def test_adapters_are_counted_without_weights(tiny_model: Path) -> None:
 def test_a_server_by_hand() -> None:
     split = shared_config().model_copy(update={"cluster": Config().cluster})
     wide = split.server.model_copy(update={"tensor_parallel_size": 2})
-    plan = plan_server(SHAPE, split.model_copy(update={"server": wide}), 10 * GIB)
+    plan = served(SHAPE, split.model_copy(update={"server": wide}), 10 * GIB)
     assert plan.weights == 2 * 1000 // 2
     # The largest prefill: 4 x 8 numbers of the layer and 2 x 20 / 2 of its MLP; one sequence's logits.
     assert plan.runtime == RUNTIME_BYTES + 2 * 8192 * (4 * 8 + 20) + 3 * 4 * 50
@@ -279,7 +300,7 @@ def test_a_server_that_rounds_to_8_bits_by_hand() -> None:
     plain = shared_config()
     rounded = with_values(plain, server={"quantization": "fp8_per_block", "kv_cache_dtype": "fp8"})
     # Three layers of 300 parameters have a byte each; embedding and head, 100 parameters, keep two.
-    small, large = plan_server(SHAPE, rounded, 10 * GIB), plan_server(SHAPE, plain, 10 * GIB)
+    small, large = served(SHAPE, rounded, 10 * GIB), served(SHAPE, plain, 10 * GIB)
     assert small.weights == 3 * 300 + 2 * 100
     assert 2 * small.kv_token_bytes == large.kv_token_bytes
 
@@ -337,12 +358,13 @@ def test_a_step_takes_as_long_as_its_products_and_bytes_say() -> None:
     )  # fmt: skip
     load = step_load(config)
     assert load.computed_tokens == 16 * (1024 + 8 * 3072)
-    training, scoring = train(QWEN3_8B, config, H100), score(QWEN3_8B, config, H100)
+    training = trained(QWEN3_8B, config)
+    scoring = score(QWEN3_8B, config.learner, load, H100, is_compiled=config.compiles(on_gpu=True))
     # Useful are three times a forward's products; done are four, and a GPU reaches no more than GEMM_SHARE.
     assert training.flops == pytest.approx(3 * scoring.flops)
     assert 0.25 < training.mfu(H100) < 0.68 * 3 / 4
-    server = plan_server(QWEN3_8B, config, H100.room)
-    sampling = generate(QWEN3_8B, config, H100, server)
+    server = served(QWEN3_8B, config, H100.room)
+    sampling = generate(QWEN3_8B, config.server, load, H100, server)
     # 16 sequences a server: each of 3072 steps reads the weights, and takes no less than that.
     assert sampling.seconds > 3072 * server.weights / 3.35e12
     assert sampling.mfu(H100) < 0.1
@@ -373,7 +395,7 @@ def test_split_experts_are_neither_gathered_nor_reduced_and_tokens_travel(tmp_pa
     assert plan_learner(whole, with_all).resident == plan_learner(shape, with_part).resident
     # A token goes to 8 experts in every layer, 6 of them on other learners.
     assert shape.rows_elsewhere == 48 * 6
-    slow, fast = (train(whole, with_all, H100).seconds, train(shape, with_part, H100).seconds)
+    slow, fast = (trained(whole, with_all).seconds, trained(shape, with_part).seconds)
     load, bytes_per_s = step_load(with_part), 0.7 * 450e9
     rows = load.computed_tokens / 8 * 48 * 6
     travel = 2 * 2 * 2 * 2048 * rows / bytes_per_s  # there and back, in forward and backward, 2 bytes a value

@@ -33,7 +33,7 @@ def test_the_tokens_of_the_kv_cache_are_those_that_vllm_counts(tmp_path: Path, n
             "server": {"gpu_memory_utilization": 0.9, "tensor_parallel_size": num_ranks},
         }
     )
-    plan = plan_server(model_shape(config), config, 80 * GIB)
+    plan = plan_server(model_shape(config), config.server, config.max_model_tokens, 80 * GIB)
     theirs = AsyncEngineArgs(**vllm_args(config) | {"skip_tokenizer_init": True}).create_engine_config()
     model, block = theirs.model_config, theirs.cache_config.block_size
     spec = FullAttentionSpec(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from rayapp.config.config import Config, with_values
+from rayapp.config.config import with_values
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.families.pictures import PictureReader, split_items
@@ -50,9 +50,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def learner_of(folder: Path, *, freeze_vision: bool = True, **learner: Any) -> Iterator[PolicyLearner]:
-    config: Config = trial.trial_config(folder, **learner)
-    config = with_values(config, model={"freeze_vision": freeze_vision}, rollout={"max_prompt_tokens": 64})
+def learner_of(
+    folder: Path, *, freeze_vision: bool = True, algorithm: Mapping[str, Any] = trial.NOTHING, **learner: Any
+) -> Iterator[PolicyLearner]:
+    changes = {"model": {"freeze_vision": freeze_vision}, "rollout": {"max_prompt_tokens": 64}}
+    config = with_values(trial.trial_config(folder, **learner), algorithm=algorithm, **changes)
     with trial.learner_of(config) as made:
         made.pictures = PictureReader(made.model.causal_lm, process)
         yield made
@@ -97,17 +99,20 @@ def test_a_shared_prefix_ends_where_the_pictures_differ(models: dict[str, Path],
     assert (shared.start, shared.end) == (0, 7)  # six words, and the token before the first placeholder
 
 
-def test_a_frozen_tower_reads_each_picture_once_a_step(
+def test_policy_and_reference_read_each_picture_once_a_step_with_one_frozen_tower(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, calls = groups_of("qwen2_5_vl"), []
-    with learner_of(models["qwen2_5_vl"], max_tokens_per_microbatch=80) as learner:
-        read = learner.model.causal_lm.get_image_features
-        counted = lambda **inputs: calls.append(inputs) or read(**inputs)  # noqa: E731
-        monkeypatch.setattr(learner.model.causal_lm, "get_image_features", counted)
+    with learner_of(models["qwen2_5_vl"], algorithm={"kl_loss_coef": 0.1}, max_tokens_per_microbatch=80) as learner:
+        causal_lm: Any = learner.model.causal_lm
+        read = type(causal_lm).get_image_features
+        counted = lambda model, **inputs: calls.append(inputs) or read(model, **inputs)  # noqa: E731
+        monkeypatch.setattr(type(causal_lm), "get_image_features", counted)
         trial.take_step(learner, groups)
+        towers = [model.causal_lm.model.visual for model in (learner.model, learner.frozen["reference"])]
 
     assert len(calls) == len({sha256 for group in groups for sha256 in group.pictures})
+    assert towers[0].patch_embed.proj.weight.data_ptr() == towers[1].patch_embed.proj.weight.data_ptr()
 
 
 def test_pictures_for_a_model_of_text_are_refused(models: dict[str, Path]) -> None:
@@ -174,6 +179,7 @@ def test_the_plan_counts_the_tower_and_the_features_of_pictures(models: dict[str
 
 def test_a_family_whose_pictures_cannot_be_trained_is_refused_by_name(models: dict[str, Path]) -> None:
     other = CONFIG_MAPPING["qwen2_vl"](text_config={"hidden_size": 32, "num_attention_heads": 2})
+    config = trial.trial_config(models["qwen3_vl"])
     with pytest.raises(InputError, match="model_type 'qwen2_vl' can't be trained"):
-        check_family(other, trial.trial_config(models["qwen3_vl"]))
+        check_family(other, config.model, config.learner, config.max_model_tokens)
     assert "a qwen2_vl can't be trained on pictures" in refuse_pictures({"model_type": "qwen2_vl"})

@@ -40,7 +40,8 @@ def config_of(folder: Path) -> Config:
 
 
 def read(folder: Path) -> Any:
-    causal_lm = build_causal_lm(config_of(folder), is_checked=False)
+    config = config_of(folder)
+    causal_lm = build_causal_lm(config.model, config.learner, config.max_model_tokens, is_checked=False)
     _give_memory(PolicyModel(causal_lm), torch.device("cpu"), on_host=False)
     load_pretrained(causal_lm, str(folder))
     return causal_lm
@@ -145,5 +146,6 @@ def test_what_ranks_can_not_compute_together_is_refused(
 ) -> None:
     CONFIG_MAPPING[family](**(SMALL | changes)).save_pretrained(tmp_path)
     learner = {"num_learners": size, key: size}
+    config = Config.model_validate({"model": {"path": str(tmp_path)}, "learner": learner})
     with pytest.raises(InputError, match=reason):
-        build_causal_lm(Config.model_validate({"model": {"path": str(tmp_path)}, "learner": learner}), is_checked=False)
+        build_causal_lm(config.model, config.learner, config.max_model_tokens, is_checked=False)

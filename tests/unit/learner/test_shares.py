@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
-from rayapp.learner.shares import Share, deal, pulls_at_zero_advantage
+from rayapp.learner.shares import Share, deal
 from support import make
 
 PROMPT = 100
@@ -36,8 +36,8 @@ def tokens(shares: tuple[Share, ...], summaries: list[GroupSummary]) -> int:
 
 def test_a_plug_in_loss_may_pull_at_trajectories_without_an_advantage() -> None:
     equal = [summary(position, [10, 10], rewards=[1.0, 1.0]) for position in range(2)]
-    assert not pulls_at_zero_advantage(config())
-    assert pulls_at_zero_advantage(config(policy_loss="mine"))
+    assert not config().pulls_at_zero_advantage
+    assert config(policy_loss="mine").pulls_at_zero_advantage
     assert all(tokens(shares, equal) for shares in deal(equal, config(policy_loss="mine"), 2))
 
 

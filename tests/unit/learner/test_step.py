@@ -259,7 +259,6 @@ def test_a_kl_in_the_reward_trains_groups_of_equal_rewards_and_scores_no_more_th
         assert (first["learner/reward_kl_penalty"] > 1e-3) == is_bypass
         assert (first["timing_s/learner/old_log_probs"] == 0.0) == is_bypass
         assert second["learner/reward_kl_penalty"] > 1e-6
-        assert second["learner/reward_kl_penalty_coeff"] == 0.5
         assert second["learner/grad_norm"] > 0.0
 
 
@@ -308,7 +307,7 @@ def test_a_loss_of_the_whole_mini_batch_is_given_the_teachers_advantages_too(tin
 
 
 def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model: Path) -> None:
-    section = {"teacher": "policy", "privileged": "verdict", "max_privileged_tokens": 64, "reward_weight": 0.0}
+    section = {"teacher": "policy", "privileged": "verdict", "reward_weight": 0.0}
     judged = Reward(value=0.25, status="scored", detail="IndexError: list index out of range")
     group = make_group(0)
     group = replace(group, trajectories=tuple(replace(t, reward=judged) for t in group.trajectories))
@@ -408,9 +407,8 @@ def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> 
 def test_a_checkpoint_is_of_the_step_it_began_after_and_goes_on_from_it_to_the_last_digit(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    kl = {"coef": 0.1, "control": "adaptive", "target_kl": 0.01, "horizon": 40}
     changes = {
-        "algorithm": {"kl_in_reward": kl},
+        "algorithm": {"kl_in_reward": {"coef": 0.1}},
         "learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}},
         "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
     }
@@ -424,7 +422,6 @@ def test_a_checkpoint_is_of_the_step_it_began_after_and_goes_on_from_it_to_the_l
         while not learner.checkpoint_done():
             time.sleep(0.01)
         assert any((before[name] != expected[1][name]).any() for name in before)
-        assert expected[0]["learner/reward_kl_penalty_coeff"] not in (0.0, 0.1)
     with learner_of(tiny_model, changes) as learner:
         assert learner.load_checkpoint(str(folder)) == 2
         assert all((weights(learner)[name] == before[name]).all() for name in before)

@@ -104,15 +104,11 @@ async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(cha
     assert summary.valid.all()
 
 
-async def test_a_tools_verdict_on_the_trajectory_counts_by_its_weight(chat_tokenizer: Any) -> None:
-    agent, engine = await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
-
-    _, without = await play(agent, engine)
-    _, summary = await play(agent, engine, rewards=AnswerRewards(weights=Weights(tool=1.0, tool_verdict=0.5)))
+async def test_a_tools_verdict_on_the_trajectory_is_recorded(chat_tokenizer: Any) -> None:
+    _, summary = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
 
     # The tool's own verdict is 1 where its best call was right: on trajectory 0.
     assert summary.reward_terms["tool_verdict"].tolist() == [1.0, 0.0, 0.0]
-    assert (summary.rewards - without.rewards).tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
 async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(chat_tokenizer: Any) -> None:
@@ -278,9 +274,12 @@ def config_of(*overrides: str) -> Config:
 def test_an_evaluation_runs_in_waves_no_larger_than_a_training_step() -> None:
     config = config_of("train.groups_per_step=2", "rollout.group_size=4", "eval.samples_per_task=3")
 
+    def waves(number: int) -> list[tuple[int, ...]]:
+        return evaluation_waves(number, config.rollout, config.train.groups_per_step, config.eval.samples_per_task)
+
     # 8 trajectories at once are 2 prompts of 3 samples.
-    assert evaluation_waves(config, 5) == [(0, 1), (2, 3), (4,)]
-    assert evaluation_waves(config, 0) == []
+    assert waves(5) == [(0, 1), (2, 3), (4,)]
+    assert waves(0) == []
 
 
 def test_trajectories_at_once_are_told_with_their_arithmetic() -> None:

@@ -34,6 +34,7 @@ from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall, Tail
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, prompted
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
@@ -108,7 +109,8 @@ class Bench:
         section = {"name": "external_agent", "max_assistant_turns": max_turns, "external": {**given, **external}}
         config = Config.model_validate({"agent": section, "rollout": {"max_completion_tokens": 4000}})
         formats = make.formats(self.tokenizer)
-        agent = ExternalAgent(config, formats, entry, sandboxes=sandboxes, files=files or {})
+        limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        agent = ExternalAgent(config.agent.external, limits, formats, entry, sandboxes=sandboxes, files=files or {})
         await agent._gateway.start()
         try:
             yield agent
@@ -467,7 +469,7 @@ def test_arguments_are_filled_in_once() -> None:
         ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
         (
             {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
-            "only a command can run in a sandbox, not a function",
+            "only a command can run in a sandbox",
         ),
         (
             {
@@ -518,7 +520,7 @@ async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
 async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     config = Config.model_validate({"agent": {"name": "external_agent", "external": {"entry": "a:b"}}})
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
-    agent = ExternalAgent(config, formats, None)
+    agent = ExternalAgent(config.agent.external, SessionLimits(max_tokens=1, max_turns=1), formats, None)
 
     with pytest.raises(InputError, match="external agents get only text"):
         row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
@@ -614,7 +616,7 @@ async def remote_service(kind: str) -> AsyncIterator[tuple[StubServer, SandboxCo
     stub: StubServer = module.E2BStub() if kind == "e2b" else module.DaytonaStub()
     async with stub.running() as url:
         address = {"api_url": url, "sandbox_url": url} if kind == "e2b" else {"api_url": f"{url}/api"}
-        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creation_burst": 10, **address}
+        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creations_per_s": 2.0, **address}
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("RAYAPP_TEST_KEY", module.API_KEY)
             yield stub, SandboxConfig.model_validate({"providers": [section]})

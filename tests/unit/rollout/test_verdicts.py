@@ -229,7 +229,7 @@ class Bench:
         return replace(await self.row(AnswerRewards()), judging=Judges(act, compares=compares))
 
     async def tool(self, act: Act, where: str) -> Asked:
-        return await self.row(AnswerRewards(weights=Weights(tool=1.0, tool_verdict=1.0)), Hostile(act, where))
+        return await self.row(AnswerRewards(weights=Weights(tool=1.0)), Hostile(act, where))
 
     async def player(self, act: Act) -> Asked:
         """A plug-in that plays with the process's loop, and is hostile if the policy said "bad"."""
@@ -339,7 +339,7 @@ async def test_terms_are_added_to_what_a_truth_found_each_by_its_weight() -> Non
     async def found() -> Reward:
         return Reward(value=np.float32(0.5), terms={"format": 1, "note": "text", "none": math.nan})  # type: ignore[arg-type,dict-item]
 
-    weights = Weights(format=0.25, tool=2.0, tool_verdict=4.0)
+    weights = Weights(format=0.25, tool=2.0)
     reward = await verdict(found, weights=weights, tools=ToolRewards(calls=1.0, verdicts=0.5))
-    assert reward.value == 0.5 + 0.25 + 2.0 + 2.0
+    assert reward.value == 0.5 + 0.25 + 2.0
     assert reward.terms == {"format": 1.0, "tool": 1.0, "tool_verdict": 0.5}

@@ -70,9 +70,9 @@ def test_an_mcp_section_has_no_rate_of_creations_which_the_pool_could_not_keep()
 
 def test_an_image_that_a_task_names_is_the_providers_template_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # The SDK is not in every environment; here only which of its two requests is made with what matters.
-    requests = dict.fromkeys(("Resources", "CreateSandboxFromImageParams", "CreateSandboxFromSnapshotParams"), dict)
+    requests = dict.fromkeys(("CreateSandboxFromImageParams", "CreateSandboxFromSnapshotParams"), dict)
     monkeypatch.setattr(daytona, "sdk", lambda: SimpleNamespace(**requests))
-    config = DaytonaConfig(images={"org/x:1": "snapshot-of-x"}, snapshot="usual")
+    config = DaytonaConfig(images={"org/x:1": "snapshot-of-x"}, template="usual")
     service = object.__new__(daytona.DaytonaService)
     service._config = config
     asked = [
@@ -104,7 +104,7 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     )
     assert why({"type": "e2b"}) == told
     assert why({"type": "e2b"}, template="image:org/x:1") == ""  # E2B builds a template from it
-    kruise = {"type": "e2b", "dialect": "kruise", "api_url": "http://h"}
+    kruise = {"type": "e2b", "api_url": "http://h/kruise/api"}
     assert (
         why({"type": "e2b"}, template="image:build:x")
         == why(kruise, template="image:x")

@@ -166,13 +166,6 @@ async def test_gsm8k_is_scored_as_verl_does(text: str, strict: float, flexible: 
     assert (await verdict(text, AnswerRewards(method="flexible"))).value == flexible
 
 
-async def test_a_readable_wrong_answer_may_be_worth_something_but_is_not_solved() -> None:
-    reward = await verdict("#### 13", AnswerRewards(format_score=0.1))
-
-    assert reward.value == 0.1
-    assert reward.terms["solved"] == 0.0
-
-
 async def test_every_term_is_recorded_and_weighed() -> None:
     reward = await verdict("think\n#### 12", AnswerRewards(weights=Weights(format=0.2, tool=0.5)), tool=-0.05)
 

@@ -19,6 +19,7 @@ from rayapp.core.errors import InputError
 from rayapp.rollout.agents import render_prompts
 from rayapp.rollout.check import check_data
 from rayapp.sandbox.pool.build import open_pool
+from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.code.hidden_cases import InsideTest
@@ -150,7 +151,8 @@ def test_a_benchmark_is_evaluated_under_one_name_and_crosses_processes(tmp_path:
     config = load_config(None, [f"model.path={tiny_model}", f"tasks=['{source}']"])
 
     tasks = load_tasks(config.tasks)
-    prompts = render_prompts(config, tasks)
+    tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
+    prompts = render_prompts(tasks, tokenizer, config.rollout.max_prompt_tokens)
 
     assert [prompt.task for prompt in prompts] == ["mbpp", "mbpp"]
     assert prompts[0].text.startswith("You are an expert Python programmer, and here is your task: Write a function to")

@@ -91,5 +91,5 @@ function pager(total, query) {
 
 function empty(query) {
   if (FILTERS.some((name) => query[name])) return h("div", {class: "empty"}, "No group matches the filters. ", h("a", {href: link("groups", {run: query.run})}, "Clear filters"));
-  return h("div", {class: "empty"}, "This run has no trajectories: either no step is done yet, or tracking.trajectories is false.");
+  return h("div", {class: "empty"}, "This run has no trajectories: no step is done yet.");
 }

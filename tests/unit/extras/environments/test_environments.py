@@ -33,6 +33,7 @@ from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.external_agent import ExternalAgent
+from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import problem_of_environment, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.tasks.loading import load_tasks
@@ -123,11 +124,13 @@ class Bench:
         )
 
     async def _agent(self, timeout_s: float) -> ExternalAgent:
-        return await ExternalAgent(self.config, make.formats(self.tokenizer), None).started()
+        config = self.config
+        limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        return await ExternalAgent(config.agent.external, limits, make.formats(self.tokenizer), None).started()
 
     @asynccontextmanager
     async def agents(self) -> AsyncIterator[EnvironmentAgents]:
-        agents = EnvironmentAgents(self.config, self._loop, self._agent)
+        agents = EnvironmentAgents(self.config.agent, self.config.rollout.max_prompt_tokens, self._loop, self._agent)
         try:
             yield agents
         finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError
-from rayapp.extras.images.pull import Wanted, pull, resolve
+from rayapp.extras.images.pull import pull, resolve
 from rayapp.extras.images.store import Store
 from rayapp.sandbox.images import Image, parse
 from support.images import entry, layer, needs_image_programs, outside_folder, write_oci
@@ -51,8 +51,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "oci"
 
 
-def taken(store: Store, name: str, wanted: Wanted | None = None) -> Image:
-    with pull(store, parse(name), wanted) as hold:
+def taken(store: Store, name: str) -> Image:
+    with pull(store, parse(name)) as hold:
         return hold.image
 
 
@@ -142,13 +142,22 @@ def test_a_login_comes_from_config_json(
         assert taken(store, f"{host}/name:1").tree
 
 
-def test_a_mirror_is_asked_first_and_the_registry_after_it(store: Store, folder: Path) -> None:
+def test_mirrors_are_those_of_registries_conf(
+    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".config/containers").mkdir(parents=True)
     with RegistryStub(folder).running() as host:
-        elsewhere = "registry.invalid"
+        mirrors = "".join(
+            f'[[registry.mirror]]\nlocation = "{each}"\ninsecure = true\n' for each in ("127.0.0.1:9", host)
+        )
+        (tmp_path / ".config/containers/registries.conf").write_text(
+            f'[[registry]]\nlocation = "registry.invalid"\n{mirrors}'
+        )
 
-        image = taken(store, f"{elsewhere}/name:1", Wanted(mirrors={elsewhere: ["127.0.0.1:9", host]}))
+        image = taken(store, "registry.invalid/name:1")
 
-    assert image.name.startswith(f"{elsewhere}/name:1@")
+    assert image.name.startswith("registry.invalid/name:1@")
 
 
 def broken_layer(folder: Path) -> None:

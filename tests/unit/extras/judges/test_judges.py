@@ -24,7 +24,7 @@ from rayapp.extras.judges.questions import harmless, read_answer
 from rayapp.rollout.check import check_data
 from support.stubs.judge_stub import JudgeStub
 
-RUBRIC = [{"name": "right", "text": "It is right.", "weight": 3}, {"name": "short", "text": "It is short."}]
+RUBRIC = {"right": "It is right.", "short": "It is short."}
 PROMPT = Prompt(
     task="sums",
     text="<user>What is 6 times 7?<assistant>",
@@ -191,7 +191,7 @@ async def test_a_verdict_that_failed_is_not_judged(desk: Any) -> None:
 async def test_the_share_of_pairs_that_a_response_wins_is_its_score_and_each_pair_is_asked_in_both_orders(
     desk: Any,
 ) -> None:
-    async with desk(kind="pairwise", num_opponents=4) as at:
+    async with desk(kind="pairwise") as at:
         rewards = await at.compare("a", "bb", "ccc", solved=(1.0, 0.0, 1.0))
 
     assert [reward.terms["judge/quality"] for reward in rewards] == [0.0, 0.5, 1.0]
@@ -214,17 +214,17 @@ async def test_a_judge_that_prefers_what_it_reads_first_gives_all_the_same_and_i
 
 
 async def test_each_response_has_as_many_opponents_as_are_asked_for_and_equal_ones_cost_nothing(desk: Any) -> None:
-    async with desk(kind="pairwise", num_opponents=2) as at:
+    async with desk(kind="pairwise") as at:
         await at.compare(*[letter * (number + 1) for number, letter in enumerate("abcdef")])
-        assert len(at.stub.bodies) == 6 * 2
+        assert len(at.stub.bodies) == 12 * 2
         rewards = await at.compare("same", "same", "same")
 
-    assert len(at.stub.bodies) == 12
+    assert len(at.stub.bodies) == 24
     assert [reward.terms["judge/quality"] for reward in rewards] == [0.5] * 3
 
 
 async def test_a_pair_that_fails_is_left_out_and_a_response_without_any_pair_has_no_reward(desk: Any) -> None:
-    async with desk(kind="pairwise", num_opponents=2, max_concurrent=1) as at:
+    async with desk(kind="pairwise", max_concurrent=1) as at:
         at.stub.failures.append((400, "too long", {}))
         rewards = await at.compare("a", "bb", "ccc")
         at.stub.failures.extend([(400, "too long", {})] * 2)
@@ -376,9 +376,9 @@ async def test_no_response_gives_the_judge_orders(desk: Any, text: str) -> None:
 
 
 async def test_the_lines_around_a_response_are_others_for_every_question(desk: Any) -> None:
-    async with desk(cache=False) as at:
+    async with desk() as at:
         await at.score("abc")
-        await at.score("abc")
+        await at.score("abd")
 
     first, second = (body["messages"][1]["content"] for body in at.stub.bodies)
     assert first != second
@@ -495,18 +495,16 @@ def judged(**more: Any) -> dict[str, Any]:
     ("config", "match"),
     [
         (judged() | {"reward": {"judges": {"p": 1.0}}}, "reward.judges names p, but `judges` has q"),
-        (judged() | {"reward": {"judges": {"q": float("nan")}}}, "must be a finite number"),
+        (judged() | {"reward": {"judges": {"q": float("nan")}}}, "finite number"),
         (judged() | {"reward": {"verdict_weight": 0.0}}, "verdict_weight is 0"),
         (judged(base_url="http://user:secret@h/v1"), "URL 'http://h/v1' was given with a user"),
         (judged(base_url="h:80"), "must be of the form http"),
-        (judged(rubric=[]), "needs a rubric"),
-        (judged(rubric=[*RUBRIC, {"name": "agrees", "text": "It does."}]), "can't have the name 'agrees'"),
-        (judged(rubric=[*RUBRIC, *RUBRIC]), "two criteria have the name"),
+        (judged(rubric={}), "needs a rubric"),
+        (judged(rubric=RUBRIC | {"agrees": "It does."}), "can't have the name 'agrees'"),
         (judged(kind="reward_model"), "uses neither `rubric` nor"),
         (judged(kind="pairwise", timeout_s=300), "timeout_s is 300, but must be below rollout.group_deadline_s = 300"),
         (judged(reference=True), "tasks have no ground_truth"),
         (judged(max_concurrent=1) | {"rollout": {"num_workers": 2}}, "num_workers = 2"),
-        (judged(num_opponents=3), "num_opponents"),
         ({"judges": judged()["judges"] * 2}, "two judges have the name 'q'"),
     ],
 )
@@ -541,10 +539,10 @@ def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
     beside = judged() | data
     answer = Answer(completion_text="x", data_source="essays", ground_truth="", extra_info={})
 
-    rewards = answer_rewards(Config.model_validate(alone))
+    rewards = answer_rewards(Config.model_validate(alone).reward)
     assert rewards.truth_kind("essays") == "any"
     verdict = asyncio.run(score_answer(answer, rewards, None))  # type: ignore[arg-type]  # it needs no sandbox
     assert verdict.valid
     assert "solved" not in verdict.terms
     with pytest.raises(InputError, match="'essays' has no scoring rule"):
-        answer_rewards(Config.model_validate(beside)).truth_kind("essays")
+        answer_rewards(Config.model_validate(beside).reward).truth_kind("essays")

@@ -183,7 +183,7 @@ def test_a_missing_package_is_told_before_training_with_the_way_out(monkeypatch:
 
 
 def test_the_configuration_is_flat_for_services() -> None:
-    flat = flattened(chosen("jsonl"))
+    flat = flattened(chosen("jsonl").model_dump(mode="json"))
 
     assert flat["tracking.trackers"] == '["jsonl"]'
     assert flat["train.num_steps"] == "100"

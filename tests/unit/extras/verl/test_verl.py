@@ -292,6 +292,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "supported values are kl, k1, mse"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "It must be fixed"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
@@ -431,8 +432,8 @@ def test_a_reward_model_is_a_judge_on_gpus_of_its_own_whose_number_is_the_reward
     config = imported(seed_yaml, f"{part}.enable=True", f"{path}=/models/rm", *rollout).config
 
     (server,), (judge,) = config.model_servers, config.judges
-    assert (server.path, server.tensor_parallel_size, server.gpu_memory_utilization) == ("/models/rm", 2, 0.8)
-    assert server.options == {"runner": "pooling", "max-model-len": 128}
+    assert (server.path, server.tensor_parallel_size) == ("/models/rm", 2)
+    assert server.options == {"runner": "pooling", "gpu-memory-utilization": 0.8, "max-model-len": 128}
     assert (judge.kind, judge.base_url) == ("reward_model", f"run://{server.name}")
     assert (config.reward.judges, config.reward.verdict_weight) == ({judge.name: 1.0}, 0.0)
     assert config.cluster.num_gpus == 8 + 2

@@ -225,14 +225,14 @@ def test_the_list_has_each_run_with_its_state_and_cost(tmp_path: Path, capsys: p
     for name, last in (("slow", '"cost/total": 2.5'), ("quick\x1b[31m", '"reward/solved/mean": 0.75')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 2, "time": 1, "reward/mean": 0.2, {last}}}\n')
-        (tmp_path / name / "config.yaml").write_text("train: {num_steps: 2}\nbudget: {currency: EUR}\n")
+        (tmp_path / name / "config.yaml").write_text("train: {num_steps: 2}\n")
 
     assert run_command(["view", str(tmp_path), "--list"]) == 0
     said = capsys.readouterr().out
     lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
 
     assert lines["run"] == ["state", "step", "reward", "solved", "cost"]
-    assert lines["slow"] == ["finished", "2/2", "0.2", "-", "2.5", "EUR"]
+    assert lines["slow"] == ["finished", "2/2", "0.2", "-", "2.5"]
     assert "\x1b" not in said
 
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,8 +19,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rayapp.config.agent import EndpointSection
-from rayapp.core.errors import ConfigError
+from rayapp.config.other_models import JudgeSection
+from rayapp.core.errors import ConfigError, RewardFailedError
 from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.extras.judges import questions
+from rayapp.extras.judges.judge import Judge
+from rayapp.extras.judges.questions import Asked
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.forwarding import Forwarder
@@ -553,3 +558,26 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
         with pytest.raises(openai.APIError, match="this session is over"):
             async for _ in stream:
                 pass
+
+
+async def test_a_policy_behind_the_gateway_can_judge(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(questions, "question_number", lambda: 12345)
+    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 4}})
+    async with serve(said, "I like it, 4 of 10.") as served:
+        monkeypatch.setenv("SESSION_KEY", served.session.key)
+        section = JudgeSection.model_validate(
+            {"name": "q", "base_url": f"{served.url}/v1", "model": "any", "api_key_env": "SESSION_KEY",
+             "response_format": "none", "rubric": {"right": "It is right."}}
+        )  # fmt: skip
+        judge = Judge(section, tmp_path)
+        asked = Asked(messages=tuple(HI), response="hello")
+        score, _, judgement = await judge.score(asked)
+        with pytest.raises(RewardFailedError, match="not JSON: 'I like it") as prose:
+            await judge.score(replace(asked, response="other"))
+        await judge.close()
+
+    assert (score, judgement.reason) == (0.8, "it is right")
+    assert judgement.bill.tokens_in > 100
+    assert (prose.value.kind, served.engine.requests[0][2].temperature) == ("judge_answer", 1.0)

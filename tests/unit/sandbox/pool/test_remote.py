@@ -24,7 +24,7 @@ from support.fake_sandboxes import FakeProvider
 from support.make import Clock
 
 SPEC = SandboxSpec()
-FAKE = {"type": "plugin", "name": "fake", "creations_per_s": 1000, "max_sandboxes": 4, "creation_burst": 100}
+FAKE = {"type": "plugin", "name": "fake", "creations_per_s": 1000, "max_sandboxes": 4}
 
 
 @asynccontextmanager
@@ -33,11 +33,12 @@ async def opened(
     *,
     clock: Callable[[], float] | None = None,
     fake: dict[str, object] | None = None,
+    times: dict[str, float] | None = None,
     **keys: object,
 ) -> AsyncIterator[LeasePool]:
     providers = keys.pop("providers", None) or [FAKE | (fake or {})]
     config = SandboxConfig.model_validate({"providers": providers, **keys})
-    pool = build_pool(config, "run-1", provider=provider, clock=clock or Clock(), grace_s=0.02)
+    pool = build_pool(config, "run-1", provider=provider, clock=clock or Clock(), grace_s=0.02, **times or {})
     try:
         yield pool
     finally:
@@ -74,7 +75,7 @@ async def test_min_ready_sandboxes_wait_before_anybody_asks_and_are_replaced_whe
 
 async def test_creations_keep_to_the_providers_rate() -> None:
     clock, provider = Clock(), FakeProvider()
-    async with opened(provider, clock=clock, fake={"creation_burst": 2, "creations_per_s": 0.5}) as pool:
+    async with opened(provider, clock=clock, fake={"creations_per_s": 0.5}) as pool:
         pool.prefetch(SPEC, 4)
         await until(lambda: len(provider.living) == 2)
         clock.now += 1.9
@@ -157,7 +158,7 @@ async def test_a_creation_that_answers_after_its_caller_gave_up_serves_the_next_
 async def test_a_creation_that_hangs_past_every_deadline_is_taken_in_when_it_answers() -> None:
     provider = FakeProvider()
     provider.hang_next("create")
-    async with opened(provider, clock=time.monotonic, create_timeout_s=2.0) as pool:
+    async with opened(provider, clock=time.monotonic, times={"create_timeout_s": 2.0}) as pool:
         lease = await pool.acquire("worker", SPEC, timeout_s=30)  # from a second creation
         provider.let_go()
         await until(lambda: pool.stats()["sandbox/plugin/late"] == 1)
@@ -227,7 +228,7 @@ async def test_a_dead_callers_sandbox_is_ended_and_never_lent_again() -> None:
 async def test_sandboxes_are_extended_before_the_provider_ends_them_and_idle_ones_are_not_kept() -> None:
     clock = Clock()
     provider = FakeProvider()
-    async with opened(provider, clock=clock, sandbox_ttl_s=600.0, idle_timeout_s=1000.0) as pool:
+    async with opened(provider, clock=clock, times={"sandbox_ttl_s": 600.0, "idle_timeout_s": 1000.0}) as pool:
         pool.prefetch(SPEC, 1)
         await until(lambda: pool.stats()["sandbox/plugin/ready"] == 1)
         clock.now += 301.0
@@ -259,7 +260,7 @@ async def test_the_sweep_ends_strays_and_forgets_the_dead() -> None:
 async def test_a_stray_is_left_alone_until_no_creation_can_still_claim_it() -> None:
     clock = Clock()
     provider = FakeProvider()
-    async with opened(provider, clock=clock, create_timeout_s=90.0) as pool:
+    async with opened(provider, clock=clock) as pool:
         stock = pool.stock
         assert stock is not None
         provider.living["unknown"] = labels_of("run-1")
