@@ -316,14 +316,8 @@ class SandboxPoolHandle(Handle):
     async def release(self, lease_id: int, fate: Fate) -> None:
         await self.call("release", lease_id, fate, timeout_s=10.0)
 
-    async def heartbeat(self, holder: str) -> None:
-        await self.call("heartbeat", holder, timeout_s=10.0)
-
     async def reclaim(self, holder: str) -> int:
         return await self.call("reclaim", holder, timeout_s=10.0)
-
-    async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        await self.call("prefetch", spec, num_ready, timeout_s=10.0)
 
     async def stats(self) -> dict[str, float]:
         return await self.call("stats", timeout_s=10.0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -78,7 +77,8 @@ class ModelServer(Restartable):
             )
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
-        os.environ[WHOLE_GIB_OF_CACHE] = str(math.ceil(local.server.kv_cache_gib))
+        cache_bytes = self._config.server.kv_cache_bytes(on_gpu=False) or 0
+        os.environ[WHOLE_GIB_OF_CACHE] = str(-(-cache_bytes // 2**30))
         await self.close()
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         command = self._command(self._section, local.model.path, host, port)

@@ -18,12 +18,11 @@ from rayapp.core.errors import RayappError
 from rayapp.core.logs import label_logs
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool.build import SWEEP_EVERY_S, build_pool, labels_of
+from rayapp.sandbox.pool.build import TEND_EVERY_S, build_pool, labels_of, tend_for_ever
 from rayapp.sandbox.pool.reaper import Reaper
 from rayapp.sandbox.providers import listing_providers
 
 log = logging.getLogger(__name__)
-TEND_EVERY_S = 5.0
 CLOSE_TIMEOUT_S = 15.0  # well below the driver's deadline for `close`, after which this process is killed
 
 
@@ -47,23 +46,17 @@ class PoolActor(Restartable):
     async def ready(self) -> dict[str, float]:
         """End sandboxes of an earlier run of this name on this host, then start the pool's periodic work."""
         if not self._chores:
-            await self._sweep(stray_after_s=0.0)
-            self._chores = [
-                asyncio.create_task(self._tend_for_ever(), name="tend sandboxes"),
-                asyncio.create_task(self._sweep_for_ever(), name="sweep stray sandboxes"),
-            ]
+            ended = await self._pool.stock.sweep(stray_after_s=0.0) if self._pool.stock is not None else 0
+            if ended:
+                log.warning("ended %d sandboxes of an earlier run %s", ended, self._run_name)
+            report = Reporter(self._run_name).report
+            tending = tend_for_ever(self._pool, report)
+            self._chores = [asyncio.create_task(tending, name="tend sandboxes")]
             if self._reaper is not None:
                 self._chores.append(asyncio.create_task(self._beat_for_ever(self._reaper), name="beat for the reaper"))
             if self._config.min_ready:
-                self._pool.prefetch(SandboxSpec(), self._config.min_ready)
+                self._pool.keep_ready(SandboxSpec())
         return self._pool.stats()
-
-    async def _tend_for_ever(self) -> None:
-        reporter = Reporter(self._run_name)
-        while True:
-            await asyncio.sleep(TEND_EVERY_S)
-            self._pool.tend()
-            reporter.report(self._pool.stats())
 
     async def _beat_for_ever(self, reaper: SandboxReaperHandle) -> None:
         while True:
@@ -74,31 +67,15 @@ class PoolActor(Restartable):
                 # Without its reaper a run still ends its sandboxes itself, and the providers' time limits remain.
                 log.warning("the sandbox reaper does not answer: %s", error)
 
-    async def _sweep_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_EVERY_S)
-            await self._sweep()
-
-    async def _sweep(self, stray_after_s: float | None = None) -> None:
-        ended = await self._pool.stock.sweep(stray_after_s=stray_after_s) if self._pool.stock is not None else 0
-        if ended:
-            log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
-
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
         return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
         self._pool.release(lease_id, fate)
 
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)
-
     async def reclaim(self, holder: str) -> int:
         """Take back the leases of a holder that is dead. Return their number."""
         return self._pool.reclaim_of(holder)
-
-    async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        self._pool.prefetch(spec, num_ready)
 
     async def stats(self) -> dict[str, float]:
         return self._pool.stats()

@@ -50,7 +50,7 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
     missed = list(late_generation(shape, config, gpu, plan.server))
     for line in (*(f"CAN'T RUN {problem}" for problem in wrong), *(f"TOO LATE {each}" for each in missed)):
         print(line)
-    print(*filter(None, [config.profile_note]), CALIBRATION, sep="\n")
+    print(*filter(None, [config.profile_note, config.rounding_note]), CALIBRATION, sep="\n")
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
 
@@ -153,7 +153,7 @@ def plan_on_cpu(config: Config) -> bool:
     plan = plan_host(shape, config, have)
     print(f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers, on this machine's CPU")
     print(f"  {config.learner.num_learners} learners        {_gib(plan.learners):>8} GiB, at the peak of a step")
-    cache = f"{config.server.kv_cache_gib:g} each of KV cache"
+    cache = f"{(config.server.kv_cache_bytes(on_gpu=False) or 0) / GIB:g} each of KV cache"
     print(f"  {config.server.num_servers} servers         {_gib(plan.servers):>8} GiB, {cache}")
     print(f"  object store      {_gib(plan.object_store):>8} GiB")
     print(f"  together          {_gib(plan.total):>8} GiB of {_gib(have)} that are available")

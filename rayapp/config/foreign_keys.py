@@ -41,11 +41,12 @@ def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -
     return rule
 
 
-def optional(target: str, convert: Convert = lambda value: value) -> Rule:
+def optional(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
     """Return a rule like that of `to`, except that null keeps rayapp's default."""
+    given = to(target, convert, note=note)
 
     def rule(key: str, value: Any, values: Values) -> Landing:
-        return Landing(note="our default stays") if value is None else Landing(settings={target: convert(value)})
+        return Landing(note="our default stays") if value is None else given(key, value, values)
 
     return rule
 
@@ -170,7 +171,7 @@ def rules_of(lines: Mapping[str, Any], section: str = "") -> Iterator[tuple[str,
             name = f"{section}.{key}" if section else key
             match said:
                 case {"set": target}:
-                    yield name, optional(target)
+                    yield name, optional(target, note=said.get("note", ""))
                 case {"into": other}:
                     yield name, folded(other)
                 case {"only": values, "why": why}:

@@ -129,9 +129,8 @@ class SandboxConfig(FrozenModel):
     lease_ttl_s: float = Field(600.0, gt=0)
     """Longest time that one use of a sandbox (a lease) may take; then the sandbox is taken back. Must exceed any task's
     timeout_s."""
-    holder_timeout_s: float = Field(60.0, gt=0)
-    """Time without a message from a rollout worker after which it counts as dead, and its leases are revoked. After
-    twice this time without a message from the run, the reaper ends the run's remote sandboxes."""
+    reaper_grace_s: float = Field(120.0, gt=0)
+    """Time without a message from the run after which the reaper ends the run's remote sandboxes."""
     min_ready: int = Field(0, ge=0)
     """Idle remote sandboxes to keep ready for each template in use, so that the start of a step does not wait."""
     max_uses: int = Field(1, ge=1)
@@ -153,11 +152,6 @@ class SandboxConfig(FrozenModel):
     @property
     def provider(self) -> ProviderConfig:
         return self.providers[0]
-
-    @property
-    def reaper_grace_s(self) -> float:
-        """Time without a message from the run after which the reaper ends its sandboxes."""
-        return 2 * self.holder_timeout_s
 
     @property
     def without_stock(self) -> Self:

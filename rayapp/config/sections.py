@@ -24,6 +24,7 @@ FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
 
 # Default of `vllm serve`; an engine made in a program defaults to 2048, which slows prompts down.
 GPU_BATCHED_TOKENS = 8192
+CPU_CACHE_GIB = 2
 
 
 class RunSection(FrozenModel):
@@ -77,6 +78,10 @@ class ModelSection(FrozenModel):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
     model's own training lower its quality."""
+    quantization: Literal["none", "nf4"] = "none"
+    """Format of the frozen weights under adapters. nf4: learners keep the matrices of the decoder's layers in 4 bits
+    (QLoRA); norms, embeddings and head keep learner.compute_dtype. Servers compute with the same rounded weights. Needs
+    learner.lora.rank, and the package bitsandbytes (docs/learner.md#four-bits)."""
     freeze_vision: bool = True
     """Don't train the part of a model that reads pictures (vision tower and projection). Its weights are not sent to
     the servers then."""
@@ -191,6 +196,16 @@ class WarmupSection(FrozenModel):
     """Learning rate of the supervised steps. GRPO starts with a fresh optimizer."""
 
 
+def rounded_keys(server: Any) -> dict[str, Any]:
+    """Return the keys and values of a server's section, as a mapping, that make it round what learners don't."""
+    usual = {"quantization": "none", "kv_cache_dtype": "auto"}
+    return (
+        {key: server[key] for key in usual if server.get(key, usual[key]) != usual[key]}
+        if isinstance(server, dict)
+        else {}
+    )
+
+
 class ServerSection(FrozenModel):
     """vLLM servers that sample, and the transport of new weights to them (docs/scale.md)."""
 
@@ -202,11 +217,11 @@ class ServerSection(FrozenModel):
     """Number format of the servers' weights and computation; learners send weights in this format. auto: as
     learner.compute_dtype."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
-    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that `rayapp plan` allows,
-    minus 3% of the GPU (docs/scale.md)."""
-    kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
-    """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
-    start. Unused on GPU."""
+    """Share of the GPU's memory that vLLM takes; unused on CPU, and on GPUs where server.kv_cache_gib is a number.
+    auto: the largest share that `rayapp plan` allows, minus 3% of the GPU (docs/scale.md)."""
+    kv_cache_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    """Size of the KV cache of each server process, in GiB; may be fractional. On CPU each GiB adds seconds to the
+    start. auto: 2 on CPU; on GPU what server.gpu_memory_utilization leaves beside weights and activations."""
     max_num_seqs: int = Field(64, ge=1)
     """Maximum number of sequences that a server decodes at once; further sequences wait."""
     max_num_batched_tokens: int = Field(0, ge=0)
@@ -253,7 +268,7 @@ class ServerSection(FrozenModel):
     @property
     def is_rounded(self) -> bool:
         """True if servers round weights, or keys and values, that the learner does not round."""
-        return self.quantization != "none" or self.kv_cache_dtype != "auto"
+        return bool(rounded_keys(self.model_dump()))
 
     def is_eager(self, *, on_gpu: bool) -> bool:
         return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager
@@ -263,6 +278,12 @@ class ServerSection(FrozenModel):
         """`gpu_memory_utilization` as a number. A server replaces auto before this is read."""
         assert not isinstance(self.gpu_memory_utilization, str), "auto was not replaced by a number"
         return self.gpu_memory_utilization
+
+    def kv_cache_bytes(self, *, on_gpu: bool) -> int | None:
+        """Return the size of a process's KV cache; None: what the GPU's share of memory leaves."""
+        if self.kv_cache_gib == "auto":
+            return None if on_gpu else CPU_CACHE_GIB << 30
+        return int(self.kv_cache_gib * 2**30)
 
     @property
     def gpu_batched_tokens(self) -> int:

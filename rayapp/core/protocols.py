@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from rayapp.core.types import (
@@ -97,12 +98,8 @@ class SandboxProvider(Protocol):
         ...
 
 
-class SandboxLease(Protocol):
-    """A sandbox leased from the pool. Leaving the `async with` block returns it."""
-
-    async def __aenter__(self) -> Sandbox: ...
-
-    async def __aexit__(self, *exc: object) -> None: ...
+SandboxLease = AbstractAsyncContextManager[Sandbox]
+"""A sandbox leased from the pool. Leaving the `async with` block returns it."""
 
 
 class SandboxSource(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.config.bundles import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
-from rayapp.config.sections import ClusterSection, TrainSection
+from rayapp.config.sections import ClusterSection, ModelSection, ServerSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
@@ -22,8 +22,10 @@ from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import Transport, choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
+from rayapp.storage.models.nf4 import kernels
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+NF4 = "rayapp_nf4"  # the name by which vLLM knows the loader of `nf4_loader`
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has buffers; another rank uses part of the next larger one
 
 
@@ -103,6 +105,9 @@ def set_process_environment(config: Config) -> None:
     if config.run.deterministic and is_on_gpu(config.cluster):
         # On a CPU cohorts suffice: equal batches give equal results.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    # With torch's kernels of another instruction set beside its own, vLLM 0.30 samples tokens of probability 0.0001.
+    for imitation in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        os.environ.pop(imitation, None)
     tp = config.server.tensor_parallel_size
     # A single rank runs inside the engine core. By default vLLM runs even a single rank in its multi-process executor,
     # which spins on a queue and pins threads: 1.6 times slower on 2 cores.
@@ -121,6 +126,7 @@ def gpu_bytes() -> int:
 
 def vllm_args(config: Config) -> dict[str, Any]:
     server, on_gpu = config.server, is_on_gpu(config.cluster)
+    cache_bytes = server.kv_cache_bytes(on_gpu=on_gpu)
     return {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -128,8 +134,8 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # only for GPUs
-        "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
+        "gpu_memory_utilization": _share_at_start(server, cache_bytes) if on_gpu else 0.85,  # only for GPUs
+        "kv_cache_memory_bytes": cache_bytes,
         "max_num_seqs": server.max_num_seqs,
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),
@@ -149,10 +155,16 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **_profiler_args(config.train),
         **_transfer_args(choose_transport(config, on_gpu=on_gpu)),
         **adapter_args(config.learner.lora),
-        **picture_args(config.model),
+        **_rounding_args(config.model),
+        **picture_args(config.model, on_gpu=on_gpu),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
+
+
+def _share_at_start(server: ServerSection, cache_bytes: int | None) -> float:
+    # vLLM refuses to start if less of the GPU is free. For a cache in bytes it reads the share for nothing else.
+    return server.gpu_share if cache_bytes is None else min(1.0, cache_bytes / gpu_bytes())
 
 
 def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:
@@ -179,6 +191,13 @@ def _profiler_args(train: TrainSection) -> dict[str, Any]:
         max_iterations=MOST_ITERATIONS,
     )
     return {"profiler_config": profiler}
+
+
+def _rounding_args(model: ModelSection) -> dict[str, Any]:
+    if model.quantization == "none":
+        return {}
+    kernels()  # refuse here: in the engine's process the error would be one of vLLM's
+    return {"load_format": NF4, "worker_extension_cls": "rayapp.engine.nf4_loader.RoundedWeightsExtension"}
 
 
 def _transfer_args(transport: Transport) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class EngineOutput:
 def way_out(why: str) -> str:
     """Return advice if vLLM reports that its KV cache is too small or too large; else empty."""
     return (
-        " Set the KV cache's size: server.kv_cache_gib, on a GPU server.gpu_memory_utilization."
+        " Set the KV cache's size: server.kv_cache_gib, or on a GPU server.gpu_memory_utilization."
         if _CACHE.search(why)
         else ""
     )

@@ -175,7 +175,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="{{ $labels.run }}: {{ $labels.server }} has a full KV cache, and requests wait",
         runbook=(
             "Requests are preempted and computed again: lower server.max_num_seqs, or add servers.",
-            "Or enlarge the cache: server.gpu_memory_utilization, on CPU server.kv_cache_gib.",
+            "Or enlarge the cache: server.kv_cache_gib, or on a GPU server.gpu_memory_utilization.",
         ),
     ),
     Alert(

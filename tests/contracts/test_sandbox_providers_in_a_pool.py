@@ -91,7 +91,7 @@ async def test_a_worker_that_is_killed_while_its_agent_plays_leaves_no_sandbox()
             assert await worker.stdout.readline() == b"it plays\n"
             worker.kill()
             await worker.wait()
-            assert pool.reclaim_of("worker") == 1  # as when it is not heard of for `holder_timeout_s`
+            assert pool.reclaim_of("worker") == 1  # as when the driver replaces it
             async with asyncio.timeout(60):
                 while lease.connection.sandbox_id in stub.boxes.living:
                     await asyncio.sleep(0.01)

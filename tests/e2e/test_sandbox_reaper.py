@@ -33,7 +33,7 @@ config = Config.model_validate({
     "cluster": {"address": address},
     "sandbox": {
         "providers": [{"type": "e2b", "api_url": url, "sandbox_url": url, "creations_per_s": 10}],
-        "holder_timeout_s": float(grace_s) / 2,
+        "reaper_grace_s": float(grace_s),
     },
 })
 

@@ -34,13 +34,6 @@ _NETWORK = re.compile(
     r"gaierror|Name or service not known|Temporary failure in name resolution|Network is unreachable|"
     r"NewConnectionError|ConnectError|URLError|Max retries exceeded|Could not resolve host"
 )
-# Fault of a task, as the report names it -> checks whose findings show it.
-_FAULTS: dict[str, tuple[Check, ...]] = {
-    "cheatable": ("cheat", "nothing", "trivial", "oracle"),
-    "flaky": ("flaky",),
-    "time_dependent": ("slow",),
-    "network_dependent": ("network",),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +58,6 @@ class TaskReport:
     cheats: str = ""  # Cheats that earned a reward and all cheats, e.g. `0/17`.
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def properties(self) -> dict[str, bool | None]:
-        """Return property -> True if the task has it: solvable (None without a solution), and those of `_FAULTS`."""
-        found = {finding.check for finding in self.findings}
-        earned, _, runs = self.solution.partition("/")
-        faults = {name: bool(found & set(checks)) for name, checks in _FAULTS.items()}
-        return {"solvable": earned == runs if runs else None, **faults}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -233,22 +218,13 @@ def _is_solved(reward: Reward) -> bool:
 
 def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
     """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
-    found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
-    return [
-        AuditFinding(task=name, check="duplicate", detail=f"the prompt equals the prompt of {first}")
-        for name, first in found
-    ]
-
-
-def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
-    """Return task -> an earlier one with the same hidden tests. Held-out tasks may share them on purpose."""
-    return dict(_repeated(subjects, lambda subject: subject.tests_key))
-
-
-def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
     first: dict[str, Subject] = {}
-    pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
-    return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
+    pairs = ((each, first.setdefault(" ".join(each.prompt.lower().split()), each)) for each in subjects)
+    return [
+        AuditFinding(task=each.name, check="duplicate", detail=f"the prompt equals the prompt of {earlier.name}")
+        for each, earlier in pairs
+        if earlier is not each
+    ]
 
 
 async def audit(
@@ -278,16 +254,13 @@ async def audit(
                 return _unusable(subject, str(error))
 
     reports = await side_by_side(map(one, subjects))
-    twice, alike = duplicates(subjects), shared_tests(subjects)
-    return [_with_others(report, twice, alike) for report in reports]
+    twice = duplicates(subjects)
+    return [
+        replace(report, findings=(*report.findings, *(each for each in twice if each.task == report.task)))
+        for report in reports
+    ]
 
 
 def _unusable(subject: Subject, why: str) -> TaskReport:
     finding = AuditFinding(task=subject.name, check="verdict", detail=why)
     return TaskReport(task=subject.name, kind=subject.kind, findings=(finding,))
-
-
-def _with_others(report: TaskReport, twice: Sequence[AuditFinding], alike: dict[str, str]) -> TaskReport:
-    mine = tuple(finding for finding in twice if finding.task == report.task)
-    notes = report.notes | ({"tests": f"the same tests as in {alike[report.task]}"} if report.task in alike else {})
-    return replace(report, findings=(*report.findings, *mine), notes=notes)

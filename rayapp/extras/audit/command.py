@@ -61,8 +61,7 @@ def audit(
     with 1 if more tasks have findings than --max-bad-ratio allows.
 
     A task passes if its solution always earns 1, no other answer earns a reward, and code in the sandbox can't read the
-    expected values.
-    """
+    expected values."""
     import json
     from dataclasses import asdict
 
@@ -74,7 +73,7 @@ def audit(
     if kept is not None:
         write_text(kept, "".join(f"{report.task}\n" for report in reports if not report.findings))
     if as_json:
-        typer.echo(json.dumps([asdict(report) | {"properties": report.properties} for report in reports], indent=2))
+        typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
     else:
         _print(reports)
     num_bad = sum(bool(report.findings) for report in reports)

@@ -46,7 +46,6 @@ def repository_subject(task: Any) -> Subject:
         name=task.name,
         kind="repository",
         prompt=folder.instruction,
-        tests_key="\n".join(_tests(task)),
         score=score_of(task),
         solution=None,
         solve=task.solve if folder.solution else None,

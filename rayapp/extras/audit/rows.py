@@ -63,12 +63,10 @@ async def _row_subject(row: DataRow, name: str, rewards: AnswerRewards) -> Subje
     score = partial(_score_row, row, rewards)
     problem = rewards.code_problem(row.data_source, row.ground_truth)
     if problem is None:
-        truth = f"{row.data_source}: {row.ground_truth}"
         return Subject(
             name=name,
             kind="row",
             prompt=prompt,
-            tests_key=f"{truth} {prompt}",
             score=score,
             solution=None,
             nothing=PROSE,
@@ -93,7 +91,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
             name=name,
             kind="code row",
             prompt=prompt,
-            tests_key=problem.ground_truth,
             score=score,
             solution=solution,
             nothing=(*PROSE, nothing),
@@ -106,7 +103,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         name=name,
         kind="code row",
         prompt=prompt,
-        tests_key=problem.ground_truth,
         score=score,
         solution=solution,
         nothing=nothing_of_function(function, _ANY_INPUTS) if function else NOTHING_OF_PROGRAM,

@@ -62,7 +62,6 @@ class Subject:
     name: str
     kind: str
     prompt: str  # Policy's prompt, which is searched for leaks and compared with those of other tasks.
-    tests_key: str  # Key that is equal for tasks with the same hidden tests.
     score: Score
     solution: str | None  # Answer that must earn 1; None if the task has no solution.
     nothing: tuple[Attempt, ...]  # Answers of which none may earn more than 0.

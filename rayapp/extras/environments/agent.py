@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -106,7 +105,6 @@ class EpisodeTool(ToolBase):
         return await episode.call(self.schema.name, arguments)
 
 
-log = logging.getLogger(__name__)
 # Function of an environment's tools, and of a parser if the policy doesn't write tool calls.
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
 
@@ -280,13 +278,7 @@ def check_environments(tasks: Sequence[Task]) -> None:
         for environment in found.values():
             if isinstance(environment, VerifiersEnvironment):
                 continue
-            episodes = episodes_of(environment)
-            await episodes.open()
-            if isinstance(episodes, OpenEnvEpisodes) and await episodes.holds_one_session():
-                log.warning(
-                    "task %s: the OpenEnv server %s serves one session at a time, so trajectories wait for each other: "
-                    "raise max_concurrent_envs in its create_app", environment.name, episodes.environment.url,
-                )  # fmt: skip
+            await episodes_of(environment).open()
 
     asyncio.run(check())
 

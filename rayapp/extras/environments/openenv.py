@@ -56,16 +56,6 @@ class OpenEnvEpisodes:
                 "the server are in use, raise max_concurrent_envs in the server's create_app"
             ) from error
 
-    async def holds_one_session(self) -> bool:
-        """Return whether the server refuses a second concurrent session, as servers of `openenv init` do."""
-        async with self.episode() as first, self.episode() as second:
-            await first.reset(self._first)
-            try:
-                await second.ask("reset", self._first)
-            except _ServerFullError:
-                return True
-            return False
-
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[OpenEnvEpisode]:
         timeout_s = self.environment.timeout_s

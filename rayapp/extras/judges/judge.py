@@ -6,24 +6,17 @@ Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 from rayapp.config.other_models import JudgeSection
 from rayapp.core.errors import ConfigError, RewardFailedError, one_line
-from rayapp.core.files import aside
 from rayapp.core.http import EndpointClient
 from rayapp.core.trajectories import storable
 from rayapp.extras.judges.questions import MAX_SCORE, Asked, Messages, pairwise_question, read_answer, rubric_question
 
-log = logging.getLogger(__name__)
 Winner = Literal["A", "B", "tie"]
 
 
@@ -32,7 +25,6 @@ class Bill:
     """Cost of a judge's answers."""
 
     requests: int = 0
-    cached: int = 0
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
@@ -76,27 +68,23 @@ class Judge:
         num_sharing: number of processes that use the judge at the same time, by which the rate limits are divided.
     """
 
-    def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
+    def __init__(self, section: JudgeSection, *, num_sharing: int = 1) -> None:
         self.section = section
-        self._folder = folder
         self._client = EndpointClient(section.endpoint, num_sharing=num_sharing)
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
         """Ask a rubric judge or reward model; return score, criteria's scores and answer. Raises RewardFailedError."""
         if self.section.kind == "reward_model":
-            said = await self._remembered((asked,), lambda: self._classified(asked))
+            said = await self._classified(asked)
             return self._of_class(said.answer["probs"]), {}, said
-        said = await self._remembered((asked,), lambda: self._answered(*rubric_question(self.section, asked)))
+        said = await self._answered(*rubric_question(self.section, asked))
         scores = said.answer["scores"]
         parts = {name: scores[name] / MAX_SCORE for name in self.section.rubric}
         return sum(parts.values()) / len(parts), parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
         """Ask a pairwise judge, showing the responses in this order. Raises RewardFailedError."""
-        said = await self._remembered(
-            (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
-        )
+        said = await self._answered(*pairwise_question(self.section, first, second))
         return said.answer["winner"], said
 
     async def check(self) -> None:
@@ -116,26 +104,6 @@ class Judge:
 
     async def close(self) -> None:
         await self._client.close()
-
-    async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
-        """Return the answer from the cache or the server; callers with the same question share one request."""
-        if self._folder is None:
-            return await ask()
-        digest = self._digest(about)
-        path = self._folder / digest[:2] / f"{digest}.json"
-        async with self._asking.setdefault(digest, asyncio.Lock()):
-            if (found := await asyncio.to_thread(_read, path)) is not None:
-                return found
-            said = await ask()
-            await asyncio.to_thread(_keep, path, said)
-            return said
-
-    def _digest(self, about: tuple[Asked, ...]) -> str:
-        section = self.section
-        rule = (section.kind, section.model, MAX_SCORE, section.temperature, section.max_tokens)
-        criteria = list(section.rubric.items())
-        told = json.dumps([rule, criteria, [astuple(each) for each in about]], default=str, sort_keys=True)
-        return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
         """Ask the judge, and again after an unusable answer, except at temperature 0, where it would be the same."""
@@ -199,23 +167,6 @@ class Judge:
 
     def _failed(self, what: str) -> RewardFailedError:
         return RewardFailedError(f"judge {self.section.name}: {what}", "judge_answer")
-
-
-def _read(path: Path) -> Judgement | None:
-    try:
-        answer = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return Judgement(answer=answer, bill=Bill(cached=1)) if isinstance(answer, dict) else None
-
-
-def _keep(path: Path, said: Judgement) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside(path) as pending:
-            pending.write_text(json.dumps(said.answer))
-    except OSError as error:  # on a full disk, the same question is only asked again later
-        log.warning("a judge's answer could not be cached: %s", error)
 
 
 def _short(found: Mapping[str, Any]) -> str:

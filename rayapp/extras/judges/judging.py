@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rayapp.config.agent import RewardSection
 from rayapp.config.other_models import JudgeSection
@@ -21,7 +20,6 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.extras.judges.judge import Bill, Judge, JudgeFailedError
 from rayapp.extras.judges.questions import Asked
 
-CACHE = "judgements"
 SOLVED = "solved"
 _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
@@ -34,9 +32,8 @@ class Judges:
     Raises ConfigError: the environment variable of a key is not set.
     """
 
-    def __init__(self, sections: Iterable[JudgeSection], run_folder: Path, *, num_sharing: int = 1) -> None:
-        folder = run_folder / CACHE
-        self._judges = {each.name: Judge(each, folder, num_sharing=num_sharing) for each in sections}
+    def __init__(self, sections: Iterable[JudgeSection], *, num_sharing: int = 1) -> None:
+        self._judges = {each.name: Judge(each, num_sharing=num_sharing) for each in sections}
 
     async def check(self) -> None:
         """Ask each judge one question. Raises ConfigError: one gives no usable answer."""

@@ -8,15 +8,14 @@ from typing import Any
 
 import yaml
 
-from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, rules_of, to, tracked
+from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, choice, rules_of, to, tracked
 from rayapp.core.errors import ConfigError
 
 # Arguments of `trl_config` that rules read, in addition to the fields.
-NUM_GPUS, NUM_ROWS, TERMS = "num_gpus", "number of rows", "reward_funcs"
+NUM_GPUS, NUM_ROWS = "num_gpus", "number of rows"
 
 
 def _batch(key: str, value: Any, values: Values) -> Landing:
-    """Translate the prompts of a generation batch, and the optimizer steps that train on it."""
     groups, minibatches, note = _sizes(values)
     settings = {
         "rollout.group_size": int(values["num_generations"]),
@@ -70,8 +69,6 @@ def _num_steps(key: str, value: Any, values: Values) -> Landing:
 
 
 def _every(target: str, strategy: str) -> Rule:
-    """Return a rule for the optimizer steps between two saves or evaluations."""
-
     def rule(key: str, value: Any, values: Values) -> Landing:
         when = str(getattr(values[strategy], "value", values[strategy]))
         if when == "no":
@@ -100,21 +97,6 @@ def _warmup(key: str, value: Any, values: Values) -> Landing:
         )
     total = int(steps.settings["train.num_steps"]) * _sizes(values)[1]
     return Landing(settings={"learner.optimizer.warmup_steps": int(share * total)}, note=f"{share:g} of {total}")
-
-
-def _schedule(key: str, value: Any, values: Values) -> Landing:
-    more = dict(values["lr_scheduler_kwargs"] or {})
-    floor = more.pop("min_lr_rate", 0.0) if value in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") else 0.0
-    names = {
-        "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-        "cosine_with_min_lr": "cosine",
-    }  # fmt: skip
-    if value not in names:
-        raise ConfigError(f"{key} = {value!r} can't be imported; supported values are {', '.join(names)}")
-    if more:
-        raise ConfigError(f"lr_scheduler_kwargs has {', '.join(more)}, which can't be imported for {key} = {value!r}")
-    settings = {"learner.optimizer.schedule": names[value], "learner.optimizer.min_lr_ratio": float(floor)}
-    return Landing(settings=settings)
 
 
 def _lengths(key: str, value: Any, values: Values) -> Landing:
@@ -246,20 +228,6 @@ def _std(key: str, value: Any, values: Values) -> Landing:
     )
 
 
-def _several(key: str, value: Any, values: Values) -> Landing:
-    if value == "sum_then_normalize":
-        return Landing(note="rewards are summed, and the sums are compared within the group")
-    weights = values["reward_weights"] or [1.0]
-    if value != "normalize_then_sum":
-        raise ConfigError(f"{key} = {value!r} can't be imported: it must be sum_then_normalize or normalize_then_sum")
-    if set(weights) != {1.0}:
-        raise ConfigError(
-            f"reward_weights = {weights} can't be imported with {key} = {value!r}: all weights must then be 1"
-        )
-    settings = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_terms": values[TERMS]}
-    return Landing(settings=settings)
-
-
 def _turns(key: str, value: Any, values: Values) -> Landing:
     """Translate rounds of tool calls into turns, which are one more: the last turn is the answer."""
     settings = {"agent.max_assistant_turns": 32 if value is None else int(value) + 1}
@@ -294,24 +262,18 @@ def _model_options(key: str, value: Any, values: Values) -> Landing:
     return Landing(note="the learner has its own attention, and its parameters are float32")
 
 
-def _resume(key: str, value: Any, values: Values) -> Landing:
-    if isinstance(value, str):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: a run resumes only from its own folder; give the checkpoint's model "
-            "as `model`"
-        )
-    return Landing(note="the same call continues from the last checkpoint")
-
-
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _YAML = yaml.safe_load((Path(__file__).parent / "fields.yaml").read_text())
 DEFAULTS: Mapping[str, Any] = _YAML["defaults"]  # Defaults of TRL, for mappings that omit these fields.
+ARGUMENTS: Mapping[str, str] = _YAML["arguments"]  # Argument of GRPOTrainer that rayapp lacks -> what to use instead.
+PEFT: Mapping[str, Any] = _YAML["peft"]  # Field of peft's LoraConfig -> the only value that rayapp supports.
 # Field of TRL 1.16's GRPOConfig -> its rule.
 FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "output_dir": lambda key, value, values: Landing(settings={"run.output_dir": str(value or "trainer_output")}),
     "model_init_kwargs": _model_options,
     "num_generations": _batch,
     "max_steps": _num_steps,
-    "lr_scheduler_type": _schedule,
+    "lr_scheduler_type": choice("learner.optimizer.schedule", _SCHEDULES),
     "warmup_steps": _warmup,
     "adam_beta1": lambda key, value, values: Landing(
         settings={"learner.optimizer.betas": [float(value), float(values["adam_beta2"])]}
@@ -328,7 +290,6 @@ FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
     "epsilon": _clip,
     "delta": _delta,
     "loss_type": _loss,
-    "multi_objective_aggregation": _several,
     "scale_rewards": _std,
     "vllm_importance_sampling_mode": _correction,
     "max_tool_calling_iterations": _turns,
@@ -337,6 +298,5 @@ FIELDS: dict[str, Rule] = dict(rules_of(_YAML["fields"])) | {
         settings={"eval.samples_per_task": int(value or values["num_generations"])}
     ),
     "save_steps": _every("checkpoint.every_steps", "save_strategy"),
-    "resume_from_checkpoint": _resume,
     "report_to": _trackers,
 }

@@ -21,19 +21,13 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
 from rayapp.core.protocols import Tokenizer
-from rayapp.extras.trl.fields import DEFAULTS, FIELDS, NUM_GPUS, NUM_ROWS, TERMS
+from rayapp.extras.trl.fields import ARGUMENTS, DEFAULTS, FIELDS, NUM_GPUS, NUM_ROWS, PEFT
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 DATA_SOURCE = "trl"
 _FOLDER = "trl_data"
 # Arguments that TRL passes to reward functions and rayapp doesn't.
 _NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
-# Field of peft's LoraConfig -> the only value that rayapp supports.
-_PEFT = {
-    "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None,
-    "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None, "layers_to_transform": None, "init_lora_weights":
-    True, "layer_replication": None, "fan_in_fan_out": False,
-}  # fmt: skip
 
 
 def trl_config(
@@ -74,7 +68,7 @@ def trl_config(
     given = _fields_of(args)
     rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     train_rows = _rows(train_dataset, "train_dataset")
-    known = dict(DEFAULTS) | given | {NUM_GPUS: num_gpus, NUM_ROWS: len(train_rows), TERMS: _names(rewards)}
+    known = dict(DEFAULTS) | given | {NUM_GPUS: num_gpus, NUM_ROWS: len(train_rows)}
     rows, problems = _landings(given, known)
     problems += _problems_of_arguments(model, others) + _problems_of_rewards(rewards, known)
     if tools and environment_factory:
@@ -127,24 +121,13 @@ def _landings(given: Mapping[str, Any], known: Values) -> tuple[list[KeyRow], li
     return rows, problems
 
 
-# Argument of GRPOTrainer that rayapp doesn't have -> what to use in its place.
-_OTHERS = {
-    "processing_class": "the tokenizer is in the model's folder",
-    "reward_processing_classes": "a reward model becomes a judge (docs/judges.md)",
-    "callbacks": "docs/plugins.md has trackers, and rayapp.StopTraining ends a run",
-    "optimizers": "the optimizer is torch's AdamW; learner.optimizer sets it",
-    "quantization_config": "adapters are trained beside unquantized weights",
-    "rollout_func": "docs/agents.md has agents of your own",
-}
-
-
 def _problems_of_arguments(model: Any, others: Mapping[str, Any]) -> list[str]:
     problems = [] if isinstance(model, str) else [f"model is a {type(model).__name__}: give its folder or hub id"]
     for name, value in others.items():
-        if name not in _OTHERS:
-            problems.append(f"{name} is not an argument of TRL's GRPOTrainer{did_you_mean(name, _OTHERS)}")
+        if name not in ARGUMENTS:
+            problems.append(f"{name} is not an argument of TRL's GRPOTrainer{did_you_mean(name, ARGUMENTS)}")
         elif value is not None and value != (None, None):
-            problems.append(f"{name} can't be imported: {_OTHERS[name]}. Leave it out")
+            problems.append(f"{name} can't be imported: {ARGUMENTS[name]}. Leave it out")
     return problems
 
 
@@ -194,7 +177,7 @@ def _adapters(peft_config: Any, problems: list[str]) -> dict[str, Any]:
     if peft_config is None:
         return {}
     fields = dict(peft_config) if isinstance(peft_config, Mapping) else vars(peft_config)
-    for name, value in _PEFT.items():
+    for name, value in PEFT.items():
         if (found := fields.get(name, value)) != value:
             problems.append(f"peft_config.{name} = {found!r} can't be imported: rayapp supports only {value!r}")
     targets = fields.get("target_modules")
@@ -289,7 +272,7 @@ class WeightedRewards:
     def terms(self, **arguments: Any) -> Any:
         """Return name of a function -> its reward for one completion, or an awaitable of this mapping."""
         found = [function(**arguments, **self._ids(function, arguments)) for function in self.functions]
-        return self._awaited(found) if any(map(inspect.isawaitable, found)) else self._named(found)
+        return _then(_all_of(found) if any(map(inspect.isawaitable, found)) else found, self._named)
 
     def _ids(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
         if all(part.name != "completion_ids" for part in _parameters(function)):
@@ -297,9 +280,6 @@ class WeightedRewards:
         [said] = arguments["completions"]
         text = said if isinstance(said, str) else "".join(turn["content"] for turn in said)
         return {"completion_ids": [_tokenizer(self.model).encode(text, add_special_tokens=False)]}
-
-    async def _awaited(self, found: Sequence[Any]) -> dict[str, float]:
-        return self._named([await each if inspect.isawaitable(each) else each for each in found])
 
     def _named(self, found: Sequence[Any]) -> dict[str, float]:
         return {
@@ -313,11 +293,22 @@ class WeightedRewards:
 
     def __call__(self, **arguments: Any) -> Any:
         """Return a list with the reward of the only completion, or an awaitable of this list."""
-        terms = self.terms(**arguments)
-        return self._total_of(terms) if inspect.isawaitable(terms) else [self.total(terms)]
+        return _then(self.terms(**arguments), lambda terms: [self.total(terms)])
 
-    async def _total_of(self, terms: Any) -> list[float]:
-        return [self.total(await terms)]
+
+async def _all_of(found: Sequence[Any]) -> list[Any]:
+    return [await each if inspect.isawaitable(each) else each for each in found]
+
+
+def _then(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the function of a value, or an awaitable of it if the value is an awaitable."""
+    if not inspect.isawaitable(value):
+        return function(value)
+
+    async def later() -> Any:
+        return function(await value)
+
+    return later()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -332,10 +323,4 @@ class _Answers:
         said: Any = solution_str if isinstance(prompt, str) else [{"role": "assistant", "content": solution_str}]
         each = {name: [value] for name, value in columns.items()}
         terms = self.rewards.terms(prompts=[prompt], completions=[said], **each)
-        return self._awaited(terms) if inspect.isawaitable(terms) else self._scored(terms)
-
-    async def _awaited(self, terms: Any) -> dict[str, float]:
-        return self._scored(await terms)
-
-    def _scored(self, terms: Mapping[str, float]) -> dict[str, float]:
-        return {**terms, "score": self.rewards.total(terms)}
+        return _then(terms, lambda found: {**found, "score": self.rewards.total(found)})

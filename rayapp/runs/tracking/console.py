@@ -5,15 +5,12 @@ All consoles show the same numbers, and a dash for a missing one.
 
 from __future__ import annotations
 
-import html
-import io
-import logging
-import math
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -22,7 +19,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-log = logging.getLogger(__name__)
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 40
 PACE_STEPS = 20
@@ -122,11 +118,15 @@ def number(label: str, metrics: Mapping[str, float]) -> str:
 
 
 class LineConsole:
-    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display."""
+    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display. `write`
+    writes a line, in place of a stream.
+    """
 
-    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, num_steps: int, stream: TextIO | None = None, *, write: Callable[[str], object] | None = None
+    ) -> None:
         self._num_steps = num_steps
-        self._stream = stream or sys.stdout
+        self._write = write or partial(print, file=stream or sys.stdout, flush=True)
         self._pace = Pace(num_steps)
         self._is_explained = False
         self._step = 0
@@ -139,7 +139,7 @@ class LineConsole:
         self._silent_s = FIRST_SILENCE_S
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        self._write(text)
         self._last_line = time.monotonic()
 
     def phase(self, name: str) -> None:
@@ -174,21 +174,6 @@ class LineConsole:
 
     def close(self) -> None:
         self._is_closed.set()
-
-
-class LogConsole(LineConsole):
-    """Writes the lines of `LineConsole` as log records, in the logs' format, with the step's numbers as fields."""
-
-    def _print(self, text: str) -> None:
-        log.info(text)
-        self._last_line = time.monotonic()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # NaN would make the line invalid JSON.
-        read = {
-            key: metrics[key] for key, _ in formats_of(metrics).values() if math.isfinite(metrics.get(key, math.nan))
-        }
-        log.info(self._line(step, metrics), extra={"step": step, "metrics": read})
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> str:
@@ -230,27 +215,24 @@ class LiveConsole:
         if is_live:
             self._live.start()
 
-    def _draw(self) -> None:
-        self._live.refresh()
-
     def note(self, text: str) -> None:
         self._notes = (*self._notes, text)[-NUM_NOTES:]
-        self._draw()
+        self._live.refresh()
 
     def phase(self, name: str) -> None:
         self._phase, self._phase_started, self._progress = name, self._clock(), ""
-        self._draw()
+        self._live.refresh()
 
     def progress(self, text: str) -> None:
         self._progress = f" ({text})"
-        self._draw()
+        self._live.refresh()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._metrics = step, metrics
         self._seconds_left = self._pace.seconds_left(step, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        self._draw()
+        self._live.refresh()
 
     def close(self) -> None:
         """Leave the last picture on the terminal, with the seconds of the whole run. Idempotent."""
@@ -277,37 +259,6 @@ class LiveConsole:
     def _details(self) -> str:
         labels = (label for label in formats_of(self._metrics) if label != "reward")
         return "   ".join(f"{label} {number(label, self._metrics)}" for label in labels)
-
-
-class NotebookConsole(LiveConsole):
-    """A live display below a notebook's cell. `show` draws text there (default: by IPython)."""
-
-    def __init__(self, num_steps: int, name: str, show: Callable[[str], None] | None = None) -> None:
-        self._text = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False)
-        self._show = show or _display()
-        super().__init__(num_steps, name, self._text, is_live=False)
-
-    def _draw(self) -> None:
-        with self._text.capture() as captured:
-            self._text.print(self._render())
-        self._show(captured.get())
-
-    def close(self) -> None:
-        super().close()
-        self._draw()
-
-
-def in_notebook() -> bool:
-    """True in a notebook's kernel, False in a terminal."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return getattr(shell, "kernel", None) is not None
-
-
-def _display() -> Callable[[str], None]:
-    from IPython.display import HTML, display
-
-    shown = display(HTML(""), display_id=True)
-    return lambda text: shown.update(HTML(f"<pre>{html.escape(text)}</pre>"))
 
 
 def sparkline(values: list[float], width: int = SPARK_STEPS) -> str:

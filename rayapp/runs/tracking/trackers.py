@@ -21,7 +21,7 @@ from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker
-from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole, NotebookConsole, in_notebook
+from rayapp.runs.tracking.console import LineConsole, LiveConsole
 from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, SignalWatch
 
 log = logging.getLogger(__name__)
@@ -152,9 +152,7 @@ def flattened(sections: Mapping[str, object]) -> dict[str, str]:
 def _console(name: str, num_steps: int, log_format: str) -> LineConsole | LiveConsole:
     """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines."""
     if log_format == "json":
-        return LogConsole(num_steps)
-    if in_notebook():
-        return NotebookConsole(num_steps, name)
+        return LineConsole(num_steps, write=log.info)
     terminal = Console(stderr=True)
     if terminal.is_interactive and sys.stdout.isatty():
         return LiveConsole(num_steps, name, terminal)

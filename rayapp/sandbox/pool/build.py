@@ -36,21 +36,22 @@ def build_pool(
     """Build the pool of a configuration; tests give their `provider` and other `times` of `StockRules`."""
     section = config.provider
     limit = num_local_sandboxes(config) if isinstance(section, LocalConfig) else section.max_sandboxes
-    supply = Supply(section.type, max_sandboxes=limit, clock=clock)
+    max_leases = config.max_leases or limit
+    if isinstance(section, LocalConfig | McpConfig):  # the lease holders make these sandboxes
+        max_leases = min(max_leases, limit)
     pool = LeasePool(
-        max_leases=config.max_leases or limit,
+        max_leases=max_leases,
         ttl_s=config.lease_ttl_s,
-        supply=supply,
+        provider=section.type,
         min_ready=config.min_ready,
-        holder_timeout_s=config.holder_timeout_s,
         clock=clock,
     )
-    if isinstance(section, LocalConfig | McpConfig):  # lease holders make these sandboxes
+    if isinstance(section, LocalConfig | McpConfig):
         return pool
     rate_per_s = section.creations_per_s
-    supply.bucket = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(_BURST_S * rate_per_s)), clock=clock)
+    bucket = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(_BURST_S * rate_per_s)), clock=clock)
     pool.stock = Stock(
-        supply,
+        Supply(section.type, max_sandboxes=limit, clock=clock, bucket=bucket),
         provider or remote_provider(section),
         StockRules(min_ready=config.min_ready, max_uses=config.max_uses, **times),
         labels=labels_of(run_name),
@@ -62,9 +63,9 @@ def build_pool(
 
 
 _BURST_S = 5.0  # seconds whose creations may come at once after a pause; services allow such bursts
-_TEND_EVERY_S = 5.0
+TEND_EVERY_S = 5.0
 # Seconds between comparisons of the provider's list of sandboxes with the pool's; unknown sandboxes are ended.
-SWEEP_EVERY_S = 60.0
+_SWEEP_EVERY_S = 60.0
 
 
 @asynccontextmanager
@@ -81,7 +82,7 @@ async def open_pool(
         holder=name,
         ttl_s=config.lease_ttl_s,
     )
-    tending = asyncio.create_task(_tend(pool), name=f"tend sandboxes of {name}")
+    tending = asyncio.create_task(tend_for_ever(pool), name=f"tend sandboxes of {name}")
     try:
         yield client, pool
     finally:
@@ -96,11 +97,13 @@ async def _close(client: PoolClient, pool: LeasePool) -> None:
         await pool.close()
 
 
-async def _tend(pool: LeasePool) -> None:
+async def tend_for_ever(pool: LeasePool, report: Callable[[dict[str, float]], None] = lambda metrics: None) -> None:
+    """Do the pool's periodic work: reclaim expired leases, extend sandboxes, sweep strays, report the metrics."""
     for num_rounds in itertools.count(1):
-        await asyncio.sleep(_TEND_EVERY_S)
+        await asyncio.sleep(TEND_EVERY_S)
         pool.tend()
-        if num_rounds % round(SWEEP_EVERY_S / _TEND_EVERY_S) == 0 and pool.stock is not None:
+        report(pool.stats())
+        if num_rounds % round(_SWEEP_EVERY_S / TEND_EVERY_S) == 0 and pool.stock is not None:
             await pool.stock.sweep()
 
 
@@ -115,6 +118,3 @@ class PoolHere:
 
     async def release(self, lease_id: int, fate: Fate) -> None:
         self._pool.release(lease_id, fate)
-
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)

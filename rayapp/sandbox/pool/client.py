@@ -10,8 +10,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar
 
@@ -150,8 +150,6 @@ class Pool(Protocol):
         """Return a lease. If it was not granted yet, its request is withdrawn, even if it arrives later. Idempotent."""
         ...
 
-    async def heartbeat(self, holder: str) -> None: ...
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class PoolClient:
@@ -164,29 +162,22 @@ class PoolClient:
     ttl_s: float  # after which a local sandbox that was not released ends
     # Providers that connect to leased sandboxes; closed with this client.
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
-    heartbeat_every_s: float = 10.0
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None  # called after every execution
     # for a sandbox that this process makes, even if the caller would wait longer
     create_timeout_s: float = CREATE_TIMEOUT_S
     retry_every_s: float = 2.0  # to return a lease while the pool does not answer
-    _heart: asyncio.Task[None] | None = field(default=None, init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
-    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
+    @asynccontextmanager
+    async def lease(self, spec: SandboxSpec, *, timeout_s: float) -> AsyncIterator[Sandbox]:
         """Lease a sandbox while the block runs."""
-        return PoolLease(self, spec, timeout_s)
-
-    async def acquire(self, spec: SandboxSpec, timeout_s: float) -> tuple[Lease, LeasedSandbox]:
-        """Return a lease and its sandbox. If the sandbox can't be made, the lease is returned to the pool."""
-        if self._heart is None:
-            self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of {self.holder}")
-        lease = await self._lease(spec, timeout_s)
+        lease, sandbox = await self._lease(spec, timeout_s), None
         try:
-            sandbox = await self._sandbox(lease, spec, timeout_s)
-        except BaseException:
-            await asyncio.shield(self._give_back(lease.lease_id, Fate.DIRTY))
-            raise
-        return lease, LeasedSandbox(sandbox, self.on_exec)
+            sandbox = LeasedSandbox(await self._sandbox(lease, spec, timeout_s), self.on_exec)
+            yield sandbox
+        finally:
+            # Shield the release from cancellation: a cancelled trajectory must not leave its sandbox behind.
+            await asyncio.shield(self._release(lease, sandbox))
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
         # The client chooses the id, so that it can return the lease even if the pool's answer never arrives.
@@ -200,31 +191,19 @@ class PoolClient:
             self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self.holder}")
             raise
 
-    async def _give_back(self, lease_id: int, fate: Fate) -> None:
+    async def _give_back(self, lease_id: int, fate: Fate, num_left: int = _RELEASE_ATTEMPTS) -> None:
         try:
             await self.pool.release(lease_id, fate)
-        except (DeadlineError, ProcessUnavailableError) as error:
-            log.warning(
-                "%s: lease %d could not be returned to the pool yet, retrying: %s", self.holder, lease_id, error
-            )
-            again = self._give_back_again(lease_id, fate)
-            self._in_background(again, f"return lease {lease_id} of {self.holder}")
         except RayappError as error:
-            # The pool has died, so its leases no longer exist.
-            log.warning("%s: lease %d was not returned: %s", self.holder, lease_id, error)
+            log.warning("%s: lease %d was not returned to the pool: %s", self.holder, lease_id, error)
+            # A pool that has died has no leases. After the last attempt the lease expires by itself.
+            if isinstance(error, DeadlineError | ProcessUnavailableError) and num_left:
+                again = self._give_back_later(lease_id, fate, num_left - 1)
+                self._in_background(again, f"return lease {lease_id} of {self.holder}")
 
-    async def _give_back_again(self, lease_id: int, fate: Fate) -> None:
-        for _ in range(_RELEASE_ATTEMPTS):
-            await asyncio.sleep(self.retry_every_s)
-            try:
-                await self.pool.release(lease_id, fate)
-                return
-            except (DeadlineError, ProcessUnavailableError) as error:
-                log.info("%s: lease %d: %s", self.holder, lease_id, error)
-            except RayappError as error:
-                log.warning("%s: lease %d was not returned: %s", self.holder, lease_id, error)
-                return
-        log.warning("%s: lease %d was not returned; it expires by itself", self.holder, lease_id)
+    async def _give_back_later(self, lease_id: int, fate: Fate, num_left: int) -> None:
+        await asyncio.sleep(self.retry_every_s)
+        await self._give_back(lease_id, fate, num_left)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -244,36 +223,20 @@ class PoolClient:
         wait_s = min(timeout_s, self.create_timeout_s)
         return await maker.create(spec, labels={"holder": self.holder}, ttl_s=self.ttl_s, timeout_s=wait_s)
 
-    async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
+    async def _release(self, lease: Lease, sandbox: LeasedSandbox | None) -> None:
         # A local sandbox ends first: otherwise the pool could allow another while it still runs.
-        fate = sandbox.fate
+        fate = sandbox.fate if sandbox is not None else Fate.DIRTY
         try:
-            if lease.connection is None:
+            if lease.connection is None and sandbox is not None:
                 await sandbox.kill()
         except SandboxError as error:
-            # Log the error and keep the execution's result. The provider's own time limit will end the sandbox.
-            log.warning("%s: could not end sandbox %s: %s", self.holder, sandbox.id, error)
+            # Keep the execution's result. The provider's own time limit will end the sandbox.
+            log.warning("%s: a sandbox could not be ended: %s", self.holder, error)
         finally:
             await self._give_back(lease.lease_id, fate)
 
-    async def _beat(self) -> None:
-        while True:
-            try:
-                await self.pool.heartbeat(self.holder)
-            except RayappError as error:
-                # Log the error: if the pool is gone, the next lease fails and its caller gets the error.
-                log.warning("%s: the sandbox pool does not answer: %s", self.holder, error)
-            await asyncio.sleep(self.heartbeat_every_s)
-
-    def rest(self) -> None:
-        """Stop the heartbeats until the next lease. Call it only while this client has no lease."""
-        if self._heart is not None:
-            self._heart.cancel()
-            self._heart = None
-
     async def close(self) -> None:
         """End every sandbox of this process. Idempotent."""
-        self.rest()
         if self._late:
             await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
         for late in self._late:
@@ -281,23 +244,3 @@ class PoolClient:
         await asyncio.gather(*self._late, return_exceptions=True)
         providers = [provider for provider in (self.local, *self.remote.values()) if provider is not None]
         await asyncio.gather(*(provider.close() for provider in providers))
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class PoolLease:
-    """Context manager of one lease, as a `core.protocols.SandboxLease`."""
-
-    client: PoolClient
-    spec: SandboxSpec
-    timeout_s: float
-    _held: tuple[Lease, LeasedSandbox] | None = field(default=None, init=False)
-
-    async def __aenter__(self) -> Sandbox:
-        self._held = await self.client.acquire(self.spec, self.timeout_s)
-        return self._held[1]
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._held is not None:
-            held, self._held = self._held, None
-            # Shield the release from cancellation: a cancelled trajectory must not leave its sandbox behind.
-            await asyncio.shield(self.client.release(*held))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -120,11 +121,9 @@ class Stock:
     num_ended: int = 0
     num_strays_ended: int = 0
     num_soiled: int = 0
-    num_late: int = 0
     _lived_s: float = 0.0
     _counted_at: float = field(default=0.0, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
     _stray_since: dict[str, float] = field(default_factory=dict)
     _calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CALLS_AT_ONCE))
     _has_asked: bool = False
@@ -163,30 +162,27 @@ class Stock:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=error)
 
     async def _create(self, spec: SandboxSpec) -> None:
-        arrival = asyncio.ensure_future(self._ask(spec))
-        self._arrivals.add(arrival)
-        arrival.add_done_callback(self._arrivals.discard)
         wait_s = self.rules.create_timeout_s + self.rules.grace_s
         try:
-            done, _ = await asyncio.wait({arrival}, timeout=wait_s)
-        finally:
-            self._count_down(spec)
-        try:
-            if not done:
-                self._adopt_later(arrival, spec)
-                raise SandboxDeadlineError(f"sandbox provider {self.supply.name} did not answer within {wait_s:g} s")
-            await self._welcome(arrival.result(), spec)
+            # The provider ends a sandbox that arrives after this; a sweep ends one whose answer was lost.
+            async with asyncio.timeout(wait_s):
+                with self._asking():
+                    sandbox = await self.provider.create(
+                        spec,
+                        labels=self.labels,
+                        ttl_s=self.rules.sandbox_ttl_s,
+                        timeout_s=self.rules.create_timeout_s,
+                    )
+            await self._welcome(sandbox, spec)
+        except TimeoutError as error:
+            late = SandboxDeadlineError(f"sandbox provider {self.supply.name} did not answer within {wait_s:g} s")
+            self._failed(error if isinstance(error, SandboxError) else late, spec)
         except SandboxError as error:
             self._failed(error, spec)
         finally:
+            self.supply.num_creating[spec] -= 1
+            self.supply.num_creating += Counter()  # drops kinds without creations
             self.on_change()
-
-    async def _ask(self, spec: SandboxSpec) -> ConnectedSandbox:
-        rules = self.rules
-        with self._asking():
-            return await self.provider.create(
-                spec, labels=self.labels, ttl_s=rules.sandbox_ttl_s, timeout_s=rules.create_timeout_s
-            )
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -199,11 +195,6 @@ class Stock:
             raise SandboxProtocolError(
                 f"sandbox provider {self.supply.name} failed: {type(error).__name__}: {error}"
             ) from error
-
-    def _count_down(self, spec: SandboxSpec) -> None:
-        self.supply.num_creating[spec] -= 1
-        if not self.supply.num_creating[spec]:
-            del self.supply.num_creating[spec]
 
     async def _welcome(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
         now = self.clock()
@@ -228,26 +219,6 @@ class Stock:
                 self.retire(item)
                 raise
         self.supply.put_ready(item)
-
-    def _adopt_later(self, arrival: asyncio.Task[ConnectedSandbox], spec: SandboxSpec) -> None:
-        def arrived(task: asyncio.Task[ConnectedSandbox]) -> None:
-            if task.cancelled() or task.exception() is not None:
-                return
-            self.num_late += 1
-            self._spawn(self._take_in(task.result(), spec), "take in a late sandbox")
-
-        arrival.add_done_callback(arrived)
-
-    async def _take_in(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
-        has_room = self.supply.has_room
-        try:
-            await self._welcome(sandbox, spec)
-        except SandboxError as error:
-            self._failed(error, spec)
-        else:
-            if not has_room:
-                self.retire(self.supply.items[sandbox.connection.sandbox_id])
-        self.on_change()
 
     def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
         self.supply.note(error)
@@ -282,7 +253,6 @@ class Stock:
             f"{prefix}/ended": float(self.num_ended),
             f"{prefix}/lived_s": self.lived_s(),
             f"{prefix}/strays_ended": float(self.num_strays_ended),
-            f"{prefix}/late": float(self.num_late),
             f"{prefix}/soiled": float(self.num_soiled),
             **{f"{prefix}/failed_{kind}": float(count) for kind, count in supply.failures.items()},
         }
@@ -325,9 +295,8 @@ class Stock:
         with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
 
-    def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
-        """Extend the sandboxes in use, and end surplus ones; `min_ready` of `kinds_in_use` are kept. Called every few
-        seconds."""
+    def tend(self, kinds_in_use: Collection[SandboxSpec], *, num_kept: int) -> None:
+        """Extend the sandboxes in use, and end idle ones but `num_kept` of each kind in use."""
         now = self.clock()
         for item in tuple(self.supply.items.values()):
             if (
@@ -339,8 +308,7 @@ class Stock:
                 item.expires_at = now + self.rules.sandbox_ttl_s
                 self._spawn(self._extend(item), "extend a sandbox")
         for item in self.supply.idle_items():
-            num_kept = self.rules.min_ready if item.spec in kinds_in_use else 0
-            is_spare = self.supply.num_ready(item.spec) > num_kept
+            is_spare = self.supply.num_ready(item.spec) > (num_kept if item.spec in kinds_in_use else 0)
             if is_spare and now - item.idle_since > self.rules.idle_timeout_s:
                 self.retire(item)
 
@@ -355,23 +323,23 @@ class Stock:
             if item.state is StockState.READY:
                 self.retire(item)
 
-    async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
+    async def sweep(self, *, stray_after_s: float | None = None) -> int:
         """End sandboxes at the provider that this stock does not know for `stray_after_s` (None: longer than a creation
         takes). Return their number."""
         patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.items)
         try:
-            living = await self.living(labels)
+            living = await self.living()
         except SandboxError as error:
             self.supply.note(error, "list")
             return 0
         self._bury(known_before - living)
         return await self._end_strays(living - set(self.supply.items), patience_s)
 
-    async def living(self, labels: Mapping[str, str] | None = None) -> set[str]:
+    async def living(self) -> set[str]:
         with self._asking():
             async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
-                return {found async for found in self.provider.list(labels or self.labels, timeout_s=_LIST_TIMEOUT_S)}
+                return {found async for found in self.provider.list(self.labels, timeout_s=_LIST_TIMEOUT_S)}
 
     def _bury(self, gone: set[str]) -> None:
         for sandbox_id in gone:
@@ -399,7 +367,7 @@ class Stock:
         # Wait for creations in progress: a cancelled creation may leave a sandbox that this stock does not know. A
         # sandbox that arrives meanwhile is ended at once.
         await self._settle(min(timeout_s / 2, 10.0))
-        for task in (*self._arrivals, *self._tasks):
+        for task in self._tasks:
             task.cancel()
         left = await self._end_all(deadline)
         await self.provider.close()
@@ -422,5 +390,5 @@ class Stock:
     async def _settle(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (pending := {*self._arrivals, *self._tasks}) and loop.time() < deadline:
+        while (pending := {*self._tasks}) and loop.time() < deadline:
             await asyncio.wait(pending, timeout=deadline - loop.time())

@@ -14,8 +14,8 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0  # after a failure, and after many in a row
-_QUOTA_PAUSE_S = 30.0  # after the provider's quota was reached, before one more sandbox is tried
-CREATE_TIMEOUT_S = 90.0  # for a new sandbox; one that is ready later serves another request, or is ended
+_QUOTA_PAUSE_S = 30.0  # after the provider's quota was reached, before more sandboxes are tried
+CREATE_TIMEOUT_S = 90.0  # for a new sandbox
 IDLE_TIMEOUT_S = 300.0  # after which a sandbox beyond `min_ready` is ended, because it costs money
 
 
@@ -43,65 +43,41 @@ class Supply:
     _: KW_ONLY
     max_sandboxes: int  # alive at once
     clock: Callable[[], float]
-    bucket: TokenBucket | None = None  # None for `local`, whose sandboxes the lease holders make
+    bucket: TokenBucket  # rate of creations
     items: dict[str, StockItem] = field(default_factory=dict)
     num_creating: Counter[SandboxSpec] = field(default_factory=Counter)
-    num_places_taken: int = 0
     num_failed: int = 0  # creations since the last one that succeeded
     last_error: str = ""
     failures: Counter[str] = field(default_factory=Counter)
     _ready: dict[SandboxSpec, deque[StockItem]] = field(default_factory=dict)
-    _ceiling: int = field(init=False)
-    _grow_at: float = 0.0
-    _step: int = 1
-
-    def __post_init__(self) -> None:
-        self._ceiling = self.max_sandboxes
-
-    @property
-    def is_local(self) -> bool:
-        """True if lease holders make the sandboxes in their own processes. This supply then only counts them."""
-        return self.bucket is None
+    _quota: int = 0
+    _quota_until: float = 0.0
 
     @property
     def num_alive(self) -> int:
         """Number of sandboxes that count against the provider's quota, including those being made or ended."""
-        return len(self.items) + self.num_creating.total() + self.num_places_taken
+        return len(self.items) + self.num_creating.total()
 
     @property
     def limit(self) -> int:
-        """Current maximum of living sandboxes: lowered at the provider's quota, then raised by 1, 2, 4…."""
-        if self._ceiling < self.max_sandboxes and self.clock() >= self._grow_at:
-            self._ceiling = min(self.max_sandboxes, self._ceiling + self._step)
-            self._step *= 2
-            self._grow_at = self.clock() + _QUOTA_PAUSE_S
-        return self._ceiling
+        """Current maximum of living sandboxes: lower for a while after the provider's quota was reached."""
+        return self._quota if self.clock() < self._quota_until else self.max_sandboxes
 
     @property
     def has_room(self) -> bool:
         return self.num_alive < self.limit
 
-    @property
-    def has_place(self) -> bool:
-        """True if a lease holder may make a sandbox in its own process now."""
-        return self.is_local and self.has_room
-
     def may_create(self) -> bool:
         """True if a creation may start now; it is then counted against the rate limit."""
-        return self.bucket is not None and self.has_room and self.bucket.take()
+        return self.has_room and self.bucket.take()
 
     def next_chance_s(self) -> float:
         """Return the seconds until `may_create` can return True, if no sandbox ends meanwhile."""
-        if self.bucket is None:
-            return float("inf")
-        grows_in_s = self._grow_at - self.clock() if self._ceiling < self.max_sandboxes else 0.0
-        return max(self.bucket.wait_s(), 0.0 if self.has_room else grows_in_s)
+        return max(self.bucket.wait_s(), 0.0 if self.has_room else self._quota_until - self.clock())
 
     def quota_met(self) -> None:
-        """Record that the quota is reached: allow the current number of sandboxes, and one more later."""
-        self._step = 1
-        self._ceiling = min(self._ceiling, len(self.items))
-        self._grow_at = self.clock() + _QUOTA_PAUSE_S
+        """Record that the quota is reached: allow no more than the current number of sandboxes for a while."""
+        self._quota, self._quota_until = len(self.items), self.clock() + _QUOTA_PAUSE_S
 
     def note(self, error: SandboxError, kind: str = "") -> None:
         self.failures[kind or type(error).__name__] += 1
@@ -112,8 +88,7 @@ class Supply:
         moment."""
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self.num_failed, 10))
         self.num_failed += 1
-        if self.bucket is not None:
-            self.bucket.block_for(max(longest_s * random.uniform(0.5, 1.0), retry_after_s or 0.0))
+        self.bucket.block_for(max(longest_s * random.uniform(0.5, 1.0), retry_after_s or 0.0))
 
     def num_ready(self, spec: SandboxSpec) -> int:
         return len(self._ready.get(spec, ()))

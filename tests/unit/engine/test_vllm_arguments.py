@@ -39,8 +39,20 @@ def test_a_cpu_takes_the_bytes_of_a_fraction_too(monkeypatch: pytest.MonkeyPatch
     assert cache_bytes(monkeypatch, has_gpu=True, server=server, cluster={"device": "cpu"}) == num_bytes
 
 
-def test_on_a_gpu_its_share_of_the_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_its_share_of_the_memory_decides_if_no_bytes_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_bytes(monkeypatch, has_gpu=True) is None
+
+
+def test_a_gpus_cache_in_bytes_holds_and_only_it_must_be_free_when_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: True)
+    monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
+    monkeypatch.setattr(vllm_arguments, "gpu_bytes", lambda: 80 << 30)
+
+    args = vllm_args(Config.model_validate({"server": {"kv_cache_gib": 8}}))
+
+    assert (args["kv_cache_memory_bytes"], args["gpu_memory_utilization"]) == (8 << 30, 0.1)
 
 
 def test_vllm_gets_the_rounding_and_the_further_arguments_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

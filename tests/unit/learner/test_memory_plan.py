@@ -42,6 +42,7 @@ from rayapp.learner.memory.speed import (
     train,
 )
 from rayapp.learner.memory.token_budget import compare_with_plan
+from scripts import fit_table
 from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
 SHAPE = ModelShape(
@@ -217,6 +218,17 @@ def test_a_gpu_that_both_share_by_hand() -> None:
     assert plan.fits
 
 
+def test_a_cache_in_bytes_is_counted_whatever_the_share() -> None:
+    base = shared_config(enforce_eager=False)
+    sized = with_values(base, server={"kv_cache_gib": 3})
+
+    by_share, by_size = (plan_gpu(SHAPE, each, gpu_of(10)) for each in (base, sized))
+
+    assert by_size.server.kv_cache == 3 * GIB
+    assert by_size.generating - by_share.generating == 3 * GIB - by_share.server.kv_cache
+    assert plan_gpu(SHAPE, with_values(sized, server={"gpu_memory_utilization": 0.1}), gpu_of(10)) == by_size
+
+
 def test_a_learner_that_parks_leaves_its_gpu_to_the_cache_but_for_a_catch_up() -> None:
     shared = shared_config()
     parked = with_values(shared, learner={"offload_when_idle": True})
@@ -254,6 +266,13 @@ def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None
     assert plan.fits
     assert plan.server.num_sequences >= 8
     assert not list(late_generation(shape, config, gpu, plan.server))
+
+
+def test_the_table_of_cards_and_models_is_that_of_the_plan() -> None:
+    page = Path("docs/scale.md").read_text()
+
+    assert fit_table.table() in page, "stale: run python -m scripts.fit_table"
+    assert "| 24 GB | 0.5B | 3B | 7B (2) |" in page
 
 
 def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from actors.learner import Learner
 from rayapp.config.algorithm import AlgorithmSection
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
 from rayapp.core.trajectories import summarize_group
@@ -57,13 +57,14 @@ def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
 
 def learner_of(model: Path, changes: dict[str, Any] | None = None) -> AbstractContextManager[Learner]:
     """Return the context of a learner alone, in float32 on one thread."""
-    usual = {
+    usual: dict[str, Any] = {
         "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
         "train": {"num_steps": 4},
         "learner": {"max_tokens_per_microbatch": 64},
     }
     values = {name: usual.get(name, {}) | (changes or {}).get(name, {}) for name in usual | (changes or {})}
-    return closing(Learner(make.config(model, **values), 0, 1, "", 0))
+    own = values.pop("model", {})
+    return closing(Learner(with_values(make.config(model, **values), model=own), 0, 1, "", 0))
 
 
 def step(learner: Learner, number: int, groups: list[Group]) -> dict[str, float]:
@@ -750,10 +751,14 @@ def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_a_checkpoint_of_adapters_holds_them_alone_and_goes_on_to_the_last_digit(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, quantization: str
 ) -> None:
-    changes = {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}
+    changes = {
+        "model": {"quantization": quantization},
+        "learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1},
+    }
     with learner_of(tiny_model, changes) as learner:
         step(learner, 1, two_groups(1))
         save(learner, str(tmp_path / "c"), 1)

@@ -20,7 +20,7 @@ from rayapp.driver.group_rules import FailureBudget
 from rayapp.engine.vllm_output import EngineLoad
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
-from rayapp.sandbox.pool.waiting import PoolStats
+from rayapp.sandbox.pool.pool import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
 from scripts.monitoring.dashboard import ROWS, dashboard, queries
 from scripts.monitoring.write import CONFIGS, files
@@ -281,7 +281,7 @@ def test_alerts_name_only_metrics_that_a_run_reports() -> None:
     budget, pool, load = FailureBudget(max_ratio=1.0), PoolStats(), EngineLoad()
     groups = [make.summary([0.0, 1.0])]
     budget.record(groups)
-    pool.waited(2.0)
+    pool.waits_s.append(2.0)
     load.record(stats.SchedulerStats(num_running_reqs=9, num_waiting_reqs=7, kv_cache_usage=0.99), None)
     timing = dict.fromkeys(
         ("timing_s/step", "timing_s/train", "timing_s/weight_sync", "timing_s/checkpoint_write"), 1.0

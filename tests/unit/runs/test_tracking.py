@@ -27,7 +27,6 @@ from rayapp.runs.tracking.console import (
     SUPERVISED_LEGEND,
     LineConsole,
     LiveConsole,
-    NotebookConsole,
     duration,
     sparkline,
     step_line,
@@ -308,22 +307,6 @@ def test_notes_may_arrive_while_the_thread_of_the_display_redraws() -> None:
             noted.result()
     finally:
         sys.setswitchinterval(interval)
-
-
-def test_a_notebook_shows_the_same_picture_in_place_of_the_last_one() -> None:
-    drawn: list[str] = []
-    notebook = NotebookConsole(3, "my-run", show=drawn.append)
-    notebook.phase("rollout")
-    notebook.log(1, METRICS)
-    notebook.note("final model: <b>outputs</b>")
-    notebook.close()
-
-    assert "step 0/3   rollout" in drawn[0]
-    assert "step 1/3" in drawn[1]
-    assert "pass rate 0.50" in drawn[1]
-    assert "final model: <b>outputs</b>" in drawn[-1]
-    assert "stopped" in drawn[-1]
-    assert "\x1b" not in "".join(drawn)
 
 
 PROGRAM = """

@@ -97,7 +97,7 @@ async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxe
 
     cheat = Attempt(name="ends its process", text="os._exit(0)")
     subject = Subject(
-        name="exits", kind="own", prompt="Do it.", tests_key="1", score=score, solution=None,
+        name="exits", kind="own", prompt="Do it.", score=score, solution=None,
         nothing=(Attempt(name="an empty answer", text=""),), cheats=(cheat,),
     )  # fmt: skip
     found = await audited(sandboxes, subject)
@@ -128,7 +128,7 @@ async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
         await audited(sandboxes, *await subjects_of([str(tmp_path / "walk.yaml")], AnswerRewards(), cache=tmp_path))
 
 
-async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_noted(sandboxes: SandboxSource) -> None:
+async def test_tasks_that_ask_the_same_are_told(sandboxes: SandboxSource) -> None:
     prompts = ("Write double(x).", "write  DOUBLE(x).\n", "Implement double(x).")
     tasks = [
         coding_subject(CodingTask(**DOUBLE | {"name": f"d{number}", "prompt": prompt}))
@@ -137,7 +137,6 @@ async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_note
     found = await audited(sandboxes, *tasks, runs=1)
 
     assert found.said == ["duplicate: the prompt equals the prompt of d0"]
-    assert [report.notes.get("tests") for report in found.reports] == [None, *["the same tests as in d0"] * 2]
 
 
 async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: SandboxSource, tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(
 
     assert run([*command, "--json", "--kept", str(kept)]) == 1
     reports = json.loads(capsys.readouterr().out)
-    assert [report["properties"]["cheatable"] for report in reports] == [True, False]
-    assert reports[1]["properties"]["solvable"] is True
+    assert [bool(report["findings"]) for report in reports] == [True, False]
+    assert reports[1]["solution"] == "1/1"
     assert kept.read_text() == "double\n"
     assert run([*command, "--max-bad-ratio", "0.5"]) == 0

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -560,9 +559,7 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
                 pass
 
 
-async def test_a_policy_behind_the_gateway_can_judge(
-    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_policy_behind_the_gateway_can_judge(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "question_number", lambda: 12345)
     said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 4}})
     async with serve(said, "I like it, 4 of 10.") as served:
@@ -571,7 +568,7 @@ async def test_a_policy_behind_the_gateway_can_judge(
             {"name": "q", "base_url": f"{served.url}/v1", "model": "any", "api_key_env": "SESSION_KEY",
              "response_format": "none", "rubric": {"right": "It is right."}}
         )  # fmt: skip
-        judge = Judge(section, tmp_path)
+        judge = Judge(section)
         asked = Asked(messages=tuple(HI), response="hello")
         score, _, judgement = await judge.score(asked)
         with pytest.raises(RewardFailedError, match="not JSON: 'I like it") as prose:

@@ -43,9 +43,6 @@ class FarPool:
             raise DeadlineError("sandbox-pool.release did not answer")
         self._pool.release(lease_id, fate)
 
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)
-
 
 def make(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClient, FarPool]:
     pool = LeasePool(max_leases=1, max_waiting=10, ttl_s=1000)
@@ -73,7 +70,7 @@ async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() ->
 
     second.cancel()
     await asyncio.wait({second})
-    await first.__aexit__()
+    await first.__aexit__(None, None, None)
 
     # Removed from the queue, or granted and given back: the next caller finds the place free.
     await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
@@ -90,7 +87,7 @@ async def test_a_lease_granted_after_its_caller_was_told_of_a_deadline_is_given_
 
     with pytest.raises(DeadlineError):
         await client.lease(SPEC, timeout_s=60).__aenter__()
-    await first.__aexit__()
+    await first.__aexit__(None, None, None)
 
     await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
     await client.close()

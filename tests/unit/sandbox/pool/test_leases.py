@@ -96,39 +96,6 @@ async def test_a_dead_callers_places_in_the_queue_go_with_its_leases() -> None:
     assert p.stats()["sandbox/waiting"] == 0
 
 
-async def test_a_caller_that_only_waits_and_is_not_heard_of_leaves_the_queue() -> None:
-    clock = Clock(0.0)
-    p = pool(max_leases=1, clock=clock)
-    p.holder_timeout_s = 60.0
-    first = await p.acquire("alive", timeout_s=30)
-    silent = await started(p.acquire("silent", timeout_s=30))
-    waiting = await started(p.acquire("alive", timeout_s=30))
-    clock.now = 60.0
-    p.heartbeat("alive")
-    p.tend()
-    p.release(first.lease_id)
-    with pytest.raises(SandboxUnavailableError, match="silent"):
-        await silent
-    assert (await waiting).holder == "alive"
-
-
-@pytest.mark.parametrize("expires_s", [60.0, 600.0])
-async def test_what_one_silent_caller_held_is_not_granted_to_another(expires_s: float) -> None:
-    clock = Clock(0.0)
-    p = pool(max_leases=1, ttl_s=expires_s, clock=clock)
-    p.holder_timeout_s = 60.0
-    await p.acquire("dead", timeout_s=30)
-    silent = await started(p.acquire("silent", timeout_s=30))
-    waiting = await started(p.acquire("alive", timeout_s=30))
-    clock.now = 60.0
-    p.heartbeat("alive")
-    p.tend()
-    assert (await waiting).holder == "alive"
-    assert p.stats()["sandbox/granted"] == 2
-    with pytest.raises(SandboxUnavailableError):
-        await silent
-
-
 async def test_releasing_twice_frees_one_place() -> None:
     p = pool(max_leases=2)
     first = await p.acquire("a", timeout_s=30)
