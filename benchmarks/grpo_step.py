@@ -2,10 +2,14 @@
 two alternate in one run, and each is first in every other round.
 
     python -m benchmarks.grpo_step [--rounds 5] [--json] [key.sub=value ...]
+    python -m benchmarks.grpo_step --config configs/coding_warmup_gpu.yaml --trl-python PYTHON [--trl-weights float32]
 
 rayapp's step uses the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
 order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs), with the
 settings that are fastest on this machine; its rewards come from rayapp's sandboxes. While one works, the other waits.
+On a GPU (`cluster.device: gpu`) both use it: TRL samples with vLLM, so its interpreter, `--trl-python`, needs
+`trl[vllm]`, and each needs memory beside what the other keeps. `--trl-weights float32` gives TRL's optimizer the
+float32 weights that rayapp's has.
 The output has medians over the rounds after one warm-up round, and the parts of rayapp's step, which add up to the
 whole.
 """
@@ -70,6 +74,7 @@ async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
         results = await asyncio.gather(*(_run_group(cluster, request) for request in requests))
     summaries = tuple(summary for summary, _ in results)
     with phases("train"):
+        await cluster.lend_gpus()
         learner = await cluster.learners.train_step(step, summaries, [ref for _, ref in results])
     with phases("weight_sync"):
         await cluster.sync_weights(step)
@@ -124,14 +129,14 @@ def _cut(text: str, prompt: Prompt) -> str:
     return text
 
 
-async def run(config: Config, rounds: int) -> dict[str, Any]:
+async def run(config: Config, rounds: int, trl_python: Path | None, trl_weights: str) -> dict[str, Any]:
     import torch
     import transformers
 
     tasks = list(load_tasks(config.tasks))
     tokenizer = load_tokenizer(config.model, config.agent.chat_template_kwargs)
     prompts = render_prompts(tasks, tokenizer, config.rollout.max_prompt_tokens)
-    python = make_environment(torch.__version__, transformers.__version__)
+    python = trl_python or make_environment(torch.__version__, transformers.__version__)
     report: dict[str, Any] = {"machine": machine.describe(), "limits": machine.measure_limits(), "trl": TRL_VERSION}
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(open_cluster(config))
@@ -143,7 +148,9 @@ async def run(config: Config, rounds: int) -> dict[str, Any]:
         )
         stack.push_async_callback(sandboxes.close)
         rewards = OurRewards(config, sandboxes, tasks, prompts)
-        peer = await TrlPeer.start(python, _work(config, prompts, folder), rewards, HERE / ".envs" / "trl.log")
+        peer = await TrlPeer.start(
+            python, _work(config, prompts, folder, trl_weights), rewards, HERE / ".envs" / "trl.log"
+        )
         stack.push_async_callback(peer.close)
         _note("TRL is ready")
         ours, theirs = [], []
@@ -158,7 +165,7 @@ async def run(config: Config, rounds: int) -> dict[str, Any]:
 HERE = Path(__file__).resolve().parent
 
 
-def _work(config: Config, prompts: list[Prompt], folder: Path) -> dict[str, Any]:
+def _work(config: Config, prompts: list[Prompt], folder: Path, weights: str) -> dict[str, Any]:
     return {
         "model": str(Path(config.model.path).resolve()),
         "prompts": [prompt.text for prompt in prompts],
@@ -168,7 +175,10 @@ def _work(config: Config, prompts: list[Prompt], folder: Path) -> dict[str, Any]
         "lr": config.learner.optimizer.lr,
         "seed": config.run.seed,
         "threads": machine.describe()["cores"],
-        "device": "cpu",
+        "device": config.cluster.device,
+        "weights": weights,
+        "gpu_memory_utilization": config.server.gpu_memory_utilization,
+        "max_model_tokens": config.max_model_tokens,
         "output_dir": str(folder),
     }
 
@@ -195,7 +205,7 @@ def _summary(
             "step_s": _spread([r["step"] for r in ours]),
             "completion_tokens": _spread([r["completion_tokens"] for r in ours]),
             "parts_s": {name: statistics.fmean(r["parts"][name] for r in ours) for name in PARTS},
-            "share_of_limit": _shares(ours, limits, config),
+            "share_of_limit": _shares(ours, limits, config) if config.cluster.device == "cpu" else {},
         },
         "theirs": {
             "completion_tokens_per_s": _spread(rates[1]),
@@ -260,16 +270,20 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/coding_cpu.yaml"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print only the JSON report")
+    parser.add_argument("--trl-python", type=Path, help="interpreter with TRL (default: one of its own, for CPUs)")
+    parser.add_argument("--trl-weights", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
+    if config.cluster.device == "gpu" and options.trl_python is None:
+        parser.error("on a GPU --trl-python must name an interpreter with trl[vllm]")
     # Start a separate Ray: a running Ray may be busy with another job, or end with that job.
     os.environ.setdefault("RAY_ADDRESS", "local")
     # Turn off Ray's memory monitor: two trainers nearly fill this machine's memory, but neither grows.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
     settings = {"config": str(options.config), "rounds": options.rounds, "overrides": options.overrides}
-    report = {"settings": settings} | asyncio.run(run(config, options.rounds))
+    report = {"settings": settings} | asyncio.run(run(config, options.rounds, options.trl_python, options.trl_weights))
     report["total_s"] = time.perf_counter() - started
     print(json.dumps(report, indent=None if options.json else 2))
 

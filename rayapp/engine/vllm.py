@@ -27,7 +27,7 @@ from rayapp.config.config import Config, with_number_formats
 from rayapp.config.engine_args import check_names
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
-from rayapp.core.timing import InHand
+from rayapp.core.timing import MOST_ITERATIONS, InHand, Profile, take_engine_trace
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
 from rayapp.engine.vllm_arguments import (
@@ -51,7 +51,6 @@ from rayapp.engine.vllm_output import (
 )
 from rayapp.engine.vllm_pictures import check_expansion, engine_prompt
 from rayapp.engine.weights.buckets import SharedWeights
-from rayapp.runs.profiles import MOST_ITERATIONS, Profile, take_engine_trace
 from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -289,7 +288,7 @@ class VllmEngine:
         """Free the GPU's memory for the learners until the next weights. Return False on CPU. Idempotent.
 
         With `keeps_requests` requests stop between two tokens, also on a CPU, and continue after the next weights, on a
-        GPU with new keys and values; else wait for their end. Not run on a GPU yet. WeightSyncError: an earlier update
+        GPU with new keys and values (not run on one yet); else wait for their end. WeightSyncError: an earlier update
         never ended.
         """
         sleeps = self._engine.model_config.enable_sleep_mode
@@ -411,6 +410,7 @@ class VllmEngine:
         cache = self._engine.vllm_config.cache_config
         return {
             "vllm": vllm.__version__,
+            "async_scheduling": self._engine.vllm_config.scheduler_config.async_scheduling,
             "kv_blocks": cache.num_gpu_blocks,
             "block_tokens": cache.block_size,
             "max_model_tokens": self._engine.model_config.max_model_len,

@@ -203,6 +203,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     compiles = config.compiles(on_gpu=mesh.device_type == "cuda")
     if compiles:
         check_compiler(mesh.device_type)
+        keep_compiled()
     causal_lm = build_causal_lm(
         config.model, config.learner, config.max_model_tokens, is_checked=is_checked and mesh.get_rank() == 0
     )
@@ -432,6 +433,17 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_gated(module: nn.Module) -> bool:
     children = dict(module.named_children())
     return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
+
+
+def keep_compiled() -> None:
+    """Make torch keep compiled code in the user's cache folder: its own, in /tmp, is gone with a container."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayapp" / "torchinductor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.info("compiled code is kept in torch's own folder: %s", error)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def check_compiler(device_type: str) -> None:

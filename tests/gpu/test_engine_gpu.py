@@ -59,6 +59,11 @@ def test_an_engine_scores_as_the_learner_and_sleeps(tmp_path: Path, server: dict
 
     assert float(np.abs(learners - found["log_probs"]).mean()) <= most
     assert found["freed"] > 0
+    assert found["facts"]["async_scheduling"]
+    bytes_per_token = 2 * 8 * 8 * 64 * (1 if "kv_cache_dtype" in server else 2)  # keys and values, layers, heads, width
+    assert found["facts"]["kv_blocks"] * found["facts"]["block_tokens"] == pytest.approx(
+        2**30 / bytes_per_token, rel=0.02
+    )
     assert found["sampled_after_sleep"] > 0
 
 
@@ -91,9 +96,11 @@ async def _sample_and_sleep(config: Config) -> dict[str, Any]:
             await engine.wake()
             num_after = len((await running).token_ids) - num_before
         log_probs = await engine.prompt_log_probs(tokens)
+        facts = await engine.facts()
     finally:
         engine.close()
-    return {"tokens": np.array(tokens), "log_probs": log_probs, "freed": freed, "sampled_after_sleep": num_after}
+    found = {"tokens": np.array(tokens), "log_probs": log_probs, "freed": freed, "sampled_after_sleep": num_after}
+    return found | {"facts": facts}
 
 
 def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:

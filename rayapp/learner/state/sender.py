@@ -1,7 +1,7 @@
 """The learners' side of vLLM's weight-transfer API, which sends weights directly to the engines, not through Ray.
 
 Every rank uses it, because gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC (colocated) are vLLM's own
-backends and need GPUs: **neither has been run on one yet**. Tests run it over gloo. It needs vLLM 0.30 or 0.31.
+backends and need GPUs: IPC has run on an H100, **NCCL not yet**. Tests run it over gloo. It needs vLLM 0.30 or 0.31.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rayapp.core.types import AllowedTokens, Group, Reward, RolloutStatus, Traje
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import with_recomputation
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
-from rayapp.learner.policy import _compile, check_compiler, recompute
+from rayapp.learner.policy import _compile, check_compiler, keep_compiled, recompute
 from rayapp.learner.shares import Share
 from rayapp.rollout.recorder import Recorder
 from support import make
@@ -384,6 +384,24 @@ def test_compiled_norms_positions_and_mlps_give_the_plain_gradient(tiny_model: P
     finally:
         llama.apply_rotary_pos_emb = rotary
     assert_same_gradient(found, plain_gradient(tiny_model, groups))
+
+
+def test_compiled_code_is_kept_in_the_users_cache_folder_unless_torch_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that the end of the test restores it
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "rayapp" / "torchinductor")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    keep_compiled()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_a_compiled_norm_has_its_epsilon_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
