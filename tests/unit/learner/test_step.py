@@ -315,11 +315,11 @@ def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model
     text = "An answer to the task that follows was judged: scored, reward 0.25. IndexError: list index out of range"
     with learner_of(
         tiny_model,
-        {"distillation": section, "learner": {"max_tokens_per_microbatch": 128}, "algorithm": {"kl_loss_coef": 0.1}},
+        {"distillation": section, "learner": {"max_tokens_per_microbatch": 512}, "algorithm": {"kl_loss_coef": 0.1}},
     ) as learner:
-        message = AutoTokenizer.from_pretrained(tiny_model).encode(text)[:64]
+        message = AutoTokenizer.from_pretrained(tiny_model).encode(text)
         aware = [
-            make.trajectory(np.concatenate([message, t.token_ids]), 64 + group.prompt.token_ids.size)
+            make.trajectory(np.concatenate([message, t.token_ids]), len(message) + group.prompt.token_ids.size)
             for t in group.trajectories
         ]
         expected = learner.log_probs_of(replace(group, trajectories=tuple(aware)))
