@@ -43,6 +43,7 @@ from rayapp.learner.algo.losses import (
     correction_weights,
     coupled_gradients,
     make_actor_config,
+    mean_weight,
     policy_loss,
 )
 from rayapp.learner.batch import TrainItem, stack_rows
@@ -348,6 +349,14 @@ def test_each_loss_says_whether_it_pulls_at_trajectories_without_an_advantage(na
     known = POLICY_LOSSES[name]
     # Losses of the whole mini-batch select tokens by rows without an advantage, too.
     assert known.pulls_at_zero_advantage == (pulls or known.is_batch_coupled)
+
+
+@pytest.mark.parametrize(("weight", "mean"), [(0.0, 1.0), (1e-9, 1.0), (0.5, 0.5)])
+def test_weights_that_are_all_zero_are_not_normalised(weight: float, mean: float) -> None:
+    given = {"rollout_correction": {"level": "token", "threshold": 2.0}}
+    algorithm = Config.model_validate({"algorithm": given}).algorithm
+
+    assert mean_weight(torch.full((2, 3), weight), torch.ones(2, 3), algorithm) == mean
 
 
 def test_ppo_clips_at_the_configured_bounds() -> None:
