@@ -561,7 +561,7 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
 
 async def test_a_policy_behind_the_gateway_can_judge(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "question_number", lambda: 12345)
-    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 4}})
+    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 8}})
     async with serve(said, "I like it, 4 of 10.") as served:
         monkeypatch.setenv("SESSION_KEY", served.session.key)
         section = JudgeSection.model_validate(
