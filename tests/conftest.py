@@ -51,7 +51,6 @@ LONGEST_FIRST = (
     "standing_ray",
     "vllm",
     "cluster/test_vllm_families.py",
-    "unit/test_memory_simulation.py",
     "unit/test_environments.py",
     "e2e/test_resume.py",
     "cluster/test_recovery.py",
@@ -73,7 +72,7 @@ SLOW_UNITS = frozenset(
     f"unit/test_{name}.py"
     for name in (
         "families", "provider", "mirror", "token_budget", "step", "audit", "bad_input", "traces", "packing",
-        "supervised", "checkpoints", "trackers", "exactness", "kuberay", "memory_simulation",
+        "supervised", "checkpoints", "trackers", "exactness", "kuberay",
         "view_server", "task_agents", "models_fetch_and_check", "doctor", "data_prepare", "models_prefetch", "algo",
         "imports", "external_agent", "server", "sandbox", "tutorial",
     )
@@ -290,6 +289,24 @@ def images() -> Iterator[Any]:
         pytest.skip("needs Debian's skopeo and umoci")
     with machine_images() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """An S3 service: each test that stores something makes a bucket of its own."""
+    pytest.importorskip("moto", reason="needs the development package moto[server]")
+    from support.storage.moto_server import MotoServer
+
+    server = MotoServer()
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_environment(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

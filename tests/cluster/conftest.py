@@ -257,10 +257,10 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
         pytest.skip("prometheus is not here: apt-get install prometheus")
     with contextlib.ExitStack() as stack:
 
-        def start(target_port: int, rules: dict[str, Any], *, every: str = "2s") -> Prometheus:
+        def start(target_port: int, rules: dict[str, Any]) -> Prometheus:
             (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
             (tmp_path / "prometheus.yml").write_text(
-                f"global: {{scrape_interval: {every}, evaluation_interval: {every}}}\nrule_files: [rules.yaml]\n"
+                "global: {scrape_interval: 2s, evaluation_interval: 2s}\nrule_files: [rules.yaml]\n"
                 f"scrape_configs:\n  - {{job_name: ray, static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]}}\n"
             )
             port = free_port()

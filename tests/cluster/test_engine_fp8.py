@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from rayapp.config.config import Config
-from rayapp.core.types import RequestId, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import SharedWeights, pack
+from support import make
+from support.learners import plain_log_probs
 
 pytestmark = [
     pytest.mark.cluster,
@@ -33,21 +33,13 @@ FP8_ERROR = 0.15
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
-    config = Config.model_validate(
-        {
-            "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu"},
-            "algorithm": {"rollout_correction": {"level": "token"}},
-            "rollout": {"max_prompt_tokens": 56, "max_completion_tokens": 200},
-            "server": {
-                "cpu_threads": 1,
-                "kv_cache_gib": 0.1,
-                "quantization": "fp8_per_channel",
-                "kv_cache_dtype": "fp8",
-            },
-        }
+    config = make.config(
+        tiny_model,
+        algorithm={"rollout_correction": {"level": "token"}},
+        rollout={"max_prompt_tokens": 56, "max_completion_tokens": 200},
+        server={"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"},
     )
-    started = await VllmEngine.start(config, worker_extension_cls="support.read_back.ReadBackExtension")
+    started = await VllmEngine.start(config)
     yield started
     started.close()
 
@@ -68,53 +60,40 @@ def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of(folder: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-
-def log_probs(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    import torch
-
-    ids = torch.tensor([[*PROMPT, *token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(ids).logits[0].float().log_softmax(-1)
-    return logits[range(len(PROMPT) - 1, ids.shape[1] - 1), token_ids].numpy()
-
-
-async def errors(engine: VllmEngine, group: int, *models: Any) -> list[float]:
+async def errors(engine: VllmEngine, group: int, *models: Path) -> list[float]:
     """Sample eight completions; return the mean error of their log-probs under each model."""
     sampling = SamplingParams(max_tokens=60, seed=1)
     completions = await asyncio.gather(
         *(engine.generate(RequestId("group", group, i), PROMPT, sampling) for i in range(8))
     )
-    return [
-        float(np.concatenate([np.abs(c.log_probs - log_probs(model, c.token_ids)) for c in completions]).mean())
-        for model in models
-    ]
+
+    def error(completion: Completion, model: Path) -> np.ndarray:
+        expected = plain_log_probs(model, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 :]
+        return np.abs(completion.log_probs - expected)
+
+    return [float(np.concatenate([error(each, model) for each in completions]).mean()) for model in models]
 
 
-def sent(model: Any, file: Path) -> SharedWeights:
-    (bucket,) = pack(model.state_dict().items(), 1 << 30)
+def sent(folder: Path, file: Path) -> SharedWeights:
+    from safetensors.torch import load_file
+
+    (bucket,) = pack(load_file(folder / "model.safetensors").items(), 1 << 30)
     file.write_bytes(bucket.data.tobytes())
     return SharedWeights(path=str(file), entries=bucket.entries, checksums=dict(bucket.checksums))
 
 
-async def test_new_weights_are_rounded_as_they_are_loaded_and_compared_with_the_sent_ones(
+async def test_new_weights_are_rounded_as_they_are_loaded(
     engine: VllmEngine, tiny_model: Path, moved: Path, tmp_path: Path
 ) -> None:
-    first, second = of(tiny_model), of(moved)
-    own, other = await errors(engine, 0, first, second)
+    own, other = await errors(engine, 0, tiny_model, moved)
     assert own < FP8_ERROR < 3 * FP8_ERROR < other
 
-    weights = sent(second, tmp_path / "weights")
+    weights = sent(moved, tmp_path / "weights")
     await engine.begin_update("memory")
     await engine.receive_weights(weights)
-    num_compared = await engine.finish_update(1, weights.checksums)
+    num_loaded = await engine.finish_update(1, weights.checksums)
     await engine.go_on()
 
-    other, own = await errors(engine, 1, first, second)
+    other, own = await errors(engine, 1, tiny_model, moved)
     assert own < FP8_ERROR < 3 * FP8_ERROR < other
-    assert num_compared == len(weights.checksums)
+    assert num_loaded == len(weights.entries)

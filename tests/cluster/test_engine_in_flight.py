@@ -14,10 +14,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from rayapp.config.config import Config
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, pack
+from support import make
+from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
 
 pytestmark = [
     pytest.mark.cluster,
@@ -27,22 +28,15 @@ pytestmark = [
 ]
 
 BLOCK_TOKENS, NUM_BLOCKS = 32, 20
-MAX_LOG_PROB_DIFFERENCE = 0.05
+
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
 PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
-    config = Config.model_validate(
-        {
-            "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 56, "max_completion_tokens": 200},
-            "learner": {"max_tokens_per_microbatch": 512, "cpu_threads": 1},
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "engine_args": {"block_size": BLOCK_TOKENS}},
-        }
-    )
+    lengths = {"max_prompt_tokens": 56, "max_completion_tokens": 200}
+    config = make.config(tiny_model, rollout=lengths, server={"engine_args": {"block_size": BLOCK_TOKENS}})
     started = await VllmEngine.start(config, num_gpu_blocks_override=NUM_BLOCKS)
     yield started
     started.close()
@@ -94,16 +88,9 @@ def written(file: Path, model: Any) -> Weights:
     return file, list(bucket.entries)
 
 
-def log_probs(folder: Path, token_ids: np.ndarray) -> np.ndarray:
+def log_probs(folder: Path, completion: Completion) -> np.ndarray:
     """(T,) of a completion behind PROMPT, under the model in `folder`."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    ids = torch.tensor([[*PROMPT, *token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(ids).logits[0].float().log_softmax(-1)
-    return logits[range(len(PROMPT) - 1, ids.shape[1] - 1), token_ids].numpy()
+    return plain_log_probs(folder, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 :]
 
 
 async def update(engine: VllmEngine, version: int, weights: Weights) -> None:
@@ -141,7 +128,7 @@ async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_
         assert completion.policy_version == before
         assert first.num_tokens + last.num_tokens == completion.token_ids.size
         # The tokens before are the old weights' to the last bits; those behind are not.
-        difference = np.abs(completion.log_probs - log_probs(tiny_model, completion.token_ids))
+        difference = np.abs(completion.log_probs - log_probs(tiny_model, completion))
         assert difference[: first.num_tokens].max() < MAX_LOG_PROB_DIFFERENCE
         assert difference[first.num_tokens :].max() > 10 * MAX_LOG_PROB_DIFFERENCE
 
@@ -172,7 +159,7 @@ async def test_requests_that_lost_their_keys_and_values_as_in_a_sleep_go_on_as_t
     for completion in spanning:
         first = completion.version_spans[0].num_tokens
         assert first + completion.version_spans[1].num_tokens == completion.token_ids.size
-        difference = np.abs(completion.log_probs - log_probs(moved_model, completion.token_ids))
+        difference = np.abs(completion.log_probs - log_probs(moved_model, completion))
         assert np.median(difference[:first]) > 10 * MAX_LOG_PROB_DIFFERENCE
         # The whole context is computed again, so that not a key of the old weights is left. The moved weights are
         # large: in bfloat16 their own log-probs differ from those in float32 by 0.035 in the median, by 0.7 at most.

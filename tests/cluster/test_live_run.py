@@ -5,7 +5,6 @@ One run for all tests of this file; the last of them stops it. Runs that train t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ import yaml
 from scripts.monitoring.dashboard import ROWS, queries
 from support.stubs.e2b_stub import API_KEY, E2BStub
 from support.stubs.faults import Faults
+from support.whole_runs import records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -65,22 +64,6 @@ class Training:
 
 
 @contextlib.contextmanager
-def running(stub: E2BStub) -> Iterator[str]:
-    """The stub in a thread of its own; the value is its URL."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="e2b-stub", daemon=True)
-    thread.start()
-    serving = stub.running()
-    try:
-        yield asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(60)
-    finally:
-        asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-        loop.close()
-
-
-@contextlib.contextmanager
 def following(head: Any, config: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
     """The program that submits a run and follows it."""
     command = [sys.executable, "-m", "rayapp", "submit", str(config), "--address", head.address, "--follow"]
@@ -115,7 +98,7 @@ def remote_sandboxes(url: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sandboxes() -> Iterator[E2BStub]:
     stub = E2BStub(faults=SlowToRun(slow_s=2.0))
-    with running(stub):
+    with stub.running_in_thread():
         yield stub
 
 
@@ -295,5 +278,4 @@ def test_stopped_job_saves_its_steps_ends_its_remote_sandboxes_and_leaves_no_act
 
 
 def steps(run: Path) -> int:
-    file = run / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    return len(records(run))

@@ -26,15 +26,7 @@ by 100 times the first bound; logits of size 4 in bfloat16 by up to 1/64 between
 
 
 def config_of(model: Path, learner: str, server: str) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
-            "learner": {"max_tokens_per_microbatch": 256, "cpu_threads": 1, "compute_dtype": learner},
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "dtype": server},
-        }
-    )
+    return make.config(model, learner={"compute_dtype": learner}, server={"dtype": server})
 
 
 def sent_by_learner(config: Config, version: int) -> tuple[list[WeightBucket], FloatArray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from support.slurm import DEADLINE_S, Slurm, SlurmMissingError, running_slurm
+from support.whole_runs import records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
@@ -79,8 +79,7 @@ def until(condition: Callable[[], bool], failure: Callable[[], str]) -> None:
 
 
 def steps_of(folder: Path) -> list[int]:
-    metrics = folder / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return [record["step"] for record in records(folder)]
 
 
 def test_a_preempted_run_over_two_nodes_saves_and_goes_on_from_its_checkpoint(

@@ -18,6 +18,7 @@ from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
 from support import make
+from support.learners import MAX_LOG_PROB_DIFFERENCE
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -26,8 +27,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MAX_LOG_PROB_DIFFERENCE = 0.05
-"""As in test_vllm_server.py: two orders of summation in bfloat16."""
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 

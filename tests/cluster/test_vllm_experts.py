@@ -4,13 +4,10 @@ every sync, and sees what it holds."""
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,6 @@ from transformers import CONFIG_MAPPING
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config, with_values
-from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import FloatArray, Group, Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, pack
@@ -31,6 +27,7 @@ from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
 from support import family_trial as trial
 from support import make
+from support.learners import MAX_LOG_PROB_DIFFERENCE
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -39,9 +36,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MAX_LOG_PROB_DIFFERENCE = 0.05
+MAX_FLOAT32_DIFFERENCE = 1e-4
+"""A tensor that a sync left as it was moves log-probs by far more, whichever it is."""
 """As in test_vllm_server.py: two orders of summation in bfloat16."""
-DENSE = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate"}
+
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
@@ -66,7 +64,7 @@ def save_model(folder: Path, tokenizer: Path, *, seed: int) -> Path:
 
 
 def config_of(model: Path) -> Config:
-    return make.config(model, rollout={"group_size": 2})
+    return make.config(model, rollout={"group_size": 2}, server={"dtype": "float32"})
 
 
 def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
@@ -79,73 +77,24 @@ def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
         learner.close()
 
 
-def is_expert(name: str) -> bool:
-    return ".mlp.experts." in name
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_experts_are_the_learners_after_every_sync(
     tiny_model: Path, tmp_path: Path, references: References, ranks: int
 ) -> None:
     models = [save_model(tmp_path / str(seed), tiny_model, seed=seed) for seed in (0, 1)]
     sent = [exported(model) for model in models]
-    assert np.abs(sent[0][1] - sent[1][1]).max() > 4 * MAX_LOG_PROB_DIFFERENCE
-    sums = [{name: value for bucket in buckets for name, value in bucket.checksums} for buckets, _ in sent]
-    experts = {name: value for name, value in sums[0].items() if is_expert(name)}
-    start_engine = partial(VllmEngine.start, worker_extension_cls="support.read_back.ReadBackExtension")
-    config = with_values(config_of(models[0]), server={"tensor_parallel_size": ranks})
-    server = VllmServer(config, 0, start_engine=start_engine)
+    assert np.abs(sent[0][1] - sent[1][1]).max() > 1000 * MAX_FLOAT32_DIFFERENCE
+    server = VllmServer(with_values(config_of(models[0]), server={"tensor_parallel_size": ranks}), 0)
     try:
         await server.start()
         for version in (0, 1, 0):
             buckets, expected = sent[version]
             facts = await server.load_weights(version, references(buckets))
-            assert facts["num_loaded"] == len(sums[version]) > len(experts) > 0
+            assert facts["num_loaded"] == sum(len(bucket.entries) for bucket in buckets)
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
-            assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"weights {version}"
-        engine = server._started_engine()
-
-        async def check(checksums: dict[str, int]) -> None:
-            await engine._transfer("check", engine._engine.collective_rpc("check_held", args=(checksums,)))
-
-        # A matrix that a sync left as it was, whatever merges, splits and packs it: embedding, q, k, v, down, router...
-        old = {name: value for name, value in sums[1].items() if not is_expert(name) and value != sums[0][name]}
-        assert {name.rpartition(".")[0].rpartition(".")[2] for name in old} >= DENSE
-        # vLLM leaves the second rank's answer to a call that failed unread, and has room for some; see
-        # test_tensor_parallel.py for every kind over two ranks.
-        for name, value in list(old.items())[: len(old) if ranks == 1 else 4]:
-            with pytest.raises(WeightSyncError, match=f"held by this server have other checksums: {re.escape(name)}"):
-                await check({name: value})
-        # Experts are packed already.
-        with pytest.raises(WeightSyncError, match=r"held by this server have other checksums.*mlp\.experts\."):
-            await check(experts)
+            assert np.abs(found - expected).max() < MAX_FLOAT32_DIFFERENCE, f"weights {version}"
     finally:
         await server.close()
-
-
-def test_a_kernel_that_reads_experts_in_another_order_than_they_are_packed_in_is_found() -> None:
-    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    from support.read_back import check_computes
-
-    gate_up, down = (torch.randn(2, *shape).div(shape[1] ** 0.5).bfloat16() for shape in ((128, 128), (128, 64)))
-
-    def check(held: list[torch.Tensor]) -> None:
-        def forward(layer: Any, x: Any, weights: Any, experts: Any, *_: None) -> torch.Tensor:
-            out = torch.empty_like(x)
-            cpu_fused_moe(out, x, *held, None, None, weights, experts, "silu", "vec", False)
-            return out
-
-        layer = SimpleNamespace(
-            layer_name="layer", w13_weight=held[0], activation=MoEActivation.SILU,
-            quant_method=SimpleNamespace(forward_native=forward),
-        )  # fmt: skip
-        check_computes(layer, 1, gate_up[1].float(), down[1].float())
-
-    check([cpu_prepack_moe_weight(matrices, "vec") for matrices in (gate_up, down)])
-    with pytest.raises(ValueError, match="output of expert 1 is wrong: the largest error is"):
-        check([gate_up, down])
 
 
 async def play(engine: VllmEngine, number: int) -> Trajectory:

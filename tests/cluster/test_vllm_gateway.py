@@ -15,11 +15,10 @@ from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.trajectories import path_to
 from rayapp.core.types import RequestId, SamplingParams
-from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
-from support.learners import save_llama
+from support import make
+from support.learners import MAX_LOG_PROB_DIFFERENCE, save_llama
 
 pytestmark = [
     pytest.mark.cluster,
@@ -28,15 +27,15 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MAX_LOG_PROB_DIFFERENCE = 0.05
-"""As in test_vllm_server.py: two orders of summation in bfloat16."""
-
 
 async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_paths(
     tmp_path: Path, chat_tokenizer: Any
 ) -> None:
     values = server_values(small_model(tmp_path, chat_tokenizer, "bfloat16"))
-    server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
+    server, gateway = (
+        VllmServer(Config.model_validate(values), 0),
+        Gateway(make.formats(chat_tokenizer, with_parser=False)),
+    )
     limits = SessionLimits(max_tokens=1500, max_turns=20)
     try:
         await server.start()
@@ -92,10 +91,12 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
     from transformers import AutoModelForCausalLM
 
     model = small_model(tmp_path, chat_tokenizer, "float32")
-    values = server_values(model) | {
-        "server": {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}, "dtype": "float32"}
-    }
-    server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
+    section = {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}, "dtype": "float32"}
+    values = server_values(model) | {"server": section}
+    server, gateway = (
+        VllmServer(Config.model_validate(values), 0),
+        Gateway(make.formats(chat_tokenizer, with_parser=False)),
+    )
     tool: Any = {"type": "function", "function": {"name": "rate", "description": "", "parameters": SCORE}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "score", "schema": SCORE}}
     try:
@@ -169,7 +170,3 @@ def server_values(model: Path) -> dict[str, Any]:
         "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
         "server": {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}},
     }
-
-
-def formats_of(tokenizer: Any) -> Formats:
-    return Formats(tokenizer, model="tiny", template=load_template("chatml_hermes"))

@@ -19,6 +19,8 @@ from rayapp.config.config import Config
 from rayapp.core.errors import EngineError, StaleVersionError, StalledError, WeightSyncError
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
+from support import make
+from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -28,21 +30,9 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-MAX_LOG_PROB_DIFFERENCE = 0.05
-"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
-
 
 def make_config(tiny_model: Path) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
-            "learner": {"max_tokens_per_microbatch": 256, "cpu_threads": 1},
-            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1},
-            "recovery": {"stall_replace_s": 30.0},
-        }
-    )
+    return make.config(tiny_model, recovery={"stall_replace_s": 30.0})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,17 +58,6 @@ async def generate_cohort(server: VllmServer, *, size: int, jitter: random.Rando
         return await server.generate(RequestId("group", 0, index), [72, 75, 84], sampling, cohort_size=size)
 
     return list(await asyncio.gather(*(one(index) for index in range(size))))
-
-
-def log_probs_by_transformers(folder: Path, token_ids: list[int]) -> np.ndarray:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    with torch.no_grad():
-        logits = model(torch.tensor([token_ids])).logits[0, :-1].float()
-    chosen = logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])
-    return chosen[:, 0].numpy()
 
 
 async def test_a_cohort_repeats_token_for_token_whatever_the_order_of_arrival(server: VllmServer) -> None:
@@ -112,10 +91,10 @@ async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners
     assert facts["bytes"] == sum(bucket.data.nbytes for bucket in buckets)
     token_ids = [72, 75, 84, 85, 86, 28, 2, 89]
     found = (await server.prompt_log_probs([token_ids]))[0]
-    expected = log_probs_by_transformers(moved_model, token_ids)
+    expected = plain_log_probs(moved_model, token_ids)
     assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE
     # ... which are not those it started with
-    assert np.abs(found - log_probs_by_transformers(tiny_model, token_ids)).max() > 4 * MAX_LOG_PROB_DIFFERENCE
+    assert np.abs(found - plain_log_probs(tiny_model, token_ids)).max() > 4 * MAX_LOG_PROB_DIFFERENCE
     assert (await generate_cohort(server, size=2))[0].policy_version == 1
 
 

@@ -27,6 +27,7 @@ from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.sync import transfer_plan
 from rayapp.learner.state.sender import LearnerSource, WeightSender
 from support import make
+from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
 from support.ports import free_port
 
 pytestmark = [
@@ -36,8 +37,6 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-MAX_LOG_PROB_DIFFERENCE = 0.05
-"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
 TIMEOUT_S = 120.0
 BUCKET_BYTES = 100_000
 """Larger than the largest tensor, smaller than the model."""
@@ -132,15 +131,6 @@ async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tup
     return sender, client
 
 
-def log_probs(folder: Path, token_ids: list[int]) -> np.ndarray:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    with torch.no_grad():
-        logits = model(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
-    return logits[range(len(token_ids) - 1), token_ids[1:]].numpy()
-
-
 async def test_one_group_takes_the_weights_again_and_again_and_the_server_computes_with_them(
     server: VllmServer, joined: tuple[WeightSender, Client], moved_model: Path, tiny_model: Path
 ) -> None:
@@ -152,8 +142,8 @@ async def test_one_group_takes_the_weights_again_and_again_and_the_server_comput
         assert await server.go_on() == version
         assert client.num_loaded == client.source.num_tensors
         (found,) = await server.prompt_log_probs([tokens])
-        assert np.abs(found - log_probs(moved_model, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
-    assert np.abs(found - log_probs(tiny_model, tokens)).max() > MAX_LOG_PROB_DIFFERENCE
+        assert np.abs(found - plain_log_probs(moved_model, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
+    assert np.abs(found - plain_log_probs(tiny_model, tokens)).max() > MAX_LOG_PROB_DIFFERENCE
 
 
 async def test_weights_that_are_not_what_was_sent_are_found_and_the_server_serves_nothing(

@@ -11,14 +11,11 @@ from typing import Any
 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.types import RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
-from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.group import with_terms
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt
+from rayapp.rollout.recorder import AgentPrompt
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
 from support import make
-from support.hermes import HermesParser
 from support.sandbox_service import mcp_serving
 
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
@@ -51,14 +48,12 @@ async def tool_set(folder: Path, url: str) -> ToolSet:
 
 
 async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Trajectory:
-    chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
-    limits = AgentLimits(max_response_tokens=4000)
-    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=limits)
+    loop = make.agent_loop(tokenizer, tools, max_response_tokens=4000)
     engine = make.engine(tokenizer, lambda request_id, prompt_ids: turns[request_id.turn])
-    prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
-    return await loop.run(
-        prompt, engine=engine, sampling=SamplingParams(max_tokens=900), request_id=RequestId("group", 0)
-    )
+    prompt = AgentPrompt(token_ids=tuple(loop.chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
+    sampling = SamplingParams(max_tokens=900)
+    found: Trajectory = await loop.run(prompt, engine=engine, sampling=sampling, request_id=RequestId("group", 0))
+    return found
 
 
 async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokenizer: Any, tmp_path: Path) -> None:

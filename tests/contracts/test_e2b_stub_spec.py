@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, Literal
 
 import pytest
-from aiohttp import web
 
 from rayapp.config.sandbox import E2BConfig
 from rayapp.core.errors import SandboxConfigError, SandboxError
@@ -20,44 +17,10 @@ from rayapp.core.types import SandboxSpec
 from rayapp.extras.providers.e2b import E2BProvider
 from rayapp.testing.sandbox_contract import CHECKS
 from support.stubs.e2b_stub import API_KEY, E2BStub
+from support.stubs.recording import Exchange, record
 
 DIALECTS = pytest.mark.parametrize("dialect", ["e2b", "kruise"])
 SEND_INPUT = "/process.Process/SendInput"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    method: str
-    path: str
-    query: dict[str, str]
-    asked: object
-    status: int
-    answer: object
-
-
-@asynccontextmanager
-async def recorded(dialect: Literal["e2b", "kruise"], **options: Any) -> AsyncIterator[tuple[str, list[Exchange]]]:
-    """A stub and all that passed to and fro."""
-    stub, seen = E2BStub(dialect=dialect, **options), []
-
-    @web.middleware
-    async def record(request: web.Request, handler: Any) -> web.StreamResponse:
-        is_json = request.content_type == "application/json"
-        asked = json.loads(await request.read()) if is_json and request.can_read_body else None
-        answer: web.StreamResponse = await handler(request)
-        body = answer.body if isinstance(answer, web.Response) else None
-        is_text = isinstance(body, bytes) and answer.content_type == "application/json"
-        path = re.sub(r"^/kruise/(api|[0-9a-f]+/\d+)(?=/)", "", request.path)
-        told = json.loads(body) if is_text and isinstance(body, bytes) else None
-        query = dict(request.query)
-        seen.append(
-            Exchange(method=request.method, path=path, query=query, asked=asked, status=answer.status, answer=told)
-        )
-        return answer
-
-    stub.app.middlewares.append(record)
-    async with stub.running() as url:
-        yield url, seen
 
 
 def provider_of(dialect: str, url: str, api_key: str = API_KEY) -> E2BProvider:
@@ -68,7 +31,9 @@ def provider_of(dialect: str, url: str, api_key: str = API_KEY) -> E2BProvider:
 
 async def everything(dialect: Literal["e2b", "kruise"]) -> list[Exchange]:
     """Exchanges of the whole contract, and of what goes wrong: key, template, quota, a sandbox that is not there."""
-    async with recorded(dialect, max_alive=6, page=2) as (url, seen):
+    stub = E2BStub(dialect=dialect, max_alive=6, page=2)
+    seen = record(stub, r"^/kruise/(api|[0-9a-f]+/\d+)(?=/)")
+    async with stub.running() as url:
         provider, stranger = provider_of(dialect, url), provider_of(dialect, url, "e2b_wrong")
         for check in CHECKS:
             await check(provider)

@@ -1,4 +1,4 @@
-"""Ten tasks in Harbor's public layout, each on an image of a real registry: the solution earns 1, no work earns 0."""
+"""Five tasks in Harbor's public layout, each on an image of a real registry: the solution earns 1, no work earns 0."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def test_ten_tasks_on_images_pay_their_solutions_and_nothing_else(work: Path) -> None:
+async def test_five_tasks_on_images_pay_their_solutions_and_nothing_else(work: Path) -> None:
     providers = [{"type": "local", "image_cache": str(work / "cache")}]
     config = SandboxConfig.model_validate({"providers": providers, "max_leases": 2})
     with real_registry(work) as host:

@@ -84,19 +84,14 @@ async def run_once(tools: ToolSet, code: str) -> str:
     return output.text
 
 
-async def test_files_of_the_seed_load_as_they_are(server_url: str, tmp_path: Path) -> None:
+async def test_files_of_the_seed_load_as_they_are_and_printed_text_comes_back_also_side_by_side(
+    server_url: str, tmp_path: Path
+) -> None:
     tools = await opened(tmp_path, server_url)
-
     schemas = {schema.name: schema for schema in tools.schemas}
     assert sorted(schemas) == ["calc_gsm8k_reward", "run_code_once"]
     assert schemas["run_code_once"].parameters["required"] == ["code"]
     assert "ctx" not in schemas["run_code_once"].parameters["properties"]
-    await tools.close()
-
-
-async def test_printed_text_comes_back(server_url: str, tmp_path: Path) -> None:
-    tools = await opened(tmp_path, server_url)
-
     assert await run_once(tools, "print(42)") == "42"
     assert await run_once(tools, "1 + 1") == "2"
     assert await run_once(tools, "x = 3\nprint(x)\nx * 'é漢'") == "3\n'é漢é漢é漢'"
@@ -104,14 +99,7 @@ async def test_printed_text_comes_back(server_url: str, tmp_path: Path) -> None:
     failed = await run_once(tools, "print('before')\n[][1]")
     assert failed.startswith("before\nTraceback")
     assert failed.endswith("IndexError: list index out of range")
-    await tools.close()
-
-
-async def test_one_session_serves_calls_side_by_side(server_url: str, tmp_path: Path) -> None:
-    tools = await opened(tmp_path, server_url)
-
     texts = await asyncio.gather(*(run_once(tools, f"print({n} ** 2)") for n in range(30)))
-
     assert texts == [str(n * n) for n in range(30)]
     await tools.close()
 
@@ -127,26 +115,16 @@ async def test_code_that_runs_too_long_is_told_and_the_session_lives(tmp_path: P
         await tools.close()
 
 
-async def test_server_that_is_down_at_the_start_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'Tavily Expert' at http://127\.0\.0\.1:9/mcp can't be used.*rayapp sandbox serve"
-    ):
-        await opened(tmp_path, "http://127.0.0.1:9/mcp")
-
-
-async def test_wrong_key_is_a_clear_error(server_url: str, tmp_path: Path) -> None:
+async def test_what_is_wrong_at_the_start_is_a_clear_error(server_url: str, tmp_path: Path) -> None:
+    down = "http://127.0.0.1:9/mcp"
+    with pytest.raises(ConfigError, match=r"'Tavily Expert' at http://127\.0\.0\.1:9/mcp .*rayapp sandbox serve"):
+        await opened(tmp_path, down)
     with pytest.raises(ConfigError, match="401"):
         await opened(tmp_path, server_url, key="another key")
-
-
-async def test_tool_that_no_server_offers_is_a_clear_error(server_url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"names run_cod_once, .*run_code, run_code_once, run_command"):
         await opened(tmp_path, server_url, TOOLS.replace("- run_code_once", "- run_cod_once"))
-
-
-async def test_missing_variable_of_a_key_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs the environment variable MCP_KEY"):
-        await open_tools(files(tmp_path, "http://127.0.0.1:9/mcp"), ToolContext(environ={}))
+        await open_tools(files(tmp_path, down), ToolContext(environ={}))
 
 
 async def test_session_that_drops_is_opened_again(tmp_path: Path) -> None:
@@ -160,22 +138,23 @@ async def test_session_that_drops_is_opened_again(tmp_path: Path) -> None:
         await tools.close()
 
 
-async def test_a_session_that_is_lost_with_its_names_is_not_replaced(tmp_path: Path) -> None:
+async def test_a_session_per_trajectory_keeps_names_apart_and_one_that_is_lost_with_them_is_not_replaced(
+    tmp_path: Path,
+) -> None:
     yaml = TOOLS.replace("type: mcp", "type: mcp\n      session: trajectory").replace("run_code_once", "run_code")
     async with mcp_serving(SANDBOXES, api_key=KEY) as url:
         port = int(url.split(":")[2].split("/")[0])
         tools = await opened(tmp_path, url, yaml)
         tool: Any = tools.get("run_code")
-        states = [await tool.create({}) for _ in range(2)]
+        states = [await tool.create({}) for _ in range(3)]
         await tool.execute(states[0], {"code": "x = 41"})
+        assert (await tool.execute(states[0], {"code": "x + 1"})).text == "42"
+        assert "NameError" in (await tool.execute(states[1], {"code": "x"})).text
     async with mcp_serving(SANDBOXES, api_key=KEY, port=port):
-        with pytest.raises(
-            ToolUnavailableError, match="this trajectory's MCP session and its state on the server are lost"
-        ):
+        with pytest.raises(ToolUnavailableError, match="this trajectory's MCP session and its state on the server"):
             await tool.execute(states[0], {"code": "print(x)"})
-
-        # The other trajectory has nothing to lose yet.
-        assert (await tool.execute(states[1], {"code": "print(2)"})).text == "2"
+        # The third trajectory has nothing to lose yet.
+        assert (await tool.execute(states[2], {"code": "print(2)"})).text == "2"
         for state in states:
             await tool.release(state)
         await tools.close()
@@ -203,18 +182,4 @@ async def test_rate_limit_holds_calls_back(server_url: str, tmp_path: Path) -> N
 
     # Four start at once; each of the others waits for a token, a quarter of a second apart: the last one a second.
     assert max(output.waited_s for output in outputs) >= 0.9
-    await tools.close()
-
-
-async def test_session_per_trajectory_keeps_names_apart(server_url: str, tmp_path: Path) -> None:
-    yaml = TOOLS.replace("type: mcp", "type: mcp\n      session: trajectory").replace("run_code_once", "run_code")
-    tools = await opened(tmp_path, server_url, yaml)
-    tool: Any = tools.get("run_code")
-    first, second = await tool.create({}), await tool.create({})
-
-    await tool.execute(first, {"code": "x = 41"})
-    assert (await tool.execute(first, {"code": "x + 1"})).text == "42"
-    assert "NameError" in (await tool.execute(second, {"code": "x"})).text
-    await tool.release(first)
-    await tool.release(second)
     await tools.close()

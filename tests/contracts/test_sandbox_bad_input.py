@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import (
     SandboxConfigError,
     SandboxError,
@@ -27,63 +27,25 @@ from rayapp.core.http import MAX_WAIT_S, retry_after_s
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.providers import remote_provider, remote_providers
+from rayapp.sandbox.providers import remote_providers
 from rayapp.sandbox.verdict.program import read_report
-from support.stubs import daytona_stub, e2b_stub, mcp_stub
+from support.providers import KEY_ENV, KEYS, opened, provider_of, section_of
 
-KEY_ENV = "RAYAPP_TEST_KEY"
-Opened = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
-
-
-@asynccontextmanager
-async def local() -> AsyncIterator[SandboxProvider]:
-    provider = LocalProvider()
-    yield provider
-    await provider.close()
-
-
-def section(kind: str, url: str) -> ProviderConfig:
-    """The configuration of a provider whose service is at this address."""
-    match kind:
-        case "e2b":
-            return E2BConfig(api_url=url, sandbox_url=url, api_key_env=KEY_ENV)
-        case "kruise":
-            return E2BConfig(api_url=f"{url}/kruise/api", api_key_env=KEY_ENV)
-        case "daytona":
-            return DaytonaConfig(api_url=f"{url}/api", api_key_env=KEY_ENV)
-        case _:
-            return McpConfig(url=url, api_key_env=KEY_ENV)
-
-
-@asynccontextmanager
-async def remote(kind: str, key: str | None = None) -> AsyncIterator[SandboxProvider]:
-    """A provider as the configuration makes it; its key from the environment; its service on loopback."""
-    stubs = {
-        "e2b": (e2b_stub.E2BStub(), e2b_stub.API_KEY),
-        "kruise": (e2b_stub.E2BStub(dialect="kruise"), e2b_stub.API_KEY),
-        "daytona": (daytona_stub.DaytonaStub(), daytona_stub.API_KEY),
-        "mcp": (mcp_stub.McpStub(), mcp_stub.API_KEY),
-    }
-    stub, right_key = stubs[kind]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(KEY_ENV, key or right_key)
-        async with stub.running() as url:
-            provider = remote_provider(section(kind, url))
-            try:
-                yield provider
-            finally:
-                await provider.close()
-                assert kind == "mcp" or not stub.boxes.living, "a sandbox was left behind"
-
-
-KINDS = ["e2b", "kruise", "daytona", "mcp"]
-REMOTE = pytest.mark.parametrize("kind", KINDS)
+KINDS = list(KEYS)
 
 
 @asynccontextmanager
 async def any_provider(kind: str) -> AsyncIterator[SandboxProvider]:
-    async with local() if kind == "local" else remote(kind) as provider:
+    if kind == "local":
+        provider = LocalProvider()
         yield provider
+        await provider.close()
+        return
+    async with opened(kind) as (remote, _):
+        yield remote
+
+
+REMOTE = pytest.mark.parametrize("kind", KINDS)
 
 
 EVERY = pytest.mark.parametrize("kind", ["local", *KINDS])
@@ -101,12 +63,12 @@ def test_a_missing_key_names_its_variable_before_anything_is_called(kind: str) -
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv(KEY_ENV, raising=False)
         with pytest.raises(SandboxConfigError, match=f"the environment variable {KEY_ENV} is not set"):
-            remote_providers(SandboxConfig(providers=(section(kind, "http://127.0.0.1:9"),)))
+            remote_providers(SandboxConfig.model_validate({"providers": [section_of(kind, "http://127.0.0.1:9")]}))
 
 
 @REMOTE
 async def test_a_wrong_key_says_where_the_key_is_configured(kind: str) -> None:
-    async with remote(kind, key="e2b_wrong") as provider:
+    async with opened(kind, key="e2b_wrong") as (provider, _):
         with pytest.raises(SandboxConfigError, match=r"key"):
             await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=20)
 
@@ -120,7 +82,7 @@ async def test_an_unknown_template_is_named(kind: str) -> None:
 
 async def test_an_unknown_template_of_an_mcp_server_is_named_when_it_first_makes_a_sandbox() -> None:
     """Opening a session makes none: the first tool does."""
-    async with remote("mcp") as provider:
+    async with opened("mcp") as (provider, _):
         sandbox = await provider.create(SandboxSpec(template="no-such-template"), labels={}, ttl_s=300, timeout_s=20)
         with pytest.raises(SandboxConfigError, match="no-such-template"):
             await sandbox.run_code("print(1)", timeout_s=10)
@@ -152,20 +114,14 @@ async def test_text_that_is_no_program_fails_as_code_and_the_sandbox_goes_on(kin
 
 
 @EVERY
-async def test_ten_megabytes_of_code_to_a_function_fail_each_call(kind: str) -> None:
+async def test_ten_megabytes_of_code_are_a_failure_of_the_code_and_the_sandbox_goes_on(kind: str) -> None:
+    code = "x = 1\n" * 1_700_000
     async with any_provider(kind) as provider:
         sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=30)
-        report = await sandbox.call_function("x = 1\n" * 1_700_000, "x", [[1], [2]], timeout_s=20)
+        report = await sandbox.call_function(code, "x", [[1], [2]], timeout_s=20)
+        result = await sandbox.run_code(code, timeout_s=20)
         assert [call.ok for call in report.calls] == [False, False]
         assert "characters" in report.calls[0].error
-        await sandbox.kill()
-
-
-@EVERY
-async def test_ten_megabytes_of_code_are_a_failure_of_the_code_and_the_sandbox_goes_on(kind: str) -> None:
-    async with any_provider(kind) as provider:
-        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=30)
-        result = await sandbox.run_code("x = 1\n" * 1_700_000, timeout_s=20)
         assert result.outcome is ExecOutcome.CODE_FAILED, result
         assert "characters" in result.error
         assert (await sandbox.run_code("print(1)", timeout_s=20)).stdout == "1\n"
@@ -200,7 +156,7 @@ async def test_a_service_that_answers_nonsense_gives_one_of_our_errors_that_name
     async with serving(answer) as url:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv(KEY_ENV, "key")
-            provider = remote_provider(section(kind, url))
+            provider = provider_of(kind, url)
         for said["text"] in ANSWERS:
             with pytest.raises((SandboxProtocolError, SandboxUnavailableError), match=r"\w+"):
                 await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=10)
@@ -240,11 +196,8 @@ def test_a_sandbox_whose_clock_jumps_reports_a_duration_within_reason(said: floa
 
 
 @pytest.mark.parametrize("said", ["soon", "nan", "-1", "", None, "Fri, 31 Dec 1999 23:59:59 GMT"])
-def test_a_wait_that_makes_no_sense_is_not_kept_to(said: str | None) -> None:
+def test_a_wait_that_makes_no_sense_is_not_kept_to_and_one_of_a_year_is_ten_minutes(said: str | None) -> None:
     assert retry_after_s(said) is None
-
-
-def test_a_wait_of_a_year_is_ten_minutes() -> None:
     assert (retry_after_s("31536000"), retry_after_s("inf"), retry_after_s("2.5")) == (MAX_WAIT_S, MAX_WAIT_S, 2.5)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import pytest
 
-from rayapp.config.sandbox import DaytonaConfig, E2BConfig
 from rayapp.core.errors import (
     SandboxConfigError,
     SandboxDeadlineError,
@@ -19,8 +18,8 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.leases import RemoteProvider
+from support import providers
 from support.stubs.faults import Faults
-from support.stubs.server import StubServer
 
 T = TypeVar("T")
 LABELS = {"rayapp-faults": "yes"}
@@ -30,41 +29,8 @@ DATA = ("drop", "502", "hang", "garbage", "cut", "slow")
 """Of calls into a sandbox that go on living; `die` is apart."""
 
 
-def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.extras.providers.e2b import E2BProvider
-    from support.stubs.e2b_stub import API_KEY, E2BStub
-
-    def make(url: str) -> RemoteProvider:
-        api_url, ports = (f"{url}/kruise/api", "") if dialect == "kruise" else (url, url)
-        config = E2BConfig(api_url=api_url, sandbox_url=ports)
-        return E2BProvider(config, api_key=API_KEY)
-
-    return E2BStub(dialect=dialect, **options), make
-
-
-def daytona(**options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.extras.providers.daytona import DaytonaProvider, sdk
-    from support.stubs.daytona_stub import API_KEY, DaytonaStub
-
-    sdk()  # imported now, as `DaytonaProvider` does: on a busy machine it takes seconds of the first deadline
-    return DaytonaStub(**options), lambda url: DaytonaProvider(DaytonaConfig(api_url=f"{url}/api"), api_key=API_KEY)
-
-
-def stub_of(kind: str, **options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    return daytona(**options) if kind == "daytona" else e2b("kruise" if kind == "kruise" else "e2b", **options)
-
-
-@asynccontextmanager
-async def opened(kind: str, **options: Any) -> AsyncIterator[tuple[RemoteProvider, StubServer]]:
-    """A provider of this kind and its service, which has no sandbox left when the block ends."""
-    stub, make = stub_of(kind, faults=Faults(hang_s=HANG_S), **options)
-    async with stub.running() as url:
-        provider = make(url)
-        try:
-            yield provider, stub
-        finally:
-            await provider.close()
-            assert not stub.boxes.living, "a sandbox was left behind"
+def opened(kind: str, **options: Any) -> AbstractAsyncContextManager[tuple[Any, Any]]:
+    return providers.opened(kind, faults=Faults(hang_s=HANG_S), **options)
 
 
 async def attempted(call: Awaitable[T]) -> T | SandboxError:

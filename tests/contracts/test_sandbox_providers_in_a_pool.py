@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,34 +17,19 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import RUN_LABEL
 from rayapp.sandbox.pool.build import open_pool
-from support.stubs import daytona_stub, e2b_stub, mcp_stub
-
-KEY_ENV = "RAYAPP_TEST_KEY"
-Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub
+from support.providers import key_in_environment, section_of, stub_of
+from support.stubs import e2b_stub
 
 
 @asynccontextmanager
-async def service(kind: str) -> AsyncIterator[tuple[Stub, dict[str, object]]]:
+async def service(kind: str) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
     """A service on loopback, and the section of a configuration that names it."""
-    common: dict[str, object] = {"api_key_env": KEY_ENV, "max_sandboxes": 3}
-    rate: dict[str, object] = {"creations_per_s": 100}
-    made: dict[str, tuple[Stub, str, str]] = {
-        "e2b": (e2b_stub.E2BStub(), e2b_stub.API_KEY, "e2b"),
-        "kruise": (e2b_stub.E2BStub(dialect="kruise"), e2b_stub.API_KEY, "e2b"),
-        "daytona": (daytona_stub.DaytonaStub(), daytona_stub.API_KEY, "daytona"),
-        "mcp": (mcp_stub.McpStub(), mcp_stub.API_KEY, "mcp"),
-    }
-    stub, key, name = made[kind]
-    async with stub.running() as url:
-        address: dict[str, dict[str, object]] = {
-            "e2b": {"api_url": url, "sandbox_url": url, **rate},
-            "kruise": {"api_url": f"{url}/kruise/api", "template": "code-interpreter", **rate},
-            "daytona": {"api_url": f"{url}/api", **rate},
-            "mcp": {"url": url},
-        }
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv(KEY_ENV, key)
-            yield stub, {"type": name, **common, **address[kind]}
+    stub = stub_of(kind)
+    fields: dict[str, Any] = {"max_sandboxes": 3}
+    fields |= {"creations_per_s": 100} if kind != "mcp" else {}
+    with key_in_environment(kind):
+        async with stub.running() as url:
+            yield stub, section_of(kind, url, **fields)
 
 
 @pytest.mark.parametrize("kind", ["e2b", "kruise", "daytona", "mcp"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ from typer.testing import CliRunner, Result
 from rayapp.cli.sandbox import app
 from rayapp.core.errors import InputError, SandboxConfigError
 from rayapp.sandbox.leases import RUN_LABEL
-from support.stubs import daytona_stub, e2b_stub, mcp_stub
+from support.providers import KEY_ENV, KEYS, section_of, stub_of
+from support.stubs import mcp_stub
 
-KEY_ENV = "RAYAPP_TEST_KEY"
-Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub
-CASES: dict[str, tuple[Callable[[], Stub], str, Callable[[str], dict[str, str]]]] = {
-    "e2b": (e2b_stub.E2BStub, e2b_stub.API_KEY, lambda url: {"api_url": url, "sandbox_url": url}),
-    "daytona": (daytona_stub.DaytonaStub, daytona_stub.API_KEY, lambda url: {"api_url": f"{url}/api"}),
-    "mcp": (mcp_stub.McpStub, mcp_stub.API_KEY, lambda url: {"url": url}),
-}
-KINDS = pytest.mark.parametrize("kind", list(CASES))
+KINDS = pytest.mark.parametrize("kind", ["e2b", "daytona", "mcp"])
 
 
 def invoke(*args: str, stdin: str = "") -> Result:
@@ -47,11 +40,10 @@ def _code(tmp_path: Path) -> str:
 async def test_a_file_runs_at_a_provider_with_its_input_and_leaves_nothing(
     kind: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, key, at = CASES[kind]
-    stub = make()
-    monkeypatch.setenv(KEY_ENV, key)
+    stub = stub_of(kind)
+    monkeypatch.setenv(KEY_ENV, KEYS[kind])
     async with stub.running() as url:
-        config = write_config(tmp_path, type=kind, api_key_env=KEY_ENV, **at(url))
+        config = write_config(tmp_path, **section_of(kind, url))
         done = await asyncio.to_thread(invoke, code, "--provider", kind, "--config", config, "--stdin", stdin="abc")
 
         assert (done.stdout, done.stderr, done.exit_code) == ("cba\n", "e\n", 3), done
@@ -66,12 +58,11 @@ async def test_a_file_runs_at_a_provider_with_its_input_and_leaves_nothing(
 async def test_code_that_runs_past_its_time_is_stopped_and_says_so(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, key, at = CASES[kind]
-    monkeypatch.setenv(KEY_ENV, key)
+    monkeypatch.setenv(KEY_ENV, KEYS[kind])
     endless = tmp_path / "endless.py"
     endless.write_text("while True: pass")
-    async with make().running() as url:
-        config = write_config(tmp_path, type=kind, api_key_env=KEY_ENV, **at(url))
+    async with stub_of(kind).running() as url:
+        config = write_config(tmp_path, **section_of(kind, url))
         done = await asyncio.to_thread(
             invoke, str(endless), "--provider", kind, "--config", config, "--timeout-s", "0.5"
         )

@@ -6,10 +6,8 @@ tests/cluster/test_vllm_server.py. With `-m long` they are the real ones."""
 
 from __future__ import annotations
 
-import json
 import math
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,40 +17,19 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.runs.folder import RunFolder
+from support.whole_runs import records, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3000)]
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1200.0
 NUM_STEPS = 2
-
-
-def wait_until(reached: Callable[[], bool], may_go_on: Callable[[], bool], output: Callable[[], str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert may_go_on(), output()
-        assert time.monotonic() < deadline, output()
-        time.sleep(0.05)
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def our_processes(running: dict[int, str]) -> list[str]:
     """Those that a run starts: actors, the zygote and its sandboxes. Ray keeps its idle workers."""
     ray_itself = (
-        "ray::IDLE",
-        "raylet",
-        "gcs_server",
-        "/ray/",
-        "ray.scripts.scripts",
-        "ray-dashboard",
-        "ray.util.client",
-        "ray::DashboardAgent",
-        "ray::RuntimeEnvAgent",
-        "default_worker",
-    )
+        "ray::IDLE", "raylet", "gcs_server", "/ray/", "ray.scripts.scripts", "ray-dashboard", "ray.util.client",
+        "ray::DashboardAgent", "ray::RuntimeEnvAgent", "default_worker",
+    )  # fmt: skip
     return [line for line in running.values() if not any(name in line for name in ray_itself)]
 
 
@@ -84,11 +61,11 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
     # When it is told to end in the middle of a step
     process = running_ray.train(str(file), log=log)
     try:
-        wait_until(lambda: len(records(folder)) >= 1, lambda: process.poll() is None, log.read_text)
+        wait_until(lambda: len(records(folder)) >= 1, process, log.read_text, timeout_s=DEADLINE_S)
         # While this looks, it takes steps.
         assert {"learner-0", "learner-1", "rollout-worker-0", "rollout-worker-1"} <= set(running_ray.actors())
         assert len(our_processes(descendants())) > 0
-        wait_until(lambda: len(records(folder)) >= 3, lambda: process.poll() is None, log.read_text)
+        wait_until(lambda: len(records(folder)) >= 3, process, log.read_text, timeout_s=DEADLINE_S)
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=120)
     finally:

@@ -77,22 +77,28 @@ def test_a_ray_that_does_not_answer_is_named(
     assert "ray start --head" in output
 
 
-def test_a_missing_model_is_found_before_any_actor_starts(
-    refused: Refused, tmp_path: Path, letter_tasks: list[str]
+DIVIDE = """
+prompt: Write divide(a).
+func_name: divide
+signature: 'def divide(a):'
+tests: ['rng.randint(1, 9)']
+reference: a / 0
+"""
+
+
+def test_what_can_not_train_is_found_before_any_actor_starts(
+    refused: Refused, tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
 ) -> None:
-    output = refused(tmp_path / "nowhere", letter_tasks)
-    assert "there is no such folder" in output
+    (tmp_path / "divide.yaml").write_text(DIVIDE)
 
-
-def test_a_prompt_longer_than_the_limit_is_found_before_any_actor_starts(
-    refused: Refused, tiny_model: Path, letter_tasks: list[str]
-) -> None:
-    output = refused(tiny_model, letter_tasks, "rollout.max_prompt_tokens=4")
-    assert "task 'first': its prompt has 12 tokens, but rollout.max_prompt_tokens is 4" in output
-
-
-def test_no_task_at_all_is_refused(refused: Refused, tiny_model: Path) -> None:
+    assert "there is no such folder" in refused(tmp_path / "nowhere", letter_tasks)
     assert "tasks is empty" in refused(tiny_model, [])
+    assert "task 'first': its prompt has 12 tokens, but rollout.max_prompt_tokens is 4" in refused(
+        tiny_model, letter_tasks, "rollout.max_prompt_tokens=4"
+    )
+    assert "task divide: the reference, `a / 0`, on test 1, raises ZeroDivisionError" in refused(
+        tiny_model, [str(tmp_path / "divide.yaml")]
+    )
 
 
 def test_a_mistyped_key_names_the_one_that_was_meant(tmp_path: Path, tiny_model: Path, letter_tasks: list[str]) -> None:
@@ -101,21 +107,6 @@ def test_a_mistyped_key_names_the_one_that_was_meant(tmp_path: Path, tiny_model:
     code, output = run(sys.executable, "-m", "rayapp", "train", str(file), "train.num_step=3")
     assert code == 2, output
     assert "unknown key train.num_step; did you mean train.num_steps?" in output
-
-
-def test_a_task_whose_reference_raises_is_found_before_any_actor_starts(
-    refused: Refused, tmp_path: Path, tiny_model: Path
-) -> None:
-    task = tmp_path / "divide.yaml"
-    task.write_text(
-        "prompt: Write divide(a).\n"
-        "func_name: divide\n"
-        "signature: 'def divide(a):'\n"
-        "tests: ['rng.randint(1, 9)']\n"
-        "reference: a / 0\n"
-    )
-    output = refused(tiny_model, [str(task)])
-    assert "task divide: the reference, `a / 0`, on test 1, raises ZeroDivisionError" in output
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from rayapp.core.types import RolloutStatus
-from rayapp.runs.trajectories import read_groups
+from support.whole_runs import groups_of, records, wait_until, write_rows
 
 pytestmark = [
     pytest.mark.e2e,
@@ -30,21 +26,26 @@ DEADLINE_S = 600.0
 ROOT = Path(__file__).parents[2]
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 NUM_STEPS = 3
-AGENT = """
+ASK = """
 import json, os, sys, time, urllib.request
 
-def ask(*messages):
+def post(model, *messages, **more):
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    body = json.dumps({"model": "any", "messages": messages, "max_tokens": 6}).encode()
+    body = json.dumps({"model": model, "messages": messages, **more}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, body, headers), timeout=120) as answer:
-        return json.load(answer)["choices"][0]["message"]
+        return json.load(answer)
+"""
+"""How the programs that are agents here ask for a turn."""
+AGENT = f"""{ASK}
+def ask(*messages):
+    return post("any", *messages, max_tokens=6)["choices"][0]["message"]
 
-asked = {"role": "user", "content": "go"}
+asked = {{"role": "user", "content": "go"}}
 first = ask(asked)
-ask(asked, first, {"role": "user", "content": "on"})
-ask({"role": "user", "content": "a helper"})
+ask(asked, first, {{"role": "user", "content": "on"}})
+ask({{"role": "user", "content": "a helper"}})
 if len(sys.argv) > 1:
     try:  # the first of all stays until its worker dies
         with open(sys.argv[1], "x") as held:
@@ -58,29 +59,11 @@ print("played")
 """
 
 
-def rows(folder: Path) -> str:
-    row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "6 x 7?"}],
-        "reward_model": {"style": "rule", "ground_truth": "42"},
-    }
-    pq.write_table(pa.Table.from_pylist([row] * 4), folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
 def lives(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def until(reached: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
 
 
 def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_what_it_played_and_leaves_nothing(
@@ -102,14 +85,18 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
     del config["tasks"]
     shared = {"timeout_s": 300.0, "answer_file": "answer"}
     config["sources"] = [
-        {"name": name, "tasks": [rows(tmp_path)], "agent": {"external": shared | external}}
+        {
+            "name": name,
+            "tasks": [write_rows(tmp_path / "rows.parquet", *["6 x 7?"] * 4)],
+            "agent": {"external": shared | external},
+        }
         for name, external in (("inside", inside), ("beside", beside))
     ]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
 
     training = standing_ray.train(str(tmp_path / "config.yaml"), log=log)
     try:
-        until(lambda: held.exists() and held.read_text().isdigit(), training, log)
+        wait_until(lambda: held.exists() and held.read_text().isdigit(), training, log.read_text)
         supervisor = psutil.Process(int(held.read_text())).parent()
         assert supervisor is not None
         worker = supervisor.parent()
@@ -121,12 +108,12 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
         training.kill()
         training.wait()
 
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
-    assert records[-1]["recovery/restarts"] == 1.0
-    assert all("learner/grad_norm" in record for record in records)
+    steps = records(folder)
+    assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))
+    assert steps[-1]["recovery/restarts"] == 1.0
+    assert all("learner/grad_norm" in record for record in steps)
     assert [process for process in lost if lives(process)] == [], "agents and sandboxes die with their worker"
-    groups = [group for path in sorted((folder / "trajectories").glob("*")) for group in read_groups(path)]
+    groups = groups_of(folder)
     assert {group.prompt.source for group in groups} == {"inside", "beside"}
     assert len(groups) == 2 * NUM_STEPS
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
@@ -138,16 +125,9 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
         assert trajectory.num_response_tokens == 18
 
 
-TITLED = """
-import json, os, urllib.request
-
+TITLED = f"""{ASK}
 def ask(model):
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "go"}], "max_tokens": 6}).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(urllib.request.Request(url, body, headers), timeout=120) as answer:
-        return json.load(answer)
+    return post(model, {{"role": "user", "content": "go"}}, max_tokens=6)
 
 policy, title = ask(os.environ["RAYAPP_MODEL"]), ask("small")
 with open("answer", "w") as answer:
@@ -175,7 +155,7 @@ def test_side_calls_are_answered_by_a_frozen_model_that_the_run_serves(
         train={"num_steps": 2},
         agent={"name": "external_agent", "chat_template": "chatml_hermes", "external": external},
     )
-    config |= {"tasks": [rows(tmp_path)]}
+    config |= {"tasks": [write_rows(tmp_path / "rows.parquet", *["6 x 7?"] * 4)]}
     config |= {"model_servers": [{"name": "helper", "path": str(chat_model), "options": options}]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, str(SCRIPTED), "train", str(tmp_path / "config.yaml")]
@@ -183,11 +163,11 @@ def test_side_calls_are_answered_by_a_frozen_model_that_the_run_serves(
         done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=1200, check=False)
 
     assert done.returncode == 0, log.read_text()
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    groups = [group for path in sorted((folder / "trajectories").glob("*")) for group in read_groups(path)]
+    steps = records(folder)
+    groups = groups_of(folder)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert [record["agent/side_calls"] for record in records] == [len(trajectories) / 2] * 2
-    assert all(record.get("agent/endpoint_errors", 0.0) == 0.0 for record in records)
+    assert [record["agent/side_calls"] for record in steps] == [len(trajectories) / 2] * 2
+    assert all(record.get("agent/endpoint_errors", 0.0) == 0.0 for record in steps)
     for trajectory in trajectories:
         assert trajectory.status is RolloutStatus.COMPLETED, trajectory.reward.detail
         # The frozen model may end its text before the limit of 6 tokens.
@@ -195,24 +175,17 @@ def test_side_calls_are_answered_by_a_frozen_model_that_the_run_serves(
         assert (trajectory.num_turns, trajectory.num_response_tokens) == (1, 6)
 
 
-RATER = """
-import json, os, urllib.request
-
-schema = {"type": "object", "properties": {"score": {"enum": [1, 2, 3, 4, 5, 6, 7]}}, "required": ["score"],
-          "additionalProperties": False}
-form = {"type": "json_schema", "json_schema": {"name": "rating", "schema": schema}}
-body = {"model": "any", "messages": [{"role": "user", "content": "rate"}], "response_format": form, "max_tokens": 60}
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-with opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
-    said = json.load(answer)["choices"][0]["message"]["content"]
+RATER = f"""{ASK}
+schema = {{"type": "object", "properties": {{"score": {{"enum": [1, 2, 3, 4, 5, 6, 7]}}}}, "required": ["score"],
+          "additionalProperties": False}}
+form = {{"type": "json_schema", "json_schema": {{"name": "rating", "schema": schema}}}}
+reply = post("any", {{"role": "user", "content": "rate"}}, response_format=form, max_tokens=60)
 try:
-    score = json.loads(said)["score"]
+    score = json.loads(reply["choices"][0]["message"]["content"])["score"]
 except ValueError:
     score = "cut off"
 with open("answer", "w") as answer:
-    answer.write(f"#### {score}")
+    answer.write(f"#### {{score}}")
 """
 
 
@@ -230,13 +203,7 @@ def rater(tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, A
         train={"num_steps": 14, "groups_per_step": 2},
         agent={"name": "external_agent", "chat_template": "chatml_hermes", "external": external},
     )
-    row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "Rate it."}],
-        "reward_model": {"style": "rule", "ground_truth": "5"},
-    }
-    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "rows.parquet")
-    config["tasks"] = [str(tmp_path / "rows.parquet")]
+    config["tasks"] = [write_rows(tmp_path / "rows.parquet", *["Rate it."] * 4, truth="5")]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     return tmp_path / "config.yaml"
 
@@ -257,15 +224,14 @@ def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(
         )  # fmt: skip
 
     assert done.returncode == 0, log.read_text()
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = [record["reward/mean"] for record in records]
+    steps = records(folder)
+    rewards = [record["reward/mean"] for record in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
     # Without the masks the learner's distribution would be over all tokens, and the difference near 1. A step whose
     # groups all have equal rewards trains on nothing, and has no difference.
-    differences = [record["rollout_probs_diff/mean"] for record in records if "rollout_probs_diff/mean" in record]
-    assert len(differences) >= 5, records
+    differences = [record["rollout_probs_diff/mean"] for record in steps if "rollout_probs_diff/mean" in record]
+    assert len(differences) >= 5, steps
     assert max(differences) < 0.02
-    for path in sorted((folder / "trajectories").glob("*")):
-        for trajectory in (trajectory for group in read_groups(path) for trajectory in group.trajectories):
-            assert trajectory.allowed is not None
-            assert (trajectory.allowed.mask_of[trajectory.response_mask] >= 0).all()
+    for trajectory in (trajectory for group in groups_of(folder) for trajectory in group.trajectories):
+        assert trajectory.allowed is not None
+        assert (trajectory.allowed.mask_of[trajectory.response_mask] >= 0).all()

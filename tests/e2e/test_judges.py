@@ -3,13 +3,10 @@ servers of the policy are scripted; the judges are behind real HTTP."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +14,14 @@ import psutil
 import pytest
 import yaml
 
-from rayapp.runs.trajectories import read_groups
 from support.stubs.judge_stub import JudgeStub
+from support.whole_runs import groups_of, records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 JUDGE_KEY = "sk-of-the-judge-5678"
-
-
-@contextmanager
-def served(stub: JudgeStub) -> Iterator[str]:
-    """The stub in a thread of its own; the value is its URL."""
-    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with stub.running():
-            ready.set()
-            await done.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield stub.url
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join(30)
-        loop.close()
 
 
 class FailsOnce:
@@ -66,7 +42,7 @@ def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
 ) -> None:
     stub = JudgeStub(FailsOnce(), key=JUDGE_KEY)
     rubric = {"long": "It is long."}
-    with served(stub) as url:
+    with stub.running_in_thread() as url:
         shared = {"base_url": f"{url}/v1", "model": "m", "rubric": rubric, "api_key_env": "JUDGE_KEY", "max_retries": 0}
         config = short_run(tmp_path, train={"num_steps": NUM_STEPS}, rollout={"num_workers": 2}) | {
             "judges": [
@@ -79,20 +55,19 @@ def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
         file.write_text(yaml.safe_dump(config))
         assert standing_ray.train(str(file), log=log).wait(timeout=1200) == 0, log.read_text()
 
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    groups = [group for path in sorted((folder / "trajectories").glob("*")) for group in read_groups(path)]
-    rewards = [each.reward for group in groups for each in group.trajectories]
+    steps = records(folder)
+    rewards = [each.reward for group in groups_of(folder) for each in group.trajectories]
     lost = [reward for reward in rewards if not reward.valid]
     assert [(reward.failure_kind, reward.value) for reward in lost] == [("judge_unreachable", 0.0)]
-    assert sum(record.get("failure/judge_unreachable", 0.0) for record in records) == pytest.approx(1 / 8)
-    assert sum(record.get("status/error_reward", 0.0) for record in records) == pytest.approx(1 / 8)
+    assert sum(record.get("failure/judge_unreachable", 0.0) for record in steps) == pytest.approx(1 / 8)
+    assert sum(record.get("status/error_reward", 0.0) for record in steps) == pytest.approx(1 / 8)
     for reward in rewards:
         if reward.valid:
             scored, compared = reward.terms["judge/quality"], reward.terms["judge/pairs"]
             verdict = (reward.value - scored - 2.0 * compared) / 0.5
             assert verdict == pytest.approx(round(verdict, 3))
-    assert sum(record["judged/dollars"] for record in records) > 0.0
-    assert any("learner/grad_norm" in record for record in records)
+    assert sum(record["judged/dollars"] for record in steps) > 0.0
+    assert any("learner/grad_norm" in record for record in steps)
     for path in (log, *(path for path in folder.rglob("*") if path.is_file())):
         assert JUDGE_KEY.encode() not in path.read_bytes(), path
 
@@ -107,7 +82,7 @@ def test_a_run_ends_at_the_cap_saved_and_goes_on_with_a_larger_one(
         code: int = standing_ray.train(str(file), *overrides, log=log).wait(timeout=1200)
         return code
 
-    with served(stub) as url:
+    with stub.running_in_thread() as url:
         judge = {"name": "quality", "base_url": f"{url}/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
         # The first judged step costs more than the cap, so the run ends when the costs are counted next.
         judge |= {"rubric": {"long": "It is long."}, "input_price": 1e6}
@@ -127,11 +102,7 @@ def test_a_run_ends_at_the_cap_saved_and_goes_on_with_a_larger_one(
 
     assert "which reaches budget.cap = 1. To continue, raise budget.cap" in said
     assert saved == [f"step={last:06d}"]
-    costs = [
-        record["cost/total"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-        if (record := json.loads(line))
-    ]
+    costs = [record["cost/total"] for record in records(folder)]
     assert len(costs) == last + 2
     assert costs == sorted(costs)
     assert costs[last] > sum(spent.values()) >= costs[last - 1]
@@ -176,9 +147,9 @@ def test_a_run_serves_its_reward_model_and_its_teacher_itself(
         done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=1200, check=False)
 
     assert done.returncode == 0, log.read_text()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len({record["reward/judge/liked/mean"] for record in records}) == 2
-    assert records[0]["distillation/kl"] == pytest.approx(0.0, abs=1e-2)  # bfloat16 there, float32 here
+    steps = records(tmp_path / "run")
+    assert len({record["reward/judge/liked/mean"] for record in steps}) == 2
+    assert steps[0]["distillation/kl"] == pytest.approx(0.0, abs=1e-2)  # bfloat16 there, float32 here
     assert "ready: model-server-scorer" in log.read_text()
     living = psutil.process_iter(["cmdline"])  # None of one that has ended meanwhile
     assert not [each for each in living if "vllm.entrypoints" in " ".join(each.info["cmdline"] or ())]

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from rayapp.extras.s3.checkpoints import whole_checkpoints
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import settings_from_environment
-from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from support.storage.threads import make_bucket
 
 pytestmark = [
     pytest.mark.e2e,
@@ -31,7 +29,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
-pytest.importorskip("moto", reason="needs the development package moto[server]")
 
 BUCKET = "runs"
 DEADLINE_S = 400.0
@@ -43,17 +40,9 @@ MEASURED = (
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[dict[str, str]]:
-    server = MotoServer()
-    server.start()
-    make_bucket(server.url, BUCKET, KEY, SECRET, REGION)
-    yield {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": REGION,
-    }
-    server.kill()
+def environment(s3_server: Any) -> Any:
+    s3_server.make_bucket(BUCKET)
+    return s3_server.environment
 
 
 class Machine:

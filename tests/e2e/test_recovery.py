@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from support.whole_runs import records, wait_until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -41,11 +42,6 @@ RUNS = [(REPLACED, SMALL, 1), (BEGUN_AGAIN, SMALL, 1), (ONE_RANK_OF_FOUR, EIGHT_
 DEADLINE_S = 600.0
 Battered = tuple[Path, str, int, dict[int, str]]
 """Run folder, output and exit code of a run, and what was killed."""
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def has_trained(folder: Path, step: int) -> bool:
@@ -84,25 +80,17 @@ def battered(
             cwd=Path(__file__).parents[2],
         )
         try:
-            wait_for(lambda: log.read_text().count("ready: ") == num_processes, driver, log)
+            wait_until(lambda: log.read_text().count("ready: ") == num_processes, driver, log.read_text)
             # Asked once and ahead: each is killed once, and an answer may take longer than a step.
             pids = processes(log)
             for step, name in kills.items():
-                wait_for(partial(has_trained, run_folder, step), driver, log)
+                wait_until(partial(has_trained, run_folder, step), driver, log.read_text)
                 os.kill(pids[name], signal.SIGKILL)
             driver.wait(timeout=DEADLINE_S)
         finally:
             driver.kill()
             driver.wait()
     return run_folder, log.read_text(), driver.returncode, kills
-
-
-def wait_for(condition: Callable[[], bool], driver: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert driver.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
 
 
 def test_the_run_finishes_with_every_step_and_every_group_once(battered: Battered) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ import yaml
 
 from rayapp.config.loading import load_config
 from rayapp.runs.folder import RunFolder
+from support.whole_runs import records, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -87,20 +89,16 @@ class Terminal:
 
 
 @pytest.fixture(scope="module")
-def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config_file(short_run: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    config = {
-        "run": {"output_dir": str(folder / "outputs"), "deterministic": True},
-        "model": {"path": str(tiny_model)},
-        "tasks": letter_tasks,
-        "cluster": {"device": "cpu", "dashboard": False},
-        "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
-        "train": {"num_steps": MANY_STEPS, "groups_per_step": 2},
-        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
-        "server": {"kv_cache_gib": 0.1},
-        "checkpoint": {"every_steps": SAVED, "keep_last": 100},
-        "eval": {"samples_per_task": 3, "every_steps": 2},
-    }
+    config = short_run(
+        folder,
+        run={"output_dir": str(folder / "outputs"), "deterministic": True},
+        cluster={"device": "cpu", "dashboard": False},
+        train={"num_steps": MANY_STEPS},
+        checkpoint={"every_steps": SAVED, "keep_last": 100},
+        eval={"samples_per_task": 3, "every_steps": 2},
+    )
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
@@ -125,11 +123,6 @@ def run_folder(config_file: Path, name: str) -> Path:
     return config_file.parent / "outputs" / name
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def num_steps(folder: Path) -> int:
     """What `records` has, for those who ask fifty times a second."""
     file = folder / "metrics.jsonl"
@@ -144,14 +137,6 @@ def finish(process: subprocess.Popen[str]) -> str:
         output, _ = process.communicate(timeout=STOP_S)
     assert process.returncode == 0, output
     return output
-
-
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while num_steps(folder) < step:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -182,7 +167,8 @@ def killed(config_file: Path) -> Killed:
     folder, before = run_folder(config_file, "killed"), config_file.parent / "before"
     process = train(config_file, "killed")
     try:
-        wait_for_step(process, folder, NUM_STEPS)
+        told = lambda: process.communicate()[0]  # noqa: E731
+        wait_until(lambda: num_steps(folder) >= NUM_STEPS, process, told, timeout_s=DEADLINE_S)
         started = psutil.Process(process.pid).children(recursive=True)
         engines = [child for child in started if "VLLM" in name_of(child)]
         assert engines, started
@@ -260,12 +246,11 @@ def evaluation(record: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in record.items() if key.startswith("eval/")}
 
 
-def test_a_run_leaves_one_line_of_metrics_a_step(killed: Killed) -> None:
-    assert [record["step"] for record in records(killed.before)] == list(range(1, NUM_STEPS + 1))
+def test_a_run_leaves_one_line_of_metrics_a_step_and_writes_the_letter_that_pays_more_often(killed: Killed) -> None:
+    found = records(killed.before)
+    rewards = [record["reward/mean"] for record in found]
 
-
-def test_the_letter_that_pays_is_written_more_often(killed: Killed) -> None:
-    rewards = [record["reward/mean"] for record in records(killed.before)]
+    assert [record["step"] for record in found] == list(range(1, NUM_STEPS + 1))
     assert sum(rewards[-2:]) > sum(rewards[:2])
 
 

@@ -73,17 +73,25 @@ async def start_driver(url: str, ray: Any, grace_s: float) -> asyncio.subprocess
     return driver
 
 
-async def test_a_killed_driver_leaves_no_sandbox(standing_ray: Any) -> None:
+async def test_a_killed_driver_leaves_no_sandbox_and_the_next_start_replaces_its_reaper(standing_ray: Any) -> None:
     stub = E2BStub()
     async with stub.running() as url:
         other = stub.boxes.create(template="base", labels={RUN_LABEL: "other"}, ttl_s=600)
-        driver = await start_driver(url, standing_ray, grace_s=8.0)
-        mine = set(stub.boxes.living) - {other.id}
-        assert len(mine) >= 2
+        first = await start_driver(url, standing_ray, grace_s=20.0)
+        left = set(stub.boxes.living) - {other.id}
+        assert len(left) >= 2
+        first.kill()
+        await first.wait()
 
-        driver.kill()
-        await driver.wait()
+        second = await start_driver(url, standing_ray, grace_s=8.0)
+        # What the first left was swept at the start of the second.
+        assert left.isdisjoint(stub.boxes.living)
+        replaced_at, mine = time.monotonic(), set(stub.boxes.living) - {other.id}
+        await until_async(lambda: time.monotonic() > replaced_at + 25.0, 60.0, "the first reaper's grace is over")
+        assert mine <= set(stub.boxes.living), "the first run's reaper ended the second run's sandboxes"
 
+        second.kill()
+        await second.wait()
         await until_async(lambda: mine.isdisjoint(stub.boxes.living), WAIT_S, "the sandboxes are gone")
         # None was made in between, and another run's lives on.
         assert set(stub.boxes.living) == {other.id}
@@ -101,23 +109,3 @@ async def test_a_run_that_ends_in_order_takes_its_reaper_along(standing_ray: Any
         assert out == b"closed\n", err.decode()
         assert not stub.boxes.living
         await asyncio.to_thread(standing_ray.wait_until_gone, REAPER)  # it ends itself
-
-
-async def test_the_next_start_of_a_run_replaces_the_reaper_of_the_one_before(standing_ray: Any) -> None:
-    stub = E2BStub()
-    async with stub.running() as url:
-        first = await start_driver(url, standing_ray, grace_s=20.0)
-        left = set(stub.boxes.living)
-        first.kill()
-        await first.wait()
-
-        second = await start_driver(url, standing_ray, grace_s=300.0)
-
-        # What the first left was swept at the start of the second.
-        assert left.isdisjoint(stub.boxes.living)
-        replaced_at = time.monotonic()
-        mine = set(stub.boxes.living)
-        await until_async(lambda: time.monotonic() > replaced_at + 25.0, 60.0, "the first reaper's grace is over")
-        assert mine <= set(stub.boxes.living), "the first run's reaper ended the second run's sandboxes"
-        await asyncio.wait_for(second.communicate(b"close\n"), WAIT_S)
-        assert not stub.boxes.living

@@ -3,22 +3,12 @@ on with, it takes the prompts that it would have taken. The servers are scripted
 
 from __future__ import annotations
 
-import asyncio
-import json
 import shutil
-import subprocess
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -26,10 +16,10 @@ from rayapp.core.types import Group
 from rayapp.rollout.order import Mixing
 from rayapp.runs.trajectories import read_groups
 from support.stubs.openenv_stub import MOVE, OpenEnvStub
+from support.whole_runs import groups_of, records, wait_until, write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600.0
 NUM_STEPS, GROUPS_PER_STEP, KILL_AFTER = 6, 2, 3
 RATIOS = (2, 1, 1)
@@ -42,16 +32,8 @@ def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[
     walk = {"environment": "openenv", "url": server, "prompt": "Walk.", "size": 3, "seed": 40}
     (folder / "walk.yaml").write_text(yaml.safe_dump(walk))
     (folder / "tools.yaml").write_text(yaml.safe_dump(TOOLS))
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"Problem {number}: what is 6 times 7?"}],
-            "reward_model": {"style": "rule", "ground_truth": "42"},
-        }
-        for number in range(NUM_ROWS)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
-    file = str(folder / "rows.parquet")
+    questions = (f"Problem {number}: what is 6 times 7?" for number in range(NUM_ROWS))
+    file = write_rows(folder / "rows.parquet", *questions)
     return {
         "run": {"name": "sources", "output_dir": str(folder), "seed": 5},
         "model": {"path": str(model)},
@@ -73,19 +55,6 @@ def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[
     }  # fmt: skip
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_there():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
-
-
 @dataclass(frozen=True)
 class Resumed:
     """A run that was killed after step 3 and went on from the checkpoint of step 2."""
@@ -101,34 +70,15 @@ def resumed(
 ) -> Resumed:
     folder = tmp_path_factory.mktemp("sources")
     file, run, before, log = folder / "config.yaml", folder / "sources", folder / "before", folder / "log"
-    with openenv_server() as server:
+    with OpenEnvStub({"action": MOVE}).running_in_thread() as server:  # it outlives the run that is killed
         file.write_text(yaml.safe_dump(config_of(folder, chat_model, letter_tasks, server)))
         return killed_and_resumed(standing_ray, file, run, before, log)
-
-
-@contextmanager
-def openenv_server() -> Iterator[str]:
-    """It outlives the run that is killed."""
-    is_over, url = threading.Event(), Future[str]()
-
-    async def serve() -> None:
-        async with OpenEnvStub({"action": MOVE}).running() as its_url:
-            url.set_result(its_url)
-            await asyncio.to_thread(is_over.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        yield url.result(timeout=30)
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def killed_and_resumed(standing_ray: Any, file: Path, run: Path, before: Path, log: Path) -> Resumed:
     process = standing_ray.train(str(file), log=log)
     try:
-        wait_until(lambda: len(records(run)) >= KILL_AFTER, process, log)
+        wait_until(lambda: len(records(run)) >= KILL_AFTER, process, log.read_text)
     finally:
         process.kill()
         process.wait()
@@ -140,8 +90,7 @@ def killed_and_resumed(standing_ray: Any, file: Path, run: Path, before: Path, l
 
 
 def test_a_killed_run_of_three_sources_takes_the_prompts_that_it_would_have_taken(resumed: Resumed) -> None:
-    steps = [resumed.folder / "trajectories" / f"step={step:06d}.parquet" for step in range(1, NUM_STEPS + 1)]
-    groups = [group for step in steps for group in read_groups(step)]
+    groups = groups_of(resumed.folder)
     mixing = Mixing(RATIOS, seed=5)
 
     assert [group.group_id for group in groups] == list(range(NUM_STEPS * GROUPS_PER_STEP))
@@ -165,8 +114,7 @@ def said(group: Group) -> tuple[int, str, str, list[list[int]]]:
 
 
 def test_each_source_is_played_and_evaluated_in_its_own_way(resumed: Resumed) -> None:
-    steps = sorted((resumed.folder / "trajectories").glob("step=*.parquet"))
-    by_source = {group.prompt.source: group for step in steps for group in read_groups(step)}
+    by_source = {group.prompt.source: group for group in groups_of(resumed.folder)}
     lengths = {name: group.trajectories[0].num_response_tokens for name, group in by_source.items()}
     found = records(resumed.folder)
 

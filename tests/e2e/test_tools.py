@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from rayapp.runs.trajectories import read_groups
+from support.whole_runs import records, write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -43,19 +42,8 @@ def calling_model(policy_of: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six rows in verl's schema, all of them with the answer 42."""
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"Problem {number}: what is 6 times 7?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "42"},
-            "extra_info": {"split": "train", "index": number},
-        }
-        for number in range(6)
-    ]
-    path = tmp_path_factory.mktemp("data") / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+    questions = (f"Problem {number}: what is 6 times 7?" for number in range(6))
+    return Path(write_rows(tmp_path_factory.mktemp("data") / "rows.parquet", *questions))
 
 
 @contextmanager
@@ -93,45 +81,34 @@ def tool_file(tmp_path: Path, url: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def config_file(
+    short_run: Callable[..., dict[str, Any]], calling_model: Path, data_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:  # fmt: skip
     """Writes the config of a run: `config_file(url, train={"num_steps": 9})`."""
 
     def write(url: str, **sections: dict[str, Any]) -> Path:
-        tmp_path = tmp_path_factory.mktemp("tools")
-        config: dict[str, Any] = {
-            "run": {"name": "tools", "output_dir": str(tmp_path / "outputs")},
+        folder = tmp_path_factory.mktemp("tools")
+        own: dict[str, Any] = {
+            "run": {"name": "tools", "output_dir": str(folder / "outputs")},
             "model": {"path": str(calling_model)},
-            "cluster": {"device": "cpu"},
             "tracking": {"trackers": ["jsonl", "mlflow"], "project": "tools", "trace_ratio": 1.0},
-            "tasks": [str(data_file)],
             "agent": {
-                "tool_file": str(tool_file(tmp_path, url)),
                 "chat_template": "chatml_hermes",
                 "max_assistant_turns": 3,
+                "tool_file": str(tool_file(folder, url)),
             },
-            "rollout": {"group_size": 4, "max_prompt_tokens": 2000, "max_completion_tokens": 1000},
-            "train": {"groups_per_step": 2},
+            "rollout": {"max_prompt_tokens": 2000, "max_completion_tokens": 1000},
             "eval": {"tasks": [str(data_file)], "max_problems": 3},
-            "learner": {
-                "max_tokens_per_microbatch": 8192,
-                "compute_dtype": "float32",
-                "optimizer": {"lr": 1e-6},
-                "cpu_threads": 1,
-            },
-            "server": {"kv_cache_gib": 0.1, "cpu_threads": 1},
+            "learner": {"max_tokens_per_microbatch": 8192, "optimizer": {"lr": 1e-6}},
             "checkpoint": {"every_steps": 0},
         }
-        merged = config | {name: config.get(name, {}) | changes for name, changes in sections.items()}
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(merged))
+        config = short_run(folder, **{name: own.get(name, {}) | sections.get(name, {}) for name in own | sections})
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(config | {"tasks": [str(data_file)]}))
         return path
 
     return write
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rayapp.config.config import Config
@@ -18,20 +16,15 @@ from rayapp.driver import budget, loop
 from rayapp.driver.budget import read_costs
 from rayapp.driver.cluster import open_cluster
 from support.stand_ins import stand_ins
+from support.whole_runs import write_rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NOWHERE = "http://127.0.0.1:9/mcp"
-ROW = {
-    "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
-    "reward_model": {"style": "rule", "ground_truth": "42"},
-}
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
     """A run on one data row, whose tool's server is down."""
-    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"own": {"url": NOWHERE}}}))
     entry = {
         "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
@@ -45,7 +38,7 @@ def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu", "address": standing_ray.address},
             "rollout": {"max_prompt_tokens": 128, "max_completion_tokens": 64},
-            "tasks": [str(tmp_path / "rows.parquet")],
+            "tasks": [write_rows(tmp_path / "rows.parquet", "What is 6 times 7?")],
             "agent": {"tool_file": str(tmp_path / "tools.yaml"), "chat_template": "chatml_hermes"},
         }
     )

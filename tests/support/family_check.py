@@ -176,8 +176,6 @@ def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path
     errors = asyncio.run(trial.engine_errors((first, second), groups, final))
     after = " and ".join(f"{error:.1e}" for error in errors.after_syncs)
     told = f"log-probs differ by {errors.at_start:.1e} with final/, {after} after two syncs ({dtype})"
-    if errors.unseen:
-        told = f"{told}; the check after a sync leaves out {errors.unseen} sampled tensors"
     if dtype == "bfloat16":
         rounding = " and ".join(f"{_rounding(model, groups, second.max_model_tokens):.1e}" for model in models)
         told = f"{told}; those of transformers in bfloat16 by {rounding}"

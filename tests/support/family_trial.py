@@ -252,8 +252,6 @@ class EngineErrors:
     """Difference after vLLM has loaded the folder `final/` that the learner wrote."""
     after_syncs: tuple[float, ...]
     """Difference after a sync of other weights, and difference after a sync back to the first weights."""
-    unseen: int
-    """Number of a sync's sampled tensors that the engine could not compare with the learner's."""
 
     @property
     def largest(self) -> float:
@@ -272,16 +270,16 @@ async def engine_errors(configs: tuple[Config, Config], groups: list[Group], fin
     """
     first, second = _sent(configs[0], groups, final), _sent(configs[1], groups)
     config = with_values(configs[0], model={"path": str(final)})
-    engine = await VllmEngine.start(config, worker_extension_cls="support.read_back.ReadBackExtension")
+    engine = await VllmEngine.start(config)
     try:
         at_start = await _error(engine, groups, first[1])
-        after, unseen = [], 0
+        after = []
         for version, (bucket, expected) in enumerate((second, first), start=1):
-            unseen = len(bucket.checksums) - await _load(engine, version, bucket)
+            await _load(engine, version, bucket)
             after.append(await _error(engine, groups, expected))
     finally:
         engine.close()
-    return EngineErrors(at_start=at_start, after_syncs=tuple(after), unseen=unseen)
+    return EngineErrors(at_start=at_start, after_syncs=tuple(after))
 
 
 def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tuple[WeightBucket, list[FloatArray]]:
@@ -296,15 +294,14 @@ def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tup
     return next(pack(tensors, num_bytes)), log_probs
 
 
-async def _load(engine: VllmEngine, version: int, bucket: WeightBucket) -> int:
+async def _load(engine: VllmEngine, version: int, bucket: WeightBucket) -> None:
     with tempfile.NamedTemporaryFile() as file:
         bucket.data.tofile(file.name)
         await engine.begin_update("memory")
         weights = SharedWeights(path=file.name, entries=bucket.entries, checksums=dict(bucket.checksums))
         await engine.receive_weights(weights)
-        num_held = await engine.finish_update(version, weights.checksums)
+        await engine.finish_update(version, weights.checksums)
         await engine.go_on()
-    return num_held
 
 
 async def _error(engine: VllmEngine, groups: list[Group], expected: list[FloatArray]) -> float:

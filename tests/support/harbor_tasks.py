@@ -1,4 +1,4 @@
-"""Ten small task folders in Harbor's public layout, each on an image of a registry, and the Debian image below them."""
+"""Five task folders in Harbor's public layout, each on an image of a registry, and the Debian image below them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PACKAGES = "python3,python3-pytest,gcc,libc6-dev,make,git,gawk"
+PACKAGES = "python3,python3-pytest,git"
 _PYTEST = """#!/bin/bash
 python3 -m pytest -p no:cacheprovider -rA /tests/test_outputs.py
 if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
@@ -62,50 +62,6 @@ TASKS = {
         "def test_odd():\n    assert median([9, 2, 7]) == 7\n",
         solve="cat > stats.py <<'END'\nimport statistics\n\n\ndef median(xs):\n    return statistics.median(xs)\nEND",
     ),
-    "log-summary": HarborTask(
-        instruction="Count the requests of each status in access.log; write the counts to summary.json.",
-        files={"access.log": "a GET / 200\nb GET /x 404\nc GET / 200\nd PUT /y 500\ne GET /z 404\nf GET / 200\n"},
-        outputs="import json\n\n\ndef test_counts():\n    found = json.load(open('/app/summary.json'))\n"
-        "    assert found == {'200': 3, '404': 2, '500': 1}\n",
-        solve="python3 -c \"import collections, json; lines = open('access.log').read().split('\\n')[:-1];"
-        " json.dump(collections.Counter(line.split()[-1] for line in lines), open('summary.json', 'w'))\"",
-    ),
-    "c-primes": HarborTask(
-        instruction="Write /app/primes.c: a program that prints the primes up to its argument, one on each line.",
-        outputs="import subprocess\n\n\ndef primes(number):\n"
-        "    subprocess.run(['gcc', '-O1', '-o', '/tmp/primes', '/app/primes.c'], check=True)\n"
-        "    ran = subprocess.run(['/tmp/primes', str(number)], capture_output=True, text=True, check=True)\n"
-        "    return [int(word) for word in ran.stdout.split()]\n\n\n"
-        "def test_few():\n    assert primes(20) == [2, 3, 5, 7, 11, 13, 17, 19]\n\n\n"
-        "def test_many():\n    assert len(primes(10000)) == 1229\n",
-        solve="cat > primes.c <<'END'\n#include <stdio.h>\n#include <stdlib.h>\nint main(int n, char **v) {\n"
-        "  for (int p = 2; p <= atoi(v[1]); p++) {\n    int d = 2;\n    while (d * d <= p && p % d) d++;\n"
-        '    if (d * d > p) printf("%d\\n", p);\n  }\n}\nEND',
-    ),
-    "mend-makefile": HarborTask(
-        instruction="`make` in /srv/hello fails. Mend the Makefile, so that it builds `hello`.",
-        files={
-            "Makefile": "hello: hello.o greet.o\n\tcc -o hello hello.o\n",
-            "hello.c": "void greet(void);\nint main(void) { greet(); return 0; }\n",
-            "greet.c": '#include <stdio.h>\nvoid greet(void) { puts("hello, world"); }\n',
-        },
-        dockerfile="WORKDIR /srv/hello\nCOPY . .\n",
-        outputs="import subprocess\n\n\ndef test_hello():\n"
-        "    subprocess.run(['make', '-C', '/srv/hello', 'hello'], check=True)\n"
-        "    assert subprocess.check_output(['/srv/hello/hello'], text=True) == 'hello, world\\n'\n",
-        solve="sed -i 's/-o hello hello.o/-o hello hello.o greet.o/' Makefile",
-    ),
-    "sqlite-totals": HarborTask(
-        instruction="Load orders.csv into SQLite and write the sum of each customer to totals.csv, largest first.",
-        files={"orders.csv": "ann,3\nbob,5\nann,9\ncid,1\nbob,1\n"},
-        outputs="def test_totals():\n    lines = open('/app/totals.csv').read().split()\n"
-        "    assert lines == ['ann,12', 'bob,6', 'cid,1']\n",
-        solve="python3 - <<'END'\nimport csv, sqlite3\nbase = sqlite3.connect('/tmp/orders.db')\n"
-        "base.execute('create table orders (name, price integer)')\n"
-        "base.executemany('insert into orders values (?, ?)', csv.reader(open('orders.csv')))\n"
-        "asked = 'select name, sum(price) from orders group by name order by 2 desc'\n"
-        "open('totals.csv', 'w').writelines(f'{name},{total}\\n' for name, total in base.execute(asked))\nEND",
-    ),
     "word-count": HarborTask(
         instruction="Write an executable /app/count.sh that prints the number of different words of standard input.",
         dockerfile="ENV LC_ALL=C.UTF-8 LIMIT=2\nWORKDIR /app\n",
@@ -145,15 +101,6 @@ TASKS = {
         "    def pop(self):\\n        return self._items.pop()\\n"
         "    def __len__(self):\\n        return len(self._items)\\n' > stack.py",
     ),
-    "awk-report": HarborTask(
-        instruction="Write /app/report.awk that prints the mean of the second column with two decimals.",
-        files={"data.txt": "a 1\nb 2\nc 4\n"},
-        dockerfile='LABEL kind="awk"\nWORKDIR /app\nCOPY . .\nCMD ["sleep", "infinity"]\n',
-        test_sh="#!/bin/bash\nset -o pipefail\nreward=0\n"
-        '[ "$(gawk -f report.awk data.txt)" = 2.33 ] && [ "$(printf \'x 5\\n\' | gawk -f report.awk)" = 5.00 ] '
-        "&& reward=1\necho $reward > /logs/verifier/reward.txt\n",
-        solve="echo '{ sum += $2 } END { printf \"%.2f\\n\", sum / NR }' > report.awk",
-    ),
 }
 _FURTHER = {
     "settings-share": {
@@ -173,7 +120,7 @@ _FURTHER = {
 
 
 def write_harbor_tasks(folder: Path, image: str) -> None:
-    """Write the ten task folders, each on this image."""
+    """Write the five task folders, each on this image."""
     for name, task in TASKS.items():
         toml = _TOML.format(
             tag=name,

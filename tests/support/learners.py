@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -169,3 +169,19 @@ def learner_alone(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
 
     with only_rank(config) as ranks:
         yield build_learner(config, ranks), ranks
+
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
+
+
+def plain_log_probs(folder: Path, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """Return the log-probs of every token but the first, (T - 1,), as plain transformers computes them in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        scores = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return cast("NDArray[np.float32]", scores.gather(1, ids[0, 1:, None])[:, 0].numpy())

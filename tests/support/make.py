@@ -5,7 +5,9 @@ Used as `make.group(make.trajectory([5, 9, 7, 2], 2, reward=1.0))`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,13 @@ def summary(rewards: Sequence[float] | FloatArray, **fields: Any) -> GroupSummar
     return GroupSummary(**usual | fields)
 
 
+def request(group_id: int = 0, **fields: Any) -> Any:
+    """Return the request for a group of training by policy version 0, unless `fields` says otherwise."""
+    from rayapp.rollout.order import GroupRequest
+
+    return GroupRequest(**{"group_id": group_id, "policy_version": 0, **fields})
+
+
 Said = str | Sequence[int]
 
 
@@ -146,6 +155,58 @@ def engine(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], Said], *
     return made
 
 
+def formats(tokenizer: Any, template: str = "", *, with_parser: bool = True) -> Any:
+    """Return the gateway's formats of a model that writes calls as Hermes does, by the shipped template or this one."""
+    from rayapp.rollout.agent.chat import load_template
+    from rayapp.rollout.gateway.formats import Formats
+    from support.hermes import HermesParser
+
+    parser = {"make_parser": lambda *parts: HermesParser()} if with_parser else {}
+    return Formats(tokenizer, model="tiny", template=template or load_template("chatml_hermes"), **parser)
+
+
+@asynccontextmanager
+async def session(
+    tokenizer: Any,
+    engine: Any,
+    *,
+    max_tokens: int = 100_000,
+    max_turns: int = 100,
+    own_formats: Any = None,
+    **options: Any,
+) -> AsyncIterator[tuple[Any, Any]]:
+    """Serve one session at a gateway of its own. Yield the gateway and the session."""
+    from rayapp.rollout.gateway.limits import SessionLimits
+    from rayapp.rollout.gateway.server import Gateway
+
+    gateway = Gateway(own_formats or formats(tokenizer))
+    await gateway.start()
+    usual: dict[str, Any] = {
+        "sampling": SamplingParams(max_tokens=10_000),
+        "limits": SessionLimits(max_tokens=max_tokens, max_turns=max_turns),
+        "request_id": RequestId("group", 0),
+    }
+    try:
+        with gateway.session(engine=engine, **usual | options) as opened:
+            yield gateway, opened
+    finally:
+        await gateway.close()
+
+
+def agent_loop(tokenizer: Any, tools: Any, **limits: Any) -> Any:
+    """Return an agent loop of the shipped template for these tools: a ToolSet, or a sequence of tools."""
+    from rayapp.rollout.agent.chat import ChatFormat, load_template
+    from rayapp.rollout.agent.loop import AgentLoop
+    from rayapp.rollout.recorder import AgentLimits
+    from rayapp.tools.toolset import ToolSet
+    from support.hermes import HermesParser
+
+    tool_set = tools if isinstance(tools, ToolSet) else ToolSet(tools)
+    chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
+    allowed = AgentLimits(**{"max_response_tokens": 2000, **limits})
+    return AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=allowed)
+
+
 async def played(
     problem: Any, agent: Any, engine: Any, *, group_id: int = 0, max_tokens: int = 2000, **options: Any
 ) -> tuple[Group, GroupSummary]:
@@ -155,7 +216,6 @@ async def played(
         options: arguments of `run_group`, and `request` in place of a training request for `group_id`.
     """
     from rayapp.rollout.group import run_group
-    from rayapp.rollout.order import GroupRequest
 
     usual: dict[str, Any] = {
         "sandboxes": None,
@@ -164,8 +224,18 @@ async def played(
         "seed": 0,
         "deadline_s": 60.0,
     }
-    request = options.pop("request", None) or GroupRequest(group_id=group_id, policy_version=0)
-    return await run_group(request, problem, agent, engine=engine, **usual | options)
+    asked = options.pop("request", None) or request(group_id)
+    return await run_group(asked, problem, agent, engine=engine, **usual | options)
+
+
+def watchdog(*, stop_after_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> Any:
+    """Return a watchdog that reports on the console and dumps no stacks."""
+    from rayapp.driver.watchdog import Watchdog
+
+    async def no_stacks() -> str:
+        return ""
+
+    return Watchdog(report_after_s=60, stop_after_s=stop_after_s, report=print, dump_stacks=no_stacks, clock=clock)
 
 
 class Clock:

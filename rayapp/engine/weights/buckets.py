@@ -3,7 +3,7 @@
     learner rank 0: tensors in server.dtype -> WeightBucket -> object store -> server actor -> shared memory -> workers
 
 Checksums of a sample prove that a server loads the tensors that the learners sent; that vLLM computes with them, tests
-do (`tests/support/read_back.py`).
+do (`tests/cluster/test_number_formats.py`).
 """
 
 from __future__ import annotations

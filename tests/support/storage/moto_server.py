@@ -34,6 +34,18 @@ class MotoServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which a process finds it."""
+        keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
+        return {"AWS_ENDPOINT_URL": self.url, **keys}
+
+    def make_bucket(self, name: str) -> None:
+        from botocore.session import get_session
+
+        keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+        get_session().create_client("s3", endpoint_url=self.url, region_name=REGION, **keys).create_bucket(Bucket=name)
+
     def start(self) -> None:
         """Start it; return when it answers."""
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]

@@ -1,11 +1,9 @@
-"""Helpers for tests of code with its own threads: a faulty proxy in a thread, a bucket, a wait on a condition."""
+"""Helpers for tests of code with its own threads: a faulty proxy in a thread, a wait on a condition."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 from rayapp.core.own_thread import LoopThread
 from support.storage.faulty_proxy import FaultyProxy
@@ -22,19 +20,6 @@ class ProxyThread(FaultyProxy):
     def __exit__(self, *exc: object) -> None:
         self._thread.run(self.__aexit__())
         self._thread.close()
-
-
-def make_bucket(url: str, bucket: str, key: str, secret: str, region: str) -> None:
-    """Create a bucket at an endpoint."""
-    _admin(url, key, secret, region).create_bucket(Bucket=bucket)
-
-
-@cache
-def _admin(url: str, key: str, secret: str, region: str) -> Any:
-    from botocore.session import get_session
-
-    keys = {"aws_access_key_id": key, "aws_secret_access_key": secret}
-    return get_session().create_client("s3", endpoint_url=url, region_name=region, **keys)
 
 
 def wait_until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
+from rayapp.core.own_thread import LoopThread
 from support.stubs.boxes import Boxes
 from support.stubs.faults import Faults
 
@@ -73,3 +74,13 @@ class StubServer:
         finally:
             self.boxes.close()
             await runner.cleanup()
+
+    @contextmanager
+    def running_in_thread(self) -> Iterator[str]:
+        """Serve from a thread, for tests without an event loop; the value is the base URL."""
+        thread, serving = LoopThread("stub-server"), self.running()
+        try:
+            yield thread.run(serving.__aenter__())
+        finally:
+            thread.run(serving.__aexit__(None, None, None))
+            thread.close()

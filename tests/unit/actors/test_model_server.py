@@ -10,13 +10,15 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from actors.model_server import ModelServer, vllm_serve
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
-from rayapp.core.errors import EngineDeadError
+from rayapp.core.errors import ConfigError, EngineDeadError
+from rayapp.core.http import KEY_VARIABLE, KeyGuard
 
 SERVER = """
 import http.server, os, subprocess, sys
@@ -119,3 +121,26 @@ def test_options_are_those_of_vllm_serve() -> None:
         "--host 10.0.0.1 --port 8001 --served-model-name judge --tensor-parallel-size 1 --gpu-memory-utilization 0.9 "
         "--middleware rayapp.core.http.KeyGuard --max-model-len 512 --enforce-eager"
     )
+
+
+async def test_a_model_server_is_started_with_a_guard_that_refuses_every_path_without_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = vllm_serve(ModelServerSection(name="m", path="m"), "m", "127.0.0.1", 1)
+    assert command[command.index("--middleware") + 1] == f"{KeyGuard.__module__}.KeyGuard"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    with pytest.raises(ConfigError, match="key"):
+        KeyGuard(app)
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    transport = httpx.ASGITransport(app=KeyGuard(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        assert (await client.get("/health")).status_code == 200
+        for right in ({"Authorization": "Bearer k"}, {"x-api-key": "k"}):
+            assert (await client.post("/classify", headers=right)).status_code == 200
+        for wrong in ({}, {"Authorization": "Bearer Kk"}, {"x-api-key": "wrong"}):
+            for path in ("/v1/completions", "/classify", "/tokenize", "/invocations", "/health/", "//health"):
+                assert (await client.post(path, headers=wrong)).status_code in (401, 403), (path, wrong)

@@ -95,11 +95,24 @@ def test_colocated_servers_need_no_gpus_beside_those_of_the_learners(
     assert found["GPUs"].detail == "4 servers x TP 2 on those of 8 learners = 8, but this machine has 0"
 
 
-def test_config_that_needs_more_memory_than_there_is_shows_its_parts(model: Path) -> None:
-    found = problems({"cluster": {"device": "cpu"}, "server": {"kv_cache_gib": 100_000}, "model": {"path": str(model)}})
+@pytest.mark.parametrize(
+    ("section", "what", "detail", "cure"),
+    [
+        ({"server": {"kv_cache_gib": 100_000}}, "memory", "servers 100002.1", "server.kv_cache_gib"),
+        # Each rank of a server has a cache of its own.
+        ({"server": {"kv_cache_gib": 50_000, "tensor_parallel_size": 2}}, "memory", "servers 100004.2", ""),
+        ({"cluster": {"device": "cpu", "object_store_mib": 10**9}}, "/dev/shm", "object_store_mib is 1000000000", ""),
+        ({"model": {"path": "models/nowhere/smollm2-135m"}}, "model", "rayapp model fetch smollm2-135m", ""),
+        ({"run": {"output_dir": "/proc"}}, "run folder", "/proc can't be written: ", ""),
+    ],
+)
+def test_what_this_machine_lacks_is_found_with_its_cure(
+    model: Path, section: dict[str, object], what: str, detail: str, cure: str
+) -> None:
+    found = problems({"cluster": {"device": "cpu"}, "model": {"path": str(model)}} | section)[what]
 
-    assert "servers 100002.1" in found["memory"].detail
-    assert "server.kv_cache_gib" in found["memory"].cure
+    assert detail in found.detail
+    assert cure in found.cure
 
 
 def test_a_missing_compiler_is_found_before_the_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +133,6 @@ def test_a_missing_compiler_is_found_before_the_run(model: Path, monkeypatch: py
     assert "no C++ compiler" in detail
 
 
-def test_each_rank_of_a_server_on_a_cpu_has_a_cache_of_its_own(model: Path) -> None:
-    config = {"cluster": {"device": "cpu"}, "server": {"kv_cache_gib": 50_000, "tensor_parallel_size": 2}}
-    found = problems(config | {"model": {"path": str(model)}})
-
-    assert "servers 100004.2" in found["memory"].detail
-
-
 def test_a_peak_that_does_not_fit_is_no_obstacle_where_shorter_micro_batches_do(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,12 +141,6 @@ def test_a_peak_that_does_not_fit_is_no_obstacle_where_shorter_micro_batches_do(
     for have, level in ((plan.least - 1, "problem"), (plan.least, "note")):
         monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda have=have: have)
         assert {finding.what: finding.level for finding in fitness(config)}["memory"] == level
-
-
-def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
-    found = problems({"cluster": {"device": "cpu", "object_store_mib": 10**9}, "model": {"path": str(model)}})
-
-    assert "cluster.object_store_mib is 1000000000" in found["/dev/shm"].detail
 
 
 def test_cispo_with_the_clip_of_ppo_is_noted() -> None:
@@ -169,12 +169,6 @@ def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_n
     )
 
 
-def test_missing_model_is_found_with_its_cure() -> None:
-    found = problems({"cluster": {"device": "cpu"}, "model": {"path": "models/nowhere/smollm2-135m"}})
-
-    assert "rayapp model fetch smollm2-135m" in found["model"].detail
-
-
 def test_a_model_that_is_not_here_is_not_looked_for_on_the_hub_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("rayapp.storage.models.tokenizer.load_tokenizer", asked.append)
@@ -195,12 +189,6 @@ def test_a_task_whose_reference_fails_its_own_test_is_found_before_a_run(model: 
     for path in (str(model), "models/nowhere/x"):
         found = problems({"cluster": {"device": "cpu"}, "tasks": [str(task)], "model": {"path": path}})
         assert "the reference fails public test 1" in found["tasks"].detail
-
-
-def test_run_folder_that_is_not_writable_is_found(model: Path) -> None:
-    found = problems({"cluster": {"device": "cpu"}, "run": {"output_dir": "/proc"}, "model": {"path": str(model)}})
-
-    assert found["run folder"].detail.startswith("/proc can't be written: ")
 
 
 def test_doctor_fails_for_a_config_that_cannot_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,20 +263,13 @@ def test_a_template_without_a_place_for_tools_is_told_once(tiny_model: Path, tmp
 def test_parts_of_earlier_turns_that_the_template_rewrites_are_told_for_external_agents(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    row = {
-        "prompt": [{"role": "user", "content": "?"}],
-        "data_source": "openai/gsm8k",
-        "reward_model": {"ground_truth": "4"},
-    }
-    file = tmp_path / "a.parquet"
-    pq.write_table(pa.Table.from_pylist([row]), file)
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "a.parquet")
+    agent = {"name": "external_agent", "external": {"command": ["sh"]}, "chat_template": "chatml_hermes"}
     found = fitness(
         Config.model_validate(
             {
-                "model": {"path": str(tiny_model)}, "cluster": {"device": "cpu"}, "tasks": [str(file)],
-                "agent": {
-                    "name": "external_agent", "external": {"command": ["sh"]}, "chat_template": "chatml_hermes",
-                },
+                "model": {"path": str(tiny_model)}, "cluster": {"device": "cpu"}, "agent": agent,
+                "tasks": [str(tmp_path / "a.parquet")],
             }
         )
     )  # fmt: skip
@@ -298,25 +279,12 @@ def test_parts_of_earlier_turns_that_the_template_rewrites_are_told_for_external
     assert "arguments of calls" in history.detail
 
 
-def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path: Path) -> None:
-    row = {
-        "prompt": [{"role": "user", "content": "?"}],
-        "data_source": "numina_olympiads",
-        "reward_model": {"ground_truth": "4"},
-    }
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+def test_a_row_that_cannot_be_scored_is_found_in_the_data(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW | {"data_source": "numina_olympiads"}]), file)
 
-    found = problems(
-        {
-            "cluster": {"device": "cpu"},
-            "model": {"path": str(model)},
-            "tasks": [str(tmp_path / "a.parquet")],
-        }
-    )
-
-    assert found["data"].detail.startswith(
-        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no scoring rule in rayapp"
-    )
+    found = problems_of(tiny_model, tasks=[str(file)])
+    assert found["data"].startswith(f"{file}, row 0: data_source 'numina_olympiads' has no scoring rule in rayapp")
 
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:

@@ -109,54 +109,49 @@ def test_it_is_the_folder_that_the_learners_would_have_written(
     assert made == exported
 
 
-def test_a_checkpoint_with_a_model_folder_is_evaluated_as_it_is(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_checkpoint_with_a_model_folder_is_evaluated_as_it_is_and_so_is_a_model(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     path = checkpoint(tmp_path, tiny_model)
     (path / "hf_model").mkdir()
-
     with with_checkpoint_as_model(config_of(path)) as config:
         assert config.model.path == str(path / "hf_model")
-
-
-def test_a_model_is_left_as_it_is(tiny_model: Path) -> None:
     with with_checkpoint_as_model(config_of(tiny_model)) as config:
         assert config == config_of(tiny_model)
 
 
-def test_a_checkpoint_that_is_not_whole_is_told_with_those_that_are(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_checkpoint_that_is_not_whole_or_damaged_or_outside_its_run_folder_is_told(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     path = checkpoint(tmp_path, tiny_model)
     torn = path.with_name("step=000009")
     torn.mkdir()
-
     with pytest.raises(InputError, match=r"step=000009 is incomplete.*Complete checkpoints of this run: step=000003"):
         with_checkpoint_as_model(config_of(torn)).__enter__()
 
+    (tmp_path / "config.yaml").rename(tmp_path / "away.yaml")
+    with pytest.raises(InputError, match="Use the checkpoint in its run's folder"):
+        with_checkpoint_as_model(config_of(path)).__enter__()
 
-def test_a_damaged_checkpoint_is_not_evaluated(tmp_path: Path, tiny_model: Path) -> None:
-    path = checkpoint(tmp_path, tiny_model)
+    (tmp_path / "away.yaml").rename(tmp_path / "config.yaml")
     data = next(path.rglob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")
-
     with pytest.raises(InputError, match=r"step=000003 can't be evaluated: the checksum of learner/.* is wrong"):
         with_checkpoint_as_model(config_of(path)).__enter__()
 
 
-def test_a_checkpoint_without_weights_is_told(tmp_path: Path, tiny_model: Path) -> None:
-    path = checkpoint(tmp_path, tiny_model, ("optimizer",))
+@pytest.mark.parametrize(
+    ("contents", "drop", "error", "words"),
+    [
+        (("optimizer",), "", InputError, "has no weights to evaluate, only optimizer"),
+        (("model",), "model.norm.weight", CheckpointError, r"model\.model\.norm\.weight is missing in the"),
+    ],
+    ids=["no weights", "another model"],
+)
+def test_a_checkpoint_without_the_models_weights_is_told(
+    tmp_path: Path, tiny_model: Path, contents: tuple[str, ...], drop: str, error: type[Exception], words: str
+) -> None:
+    path = checkpoint(tmp_path, tiny_model, contents, drop=drop)
 
-    with pytest.raises(InputError, match="has no weights to evaluate, only optimizer"):
-        with_checkpoint_as_model(config_of(path)).__enter__()
-
-
-def test_a_checkpoint_of_another_model_is_told(tmp_path: Path, tiny_model: Path) -> None:
-    path = checkpoint(tmp_path, tiny_model, drop="model.norm.weight")
-
-    with pytest.raises(CheckpointError, match=r"model\.model\.norm\.weight is missing in the"):
-        with_checkpoint_as_model(config_of(path)).__enter__()
-
-
-def test_a_checkpoint_outside_its_run_folder_is_told(tmp_path: Path, tiny_model: Path) -> None:
-    path = checkpoint(tmp_path, tiny_model)
-    (tmp_path / "config.yaml").unlink()
-
-    with pytest.raises(InputError, match="Use the checkpoint in its run's folder"):
+    with pytest.raises(error, match=words):
         with_checkpoint_as_model(config_of(path)).__enter__()

@@ -62,10 +62,16 @@ def test_every_command_says_something_on_a_terminal_before_it_imports_anything(
     assert capsys.readouterr().err.startswith(f"rayapp {command.split(maxsplit=1)[0]} …\n")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "score", "doctor"])
-def test_help_of_a_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        *((name, f"rayapp {name} ") for name in ("train", "eval", "score", "doctor")),
+        ("sft", "warmup.files='[chats.jsonl]'"),
+    ],
+)
+def test_help_of_a_command_shows_an_example(command: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0
-    assert f"rayapp {command} " in capsys.readouterr().out.split("Example", 1)[1]
+    assert example in capsys.readouterr().out.split("Example", 1)[1]
 
 
 def test_help_imports_no_command_and_no_library_but_that_of_the_command_line() -> None:
@@ -115,39 +121,20 @@ def failing_command():  # type: ignore[no-untyped-def]
         (ConfigError("mend it"), 2, "error: mend it\n"),
         (LearnerError("no gradient"), 1, "failed: LearnerError: no gradient\n"),
         (KeyboardInterrupt(), 130, ""),
-    ],
-)
-def test_errors_become_exit_codes(
-    failing_command: list[BaseException], error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_command.append(error)
-
-    assert run(["fail"]) == code
-    assert capsys.readouterr().err == text
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "text"),
-    [
         (PermissionError(13, "Permission denied", "models/m"), 2, "error: models/m: Permission denied."),
         (FileNotFoundError(2, "No such file or directory", "/proc/x"), 2, "error: /proc/x: No such file or directory."),
         (OSError(28, "No space left on device", "outputs"), 1, "failed: outputs: No space left on device."),
         (OSError("Can't load 'x'\nbecause"), 1, "failed: OSError: Can't load 'x'"),
     ],
 )
-def test_an_error_of_the_operating_system_is_one_line(
+def test_errors_become_exit_codes_and_one_line(
     failing_command: list[BaseException], error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing_command.append(error)
-
     assert run(["fail"]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(text)
-
-
-def test_help_shows_lists_in_examples_as_they_must_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["sft", "--help"]) == 0
-    assert "warmup.files='[chats.jsonl]'" in capsys.readouterr().out
+    said = capsys.readouterr().err
+    assert said.startswith(text)
+    assert said.count("\n") == bool(text)
 
 
 def test_a_shell_completes_commands() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,20 +16,9 @@ TEMPLATE = "base"
 
 @pytest.fixture
 def stub() -> Iterator[E2BStub]:
-    """A stub served from another thread: the command runs a loop of its own."""
-    server, started, done = E2BStub(), threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with server.running():
-            started.set()
-            await asyncio.to_thread(done.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert started.wait(20)
-    yield server
-    done.set()
-    thread.join(20)
+    server = E2BStub()
+    with server.running_in_thread():
+        yield server
 
 
 @pytest.fixture

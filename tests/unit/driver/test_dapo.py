@@ -22,11 +22,15 @@ from rayapp.core.types import Fork, GroupSummary, Reward, RolloutStatus, Traject
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget, has_signal
 from rayapp.driver.loop import train_step
 from rayapp.driver.store import StoredGroup, TrajectoryStore
-from rayapp.driver.watchdog import Watchdog
 from rayapp.learner.step_plan import loss_scale, make_table
 from rayapp.rollout.overlong import overlong_penalty, shape_group
 from rayapp.runs.tracking.metrics import summarize_step
 from support import make
+
+SHAPED = Config.model_validate(
+    {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
+)
+FILTERED = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
 
 
 def trajectory(num_tokens: int, reward: Reward, *, truncated: bool = False) -> Trajectory:
@@ -127,11 +131,7 @@ async def test_failures_in_groups_that_are_dropped_count_and_stop_the_run() -> N
     assert sampling.refuses(replace(failing, group_id=3), 0)
     trained = replace(summary_of(2, [0.0, 1.0]), failure_kinds=("", ""))
     nothing: Any = SimpleNamespace(phase=print)
-
-    async def no_stacks() -> str:
-        return ""
-
-    watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
+    watchdog = make.watchdog()
     run: Any = SimpleNamespace(failures=FailureBudget(0.3), sampling=sampling, watchdog=watchdog, tracker=nothing)
     with pytest.raises(TrainingAbortedError, match=r"40% of the trajectories .*engine: 4"):
         await train_step(run, 1, [StoredGroup(summary=trained, ref=object())], Phases())
@@ -163,15 +163,12 @@ def overlong_of(config: Config) -> tuple[OverlongSection, int]:
 
 
 def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_none() -> None:
-    config = Config.model_validate(
-        {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
-    )
     group = make.group(
         trajectory(90, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(110, Reward(value=1.0, terms={"solved": 1.0})),
         trajectory(120, Reward.invalid("sandbox_gone", "")),
     )
-    shaped, summary = shape_group(group, summarize_group(group, time_total_s=3.0), *overlong_of(config))
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=3.0), *overlong_of(SHAPED))
     assert summary.rewards.tolist() == [1.0, 0.5, 0.0]  # 110 tokens are half way from 100 to 120
     assert [t.reward.terms.get("overlong_penalty") for t in shaped.trajectories] == [0.0, -0.5, None]
     assert shaped.trajectories[1].reward.terms["solved"] == 1.0
@@ -179,22 +176,16 @@ def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_n
 
 
 def test_tool_results_count_for_the_penalty_as_they_do_for_the_limit() -> None:
-    config = Config.model_validate(
-        {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
-    )
     played = trajectory(110, Reward(value=1.0))
     mostly_read = replace(played, response_mask=np.isin(np.arange(111), [1, *range(100, 111)]))
     group = make.group(played, mostly_read)
 
-    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(config))
+    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(SHAPED))
 
     assert [t.reward.value for t in shaped.trajectories] == [0.5, 0.5]
 
 
 def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_a_conversation() -> None:
-    config = Config.model_validate(
-        {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
-    )
     played = replace(trajectory(1000, Reward(value=1.0)), response_mask=np.arange(1001) >= 900)
     # Two conversations, each with 900 prompt tokens and 50 sampled ones: the second begins after -1.
     forked = replace(
@@ -204,18 +195,17 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
     )
     group = replace(make.group(played, forked), prompt=make.prompt())
 
-    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(config))
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), *overlong_of(SHAPED))
 
     assert [t.reward.terms["overlong_penalty"] for t in shaped.trajectories] == [pytest.approx(-0.05), 0.0]
     assert summarize_step([summary], version=0)["length/prompt/mean"] == 900.0
 
 
 def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> None:
-    config = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
     looped = replace(trajectory(3, Reward(value=0.0)), status=RolloutStatus.MAX_TURNS)
     group = make.group(looped, trajectory(3, Reward(value=1.0)), trajectory(3, Reward(value=1.0), truncated=True))
 
-    table = make_table([summarize_group(group, time_total_s=0.0)], config.algorithm, compares_groups=True)
+    table = make_table([summarize_group(group, time_total_s=0.0)], FILTERED.algorithm, compares_groups=True)
 
     assert table.loss_rows.tolist() == [0, 1]
 
@@ -227,14 +217,13 @@ def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> Non
 def test_truncated_trajectories_are_in_the_baseline_and_not_in_the_loss(
     sizes: list[int], truncated: list[bool]
 ) -> None:
-    config = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
     members = [trajectory(n, Reward(value=float(i)), truncated=truncated[i]) for i, n in enumerate(sizes)]
     summaries = [summarize_group(make.group(*members), time_total_s=0.0)]
-    table = make_table(summaries, config.algorithm, compares_groups=True)
+    table = make_table(summaries, FILTERED.algorithm, compares_groups=True)
     assert table.trained.all()
     kept = [i for i in range(len(sizes)) if not truncated[i]]
     assert table.loss_rows.tolist() == kept
-    scale = loss_scale(table, np.ones(len(sizes), np.bool_), config.rollout.max_completion_tokens, 1)
+    scale = loss_scale(table, np.ones(len(sizes), np.bool_), FILTERED.rollout.max_completion_tokens, 1)
     assert scale.num_tokens == sum(sizes[i] for i in kept)
     assert scale.num_trajectories == len(kept)
     whole = make_table(summaries, AlgorithmSection(), compares_groups=True)

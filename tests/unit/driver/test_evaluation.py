@@ -21,7 +21,7 @@ from rayapp.driver.evaluation import evaluation_folder, validate
 from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
-from rayapp.driver.watchdog import Watchdog, unstalled
+from rayapp.driver.watchdog import unstalled
 from rayapp.extras.view.run import ViewedRun
 from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
@@ -74,10 +74,6 @@ class Worker:
         self.num_settled += 1
 
 
-async def no_stacks() -> str:
-    return ""
-
-
 async def fetched(groups: Sequence[StoredGroup[Group]]) -> list[Group]:
     return [group.ref for group in groups]
 
@@ -101,9 +97,7 @@ def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None =
         check_weights=lambda: None,
         fetch_groups=fetched,
     )
-    watchdog = Watchdog(
-        report_after_s=60, stop_after_s=STOP_AFTER_S, report=print, dump_stacks=no_stacks, clock=lambda: worker.now_s
-    )
+    watchdog = make.watchdog(stop_after_s=STOP_AFTER_S, clock=lambda: worker.now_s)
     keeps_nothing = SimpleNamespace(recording_evaluation=lambda step: nullcontext())
     run: Any = SimpleNamespace(cluster=cluster, watchdog=watchdog, folder=folder or keeps_nothing)
     return run  # type: ignore[no-any-return]

@@ -17,7 +17,6 @@ from rayapp.driver.feeding import feeding
 from rayapp.driver.group_rules import FailureBudget
 from rayapp.driver.run import Training
 from rayapp.driver.store import TrajectoryStore
-from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import MAX_TRAJECTORIES_PER_WORKER, Cohort, GroupRequest
 from support import make
@@ -55,10 +54,6 @@ class Worker:
         return summarize_group(group_of(request), time_total_s=0.0), object()
 
 
-async def no_stacks() -> str:
-    return ""
-
-
 def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Training:
     cluster: Any = SimpleNamespace(
         config=config,
@@ -70,9 +65,8 @@ def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Training:
     store: Any = TrajectoryStore(
         groups_per_step=NUM_GROUPS, max_staleness=max_staleness, version=0, num_groups=NUM_GROUPS
     )
-    watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
     parts = SimpleNamespace(
-        cluster=cluster, store=store, watchdog=watchdog, failures=FailureBudget(0.3),
+        cluster=cluster, store=store, watchdog=make.watchdog(), failures=FailureBudget(0.3),
         tracker=SimpleNamespace(note=print, progress=print),
     )  # fmt: skip
     return cast("Training", parts)

@@ -30,10 +30,12 @@ from rayapp.runs.folder import RunFolder
 class Learners:
     """Writes when the test allows it, or fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds: int | None = None, may_end: bool = False) -> None:
         self.may_end = asyncio.Event()
+        if may_end:
+            self.may_end.set()
         self.error: RayappError | None = None
-        self.version: int | None = None
+        self.version = holds
         """None: in the middle of a step."""
 
     def holds(self, version: int) -> bool:
@@ -95,8 +97,7 @@ async def test_the_next_save_waits_for_the_one_before(folder: RunFolder) -> None
 
 
 async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_before_whole(folder: RunFolder) -> None:
-    learners = Learners()
-    learners.may_end.set()
+    learners = Learners(may_end=True)
     saver = CheckpointSaver(learners, folder)
     with pytest.raises(CheckpointError, match="disk is full"):
         async with saving(saver):
@@ -111,8 +112,7 @@ async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_
 
 
 async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_safe(folder: RunFolder) -> None:
-    learners = Learners()
-    learners.may_end.set()
+    learners = Learners(may_end=True)
     learners.error = CheckpointError("the disk is full.")
     saver = CheckpointSaver(learners, folder)
     async with saving(saver):
@@ -133,8 +133,7 @@ async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_saf
 
 
 async def test_a_commit_that_finds_the_disk_full_leaves_no_half_checkpoint(folder: RunFolder) -> None:
-    learners = Learners()
-    learners.may_end.set()
+    learners = Learners(may_end=True)
     saver = CheckpointSaver(learners, folder)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
@@ -165,8 +164,7 @@ class Restored:
 async def test_a_resume_says_from_which_step_it_goes_on_and_which_checkpoint_it_refuses(
     folder: RunFolder, caplog: pytest.LogCaptureFixture, refused: set[int], expected: int
 ) -> None:
-    learners = Learners()
-    learners.may_end.set()
+    learners = Learners(may_end=True)
     for version in (4, 6):
         saver = CheckpointSaver(learners, folder)
         await saver.begin(version, next_group_id=2 * version)
@@ -228,8 +226,7 @@ async def turns(count: int = 20) -> None:
 async def test_a_run_that_lost_a_process_too_often_or_stalled_saves_what_it_has_trained(
     error: RayappError, folder: RunFolder
 ) -> None:
-    learners = Learners()
-    learners.version = 3
+    learners = Learners(holds=3)
     run = asyncio.create_task(run_until(raising(error), learners, folder))
     await turns()
     run.cancel()  # the supervisor finds the same process lost, and stops the run too
@@ -245,8 +242,7 @@ async def test_a_stalled_run_whose_disk_hangs_gives_the_save_up_in_time_and_says
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saving_module, "SAVE_S", 0.05)
-    learners = Learners()
-    learners.version = 3
+    learners = Learners(holds=3)
 
     with pytest.raises(StalledError, match="nothing was finished"):
         await asyncio.wait_for(run_until(raising(StalledError("nothing was finished")), learners, folder), 60)
@@ -289,9 +285,8 @@ async def test_a_run_that_is_stopped_while_it_waits_for_a_save_has_that_checkpoi
 async def test_a_run_that_is_stopped_and_loses_its_learners_in_the_save_does_not_start_new_ones(
     folder: RunFolder,
 ) -> None:
-    learners = Learners()
-    learners.version, learners.error = 3, LearnersLostError("learner-1 is gone")
-    learners.may_end.set()
+    learners = Learners(holds=3, may_end=True)
+    learners.error = LearnersLostError("learner-1 is gone")
     run = asyncio.create_task(run_until(until_stopped, learners, folder))
     await turns()
     run.cancel()

@@ -87,32 +87,28 @@ async def eventually(condition) -> None:  # type: ignore[no-untyped-def]
             await asyncio.sleep(0.001)
 
 
-async def test_a_dead_process_is_made_ready_again_and_not_killed_a_second_time() -> None:
-    process = Process()
-    supervisor = supervising(process)
+@pytest.mark.parametrize(
+    ("changes", "log"),
+    [
+        ({"start": 2, "num_unanswered": 2, "state": "new"}, ["revived 2"]),
+        ({"state": "hanging"}, ["killed", "revived 2"]),
+        ({"state": "broken"}, ["killed", "revived 2"]),
+        # It answers, but as another incarnation.
+        ({"start": 2}, ["revived 2"]),
+    ],
+    ids=["dead", "hanging", "without its engine", "started again unnoticed"],
+)
+async def test_a_lost_process_is_made_ready_again_once_and_the_others_are_left_alone(
+    changes: dict[str, Any], log: list[str]
+) -> None:
+    process, healthy = Process(), Process("rollout-worker-0")
+    supervisor = supervising(process, healthy)
     async with supervisor.watching():
-        process.die()
-        await eventually(lambda: process.log)
+        vars(process).update(changes)
+        await eventually(lambda: len(process.log) == len(log))
         await supervisor.settled()
-    assert process.log == ["revived 2"]
+    assert (process.log, healthy.log) == (log, [])
     assert supervisor.metrics()["recovery/restarts"] == 1.0
-
-
-@pytest.mark.parametrize("state", ["hanging", "broken"])
-async def test_a_process_that_hangs_or_has_lost_its_engine_is_killed_and_replaced(state: str) -> None:
-    process = Process()
-    async with supervising(process).watching():
-        process.state = state
-        await eventually(lambda: len(process.log) == 2)
-    assert process.log == ["killed", "revived 2"]
-
-
-async def test_a_process_that_ray_has_started_again_unnoticed_is_made_ready() -> None:
-    process = Process()
-    async with supervising(process).watching():
-        process.start += 1  # it answers, but as another incarnation
-        await eventually(lambda: process.log)
-    assert process.log == ["revived 2"]
 
 
 async def test_one_that_answers_late_while_it_starts_is_not_taken_for_hung() -> None:
@@ -143,14 +139,6 @@ async def test_many_callers_that_see_one_death_cause_one_restart_and_all_wait_fo
         await asyncio.gather(*(supervisor.settled() for _ in range(50)))
         assert process.state == "up"
     assert process.log == ["revived 2"]
-
-
-async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
-    process = Process()
-    supervisor = supervising(process)
-    async with supervisor.watching():
-        await supervisor.condemn(process.name, supervisor.incarnation(process.name), "half of the weights")
-    assert process.log == ["killed", "revived 2"]
 
 
 class SlowProcess(Process):
@@ -212,7 +200,7 @@ async def test_a_server_that_dies_before_a_weight_sync_counts_one_restart_and_it
     assert dict(supervisor.restarts) == {"vllm-server-0": 1}
 
 
-async def test_whoever_condemns_a_start_that_is_gone_already_changes_nothing() -> None:
+async def test_one_that_is_condemned_is_replaced_although_it_answers_and_only_once() -> None:
     process = Process()
     supervisor = supervising(process)
     async with supervisor.watching():
@@ -242,14 +230,6 @@ async def test_one_that_never_comes_back_uses_its_restarts_up() -> None:
             process.die()
             await asyncio.sleep(10)
     assert "it died again" in str(caught.value.exceptions[0])
-
-
-async def test_the_others_are_left_alone() -> None:
-    dying, healthy = Process("rollout-worker-0"), Process("rollout-worker-1")
-    async with supervising(dying, healthy).watching():
-        dying.die()
-        await eventually(lambda: dying.log)
-    assert healthy.log == []
 
 
 async def test_a_server_is_not_started_before_there_is_room_and_the_wait_is_not_taken_for_a_slow_start() -> None:

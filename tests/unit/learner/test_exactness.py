@@ -21,15 +21,15 @@ from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.trajectories import path_to, summarize_group
-from rayapp.core.types import AllowedTokens, Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import AllowedTokens, Group, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
-from rayapp.learner.build import build_learner, with_recomputation
-from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE, end_ranks, start_ranks
+from rayapp.learner.build import with_recomputation
+from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
 from rayapp.learner.policy import _compile, check_compiler, keep_compiled, recompute
 from rayapp.learner.shares import Share
-from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
-from support.learners import save_llama
+from support import make
+from support.learners import learner_alone, save_llama
 
 MAX_GRADIENT_ERROR = 2e-6
 """Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""
@@ -38,18 +38,9 @@ PLAIN = DistillationSection()
 
 
 def trajectory(prompt: list[int], response: list[int], reward: float, *, valid: bool = True) -> Trajectory:
-    tokens = np.array(prompt + response, np.int32)
-    mask = np.arange(tokens.size) >= len(prompt)
-    return Trajectory(
-        token_ids=tokens,
-        response_mask=mask,
-        rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        completion_text="",
-        reward=Reward(value=reward) if valid else Reward.invalid("test", ""),
-        status=RolloutStatus.COMPLETED if valid else RolloutStatus.ERROR_SANDBOX,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    lost: dict[str, Any] = {"status": RolloutStatus.ERROR_SANDBOX}
+    scored = Reward(value=reward) if valid else Reward.invalid("test", "")
+    return make.trajectory(prompt + response, len(prompt), reward=scored, log_prob=-1.0, **({} if valid else lost))
 
 
 def make_groups(seed: int, *, with_invalid: bool = False) -> list[Group]:
@@ -62,45 +53,29 @@ def make_groups(seed: int, *, with_invalid: bool = False) -> list[Group]:
         responses = [begin + rng.integers(2, 90, rng.integers(1, 12)).tolist() for _ in range(2)]
         responses += [rng.integers(2, 90, rng.integers(1, 12)).tolist()] * 2
         rewards = rng.normal(size=GROUP_SIZE)
-        trajectories = tuple(
+        trajectories = (
             trajectory(prompt, response, float(reward), valid=not (with_invalid and i == 1))
             for i, (response, reward) in enumerate(zip(responses, rewards, strict=True))
         )
-        rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
-        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=trajectories))
+        groups.append(make.group(*trajectories, group_id=group_id))
     return groups
 
 
 def make_config(tiny_model: Path, *, distillation: DistillationSection = PLAIN, **learner: object) -> Config:
-    return Config.model_validate(
-        {
-            "distillation": distillation.model_dump(),
-            "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
-            "learner": {
-                "compute_dtype": "float32",
-                "max_tokens_per_microbatch": 64,
-                "optimizer": {"lr": 1.0, "max_grad_norm": 1e9},
-                **learner,
-            },
-        }
-    )
+    own = {"max_tokens_per_microbatch": 64, "optimizer": {"lr": 1.0, "max_grad_norm": 1e9}, **learner}
+    lengths = {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16}
+    return make.config(tiny_model, distillation=distillation.model_dump(), rollout=lengths, learner=own)
 
 
 def gradient_of_step(config: Config, groups: list[Group]) -> dict[str, torch.Tensor]:
     """Return the gradient of a step: with plain SGD at learning rate 1 it is the weights before minus the weights
     after."""
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
-        learner = build_learner(config, ranks)
+    with learner_alone(config) as (learner, _):
         learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]
         before = full_tensors(learner.model)
         summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
         learner.train_step(1, summaries, tuple(map(Share, range(len(groups)))), groups)
         after = full_tensors(learner.model)
-    finally:
-        end_ranks()
     return {name: before[name] - after[name] for name in before}
 
 
@@ -279,32 +254,14 @@ def tiny_teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("kl_over", ["sampled", "top_k", "vocabulary"])
 @pytest.mark.parametrize(("weight", "reward_weight", "share_prefixes"), [(1.0, 0.0, True), (0.5, 2.0, False)])
 def test_a_teacher_gives_the_gradient_of_a_dense_padded_batch(
-    tiny_model: Path,
-    tiny_teacher: Path,
-    kl: str,
-    kl_over: str,
-    weight: float,
-    reward_weight: float,
+    tiny_model: Path, tiny_teacher: Path, kl: str, kl_over: str, weight: float, reward_weight: float, *,
     share_prefixes: bool,
-) -> None:
-    section = DistillationSection.model_validate(
-        {
-            "teacher": str(tiny_teacher),
-            "kl": kl,
-            "kl_over": kl_over,
-            "top_k": 7,
-            "weight": weight,
-            "reward_weight": reward_weight,
-        }
-    )
-    groups = make_groups(5)
-    config = make_config(
-        tiny_model,
-        distillation=section,
-        share_prefixes=share_prefixes,
-        max_tokens_per_microbatch=40,
-        log_prob_chunk_tokens=16,
-    )
+) -> None:  # fmt: skip
+    values = {"kl": kl, "kl_over": kl_over, "top_k": 7, "weight": weight, "reward_weight": reward_weight}
+    section = DistillationSection.model_validate({"teacher": str(tiny_teacher), **values})
+    groups, split = make_groups(5), {"max_tokens_per_microbatch": 40, "log_prob_chunk_tokens": 16}
+    config = make_config(tiny_model, distillation=section, share_prefixes=share_prefixes, **split)
+
     assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups, section))
 
 
@@ -349,33 +306,13 @@ def forking(group: Group, seed: int, *, with_forms: bool = False) -> Group:
         prompt = group.prompt.token_ids.tolist()
         for number in range(rng.integers(1, 7)):
             after = int(rng.choice(ends)) if number else -1
-            read = (
-                prompt[: rng.integers(2, len(prompt) + 1)]
-                if after < 0
-                else rng.integers(2, 90, rng.integers(0, 4)).tolist()
-            )
-            size = int(rng.integers(1, 6))
-            sampled = Completion(
-                token_ids=rng.integers(2, 90, size).astype(np.int32),
-                log_probs=np.full(size, -1.0, np.float32),
-                text="",
-                finish_reason="stop",
-                policy_version=0,
-            )
+            goes_on = rng.integers(2, 90, rng.integers(0, 4)).tolist()
+            read = prompt[: rng.integers(2, len(prompt) + 1)] if after < 0 else goes_on
+            sampled = make.completion(*rng.integers(2, 90, int(rng.integers(1, 6))).tolist())
             if with_forms and rng.random() < 0.6:
                 sampled = replace(sampled, allowed=random_masks(rng, sampled.token_ids))
             ends += tree.add_turn(after, read, sampled, text="", started_at_s=0.0)
-        trajectories.append(
-            replace(
-                t,
-                token_ids=tree.trajectory().token_ids,
-                response_mask=tree.trajectory().response_mask,
-                rollout_log_probs=tree.trajectory().rollout_log_probs,
-                turns=tuple(tree.turns),
-                forks=tuple(tree.forks),
-                allowed=tree.trajectory().allowed,
-            )
-        )
+        trajectories.append(replace(tree.trajectory(), reward=t.reward))
     return replace(group, trajectories=tuple(trajectories))
 
 
@@ -399,15 +336,6 @@ def multi_turn(group: Group, seed: int) -> Group:
         mask[inside[rng.random(inside.size) < 0.4]] = False
         trajectories.append(replace(t, response_mask=mask, rollout_log_probs=np.where(mask, -1.0, 0.0).astype("f4")))
     return replace(group, trajectories=tuple(trajectories))
-
-
-@pytest.mark.parametrize("share_prefixes", [True, False])
-def test_what_a_tool_answered_is_read_and_not_trained_on(tiny_model: Path, *, share_prefixes: bool) -> None:
-    groups = [multi_turn(group, seed) for seed, group in enumerate(make_groups(11))]
-    gaps = [int(np.diff(np.flatnonzero(t.response_mask)).max(initial=1)) for g in groups for t in g.trajectories]
-    assert max(gaps) > 1
-    config = make_config(tiny_model, share_prefixes=share_prefixes)
-    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
 
 
 @settings(max_examples=30, deadline=None)
@@ -530,30 +458,8 @@ def test_what_can_not_be_compiled_here_is_said_at_the_start(tiny_model: Path, mo
 
 
 def test_groups_with_equal_rewards_move_nothing(tiny_model: Path) -> None:
-    prompt, same = [5, 6], [trajectory([5, 6], [7, 8 + i], 0.5) for i in range(GROUP_SIZE)]
-    group = Group(
-        group_id=0,
-        prompt=Prompt(task="t", text="", token_ids=np.array(prompt, np.int32)),
-        trajectories=tuple(same),
-    )
+    group = make.group(*(trajectory([5, 6], [7, 8 + i], 0.5) for i in range(GROUP_SIZE)))
+
     gradient = gradient_of_step(make_config(tiny_model), [group])
+
     assert all(float(tensor.abs().max()) == 0.0 for tensor in gradient.values())
-
-
-def test_log_probs_agree_with_transformers_sequence_by_sequence(tiny_model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    group = make_groups(3)[0]
-    config = make_config(tiny_model)
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
-        found = log_probs_of(build_learner(config, ranks), group)
-    finally:
-        end_ranks()
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    for t, own in zip(group.trajectories, found, strict=True):
-        tokens = torch.from_numpy(t.token_ids.astype(np.int64))
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0, :-1]
-        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
-        np.testing.assert_allclose(own, expected[t.response_mask[1:]], atol=1e-5)

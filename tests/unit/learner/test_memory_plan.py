@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rayapp.cli.plan import plan_command, step_seconds
 from rayapp.config.config import Config, with_values
@@ -420,75 +419,6 @@ def test_split_experts_are_neither_gathered_nor_reduced_and_tokens_travel(tmp_pa
     rows = load.computed_tokens / 8 * 48 * 6
     travel = 2 * 2 * 2 * 2048 * rows / bytes_per_s  # there and back, in forward and backward, 2 bytes a value
     assert travel < fast < slow
-
-
-@pytest.mark.parametrize("rank", [0, 8])
-def test_the_plan_is_what_a_learner_holds(tiny_model: Path, rank: int) -> None:
-    """On CPU in float32: optimizer and gradients to the byte, activations and head within 15%."""
-    from actors.learner import Learner
-    from rayapp.core.types import Reward, RolloutStatus, Trajectory
-    from rayapp.learner.batch import TrainItem, split
-    from rayapp.learner.log_probs import HeadOptions
-    from rayapp.learner.policy import to_device
-
-    num_tokens = 512
-    loaded = Config.model_validate(
-        {
-            "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 16, "max_completion_tokens": 112},
-            "learner": {
-                "compute_dtype": "float32",
-                "cpu_threads": 1,
-                "max_tokens_per_microbatch": num_tokens,
-                "lora": {"rank": rank},
-            },
-        }
-    )
-    tokens = torch.randint(2, 90, (4, num_tokens // 4 + 1), generator=torch.Generator().manual_seed(0)).numpy()
-    items = []
-    for row, ids in enumerate(tokens.astype("int32")):
-        trajectory = Trajectory(
-            token_ids=ids,
-            response_mask=(torch.arange(ids.size) >= 1).numpy(),
-            rollout_log_probs=torch.zeros(ids.size).numpy(),
-            completion_text="",
-            reward=Reward(value=0.0),
-            status=RolloutStatus.COMPLETED,
-            min_policy_version=0,
-            max_policy_version=0,
-        )
-        items.append(TrainItem(row=row, group=row, trajectory=trajectory, advantages=torch.ones(ids.size - 1).numpy()))
-    learner = Learner(loaded, 0, 1, "", 0)
-    try:
-        model, optimizer = learner._learner.model, learner._learner.optimizer
-        # What FSDP has gathered is kept for the backward too: it is in the plan's weights.
-        weights = {shape for p in model.parameters() for shape in (tuple(p.shape), tuple(p.shape)[::-1])}
-        (batch,) = split(items, max_tokens=num_tokens, share_prefixes=False)
-        kept: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if tuple(tensor.shape) not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            scores = model(to_device(batch, torch.device("cpu")), HeadOptions(chunk_rows=1024, temperature=1.0))
-        scores.log_probs.sum().backward()
-        optimizer.step()
-        shape, plan = model_shape(loaded), plan_learner(model_shape(loaded), loaded)
-        gradients = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)  # type: ignore[attr-defined]
-        moments = sum(
-            state[name].to_local().nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
-        )
-        assert gradients == 4 * shape.num_trained
-        assert moments == plan.optimizer
-        kept_logits = 4 * num_tokens * shape.vocabulary  # fewer rows than a chunk: all of them, 4 bytes an entry
-        assert sum(kept.values()) == pytest.approx(kept_bytes(shape, loaded.learner) + kept_logits, rel=0.15)
-        assert plan.moments[0].head > kept_logits
-    finally:
-        learner.close()
 
 
 @pytest.mark.parametrize(("name", "tflops"), [("b200", 2250), ("B200", 2250), ("GB200", 2500), ("MI300X", 1307),

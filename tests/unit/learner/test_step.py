@@ -9,8 +9,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,22 +55,16 @@ def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
     return make.group(*trajectories, group_id=group_id)
 
 
-@contextmanager
-def learner_of(model: Path, changes: dict[str, Any] | None = None) -> Iterator[Learner]:
-    """A learner alone, in float32 on one thread."""
-    values: dict[str, Any] = {
+def learner_of(model: Path, changes: dict[str, Any] | None = None) -> AbstractContextManager[Learner]:
+    """Return the context of a learner alone, in float32 on one thread."""
+    usual: dict[str, Any] = {
         "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
         "train": {"num_steps": 4},
         "learner": {"max_tokens_per_microbatch": 64},
     }
-    for section, keys in (changes or {}).items():
-        values[section] = values.get(section, {}) | keys
+    values = {name: usual.get(name, {}) | (changes or {}).get(name, {}) for name in usual | (changes or {})}
     own = values.pop("model", {})
-    learner = Learner(with_values(make.config(model, **values), model=own), 0, 1, "", 0)
-    try:
-        yield learner
-    finally:
-        learner.close()
+    return closing(Learner(with_values(make.config(model, **values), model=own), 0, 1, "", 0))
 
 
 def step(learner: Learner, number: int, groups: list[Group]) -> dict[str, float]:
@@ -96,9 +89,12 @@ def two_groups(first: int = 0) -> list[Group]:
     return [make_group(first), make_group(first + 1)]
 
 
-def test_on_policy_the_update_gives_the_old_log_probs_itself(tiny_model: Path) -> None:
+def test_on_policy_the_update_gives_the_old_log_probs_itself_and_the_stretches_of_a_step_add_up(
+    tiny_model: Path,
+) -> None:
     with learner_of(tiny_model) as learner:
         metrics = step(learner, 1, two_groups())
+
     assert metrics["timing_s/learner/old_log_probs"] == 0.0
     assert metrics["timing_s/learner/ref"] == 0.0
     assert metrics["learner/ratio_min"] == metrics["learner/ratio_max"] == 1.0
@@ -107,6 +103,10 @@ def test_on_policy_the_update_gives_the_old_log_probs_itself(tiny_model: Path) -
     # rollout log-probs of -4.5 are those of a uniform choice among 90: about what random weights give among 97 letters
     assert metrics["rollout_probs_diff/mean"] < 0.02
     assert 4.0 < metrics["learner/entropy"] < 4.6
+    timings = {name: value for name, value in metrics.items() if name.startswith("timing_s/learner/")}
+    total = timings.pop("timing_s/learner/total")
+    assert sum(timings.values()) == pytest.approx(total, rel=1e-6)
+    assert timings["timing_s/learner/other"] < 0.5 * total
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
@@ -134,15 +134,6 @@ def test_a_step_tells_before_each_micro_batch_how_many_are_done(tiny_model: Path
     num_all = told[0][1]
     assert num_all > 1
     assert told == [(number, num_all) for number in range(num_all)]
-
-
-def test_the_stretches_of_a_step_add_up_to_it(tiny_model: Path) -> None:
-    with learner_of(tiny_model) as learner:
-        metrics = step(learner, 1, two_groups())
-    timings = {name: value for name, value in metrics.items() if name.startswith("timing_s/learner/")}
-    total = timings.pop("timing_s/learner/total")
-    assert sum(timings.values()) == pytest.approx(total, rel=1e-6)
-    assert timings["timing_s/learner/other"] < 0.5 * total
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
@@ -324,11 +315,11 @@ def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model
     text = "An answer to the task that follows was judged: scored, reward 0.25. IndexError: list index out of range"
     with learner_of(
         tiny_model,
-        {"distillation": section, "learner": {"max_tokens_per_microbatch": 128}, "algorithm": {"kl_loss_coef": 0.1}},
+        {"distillation": section, "learner": {"max_tokens_per_microbatch": 512}, "algorithm": {"kl_loss_coef": 0.1}},
     ) as learner:
-        message = AutoTokenizer.from_pretrained(tiny_model).encode(text)[:64]
+        message = AutoTokenizer.from_pretrained(tiny_model).encode(text)
         aware = [
-            make.trajectory(np.concatenate([message, t.token_ids]), 64 + group.prompt.token_ids.size)
+            make.trajectory(np.concatenate([message, t.token_ids]), len(message) + group.prompt.token_ids.size)
             for t in group.trajectories
         ]
         expected = learner.log_probs_of(replace(group, trajectories=tuple(aware)))
@@ -414,47 +405,33 @@ def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> 
             learner.train_step(1, summaries, ((Share(0), Share(1)),), *two_groups(2))
 
 
-def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "algorithm": {"kl_in_reward": {"coef": 0.1}},
-        "learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}},
-    }
-    with learner_of(tiny_model, changes) as learner:
-        for number in (1, 2):
-            step(learner, number, two_groups(number))
-        save(learner, str(tmp_path / "checkpoint"), 2)
-        expected = step(learner, 3, two_groups(3)), weights(learner)
-    with learner_of(tiny_model, changes) as learner:
-        assert learner.load_checkpoint(str(tmp_path / "checkpoint")) == 2
-        found = step(learner, 3, two_groups(3)), weights(learner)
-    ignored = {name for name in expected[0] if name.startswith("timing_s/")}
-    assert {k: v for k, v in found[0].items() if k not in ignored} == {
-        k: v for k, v in expected[0].items() if k not in ignored
-    }
-    assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
-
-
-def test_a_checkpoint_holds_the_step_it_began_after_whatever_is_trained_while_it_is_written(
+def test_a_checkpoint_is_of_the_step_it_began_after_and_goes_on_from_it_to_the_last_digit(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     changes = {
-        "learner": {"optimizer": {"lr": 1e-3}},
+        "algorithm": {"kl_in_reward": {"coef": 0.1}},
+        "learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}},
         "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
     }
     folder = tmp_path / "checkpoint" / "learner"
     with learner_of(tiny_model, changes) as learner:
-        step(learner, 1, two_groups(1))
+        for number in (1, 2):
+            step(learner, number, two_groups(number))
         before = weights(learner)
-        learner.begin_checkpoint(str(folder), 1)
-        expected = step(learner, 2, two_groups(2)), weights(learner)  # changes weights and moments in place
+        learner.begin_checkpoint(str(folder), 2)
+        expected = step(learner, 3, two_groups(3)), weights(learner)  # changes weights and moments in place
         while not learner.checkpoint_done():
             time.sleep(0.01)
         assert any((before[name] != expected[1][name]).any() for name in before)
     with learner_of(tiny_model, changes) as learner:
-        assert learner.load_checkpoint(str(folder)) == 1
+        assert learner.load_checkpoint(str(folder)) == 2
         assert all((weights(learner)[name] == before[name]).all() for name in before)
-        found = step(learner, 2, two_groups(2)), weights(learner)
-    assert found[0]["learner/grad_norm"] == expected[0]["learner/grad_norm"]
+        found = step(learner, 3, two_groups(3)), weights(learner)
+
+    told = [
+        {key: value for key, value in one.items() if not key.startswith("timing_s/")} for one, _ in (found, expected)
+    ]
+    assert told[0] == told[1]
     assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
     # ... and the Hugging Face folder is of the same step, in float32
     from safetensors.torch import load_file

@@ -85,15 +85,6 @@ def test_the_step_is_that_of_adamw_on_the_gradient_of_transformers(tiny_model: P
         assert np.allclose(moved[name][clear], -1e-2 * np.sign(gradient[clear]), rtol=2e-3), name
 
 
-def test_rows_packed_together_are_learned_as_if_each_stood_alone(tiny_model: Path) -> None:
-    rows = conversations()
-    with learner_of(tiny_model) as learner:
-        alone = [supervised_loss(learner, [row]) for row in rows]
-        together = supervised_loss(learner, rows)
-    counts = [row.num_response_tokens for row in rows]
-    assert together == pytest.approx(np.average(alone, weights=counts), abs=2e-6)
-
-
 def test_adapters_alone_learn_where_there_are_adapters(tiny_model: Path) -> None:
     with learner_of(tiny_model, lora={"rank": 4}) as learner:
         before = weights(learner)

@@ -18,12 +18,10 @@ from rayapp.core.machine import available_memory
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
 from rayapp.learner.memory.plan import (
-    GIB,
     gathered_bytes,
     plan_learner,
-    with_learner_numbers,
 )
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.memory.token_budget import (
     LARGEST,
     MemoryNeed,
@@ -219,23 +217,3 @@ def test_too_little_room_for_the_longest_trajectory_says_what_to_lower(tiny_mode
     told = r"longest trajectory, 64 tokens .* takes \d+ MiB .*, and 0 MiB are free, enough for 0 tokens"
     with learner_alone(config) as (learner, ranks), pytest.raises(LearnerError, match=told):
         find_token_budget(config, ranks, learner.model, room_bytes=MIB // 2)
-
-
-def test_the_plan_has_a_number_for_it() -> None:
-    shape = ModelShape(
-        num_parameters=1_000_000,
-        num_layer_parameters=300_000,
-        num_layers=3,
-        hidden=256,
-        intermediate=704,
-        num_heads=4,
-        num_key_heads=2,
-        head_size=64,
-        vocabulary=4096,
-    )
-    plain = {"max_tokens_per_microbatch": "auto", "activation_checkpointing": False}
-    config = Config.model_validate({"learner": plain})
-    planned = with_learner_numbers(shape, config, 4 * GIB)
-    assert plan_learner(shape, planned).total <= 0.9 * 4 * GIB
-    twice = planned.learner.model_copy(update={"max_tokens_per_microbatch": 2 * planned.learner.token_budget})
-    assert plan_learner(shape, planned.model_copy(update={"learner": twice})).total > 0.9 * 4 * GIB

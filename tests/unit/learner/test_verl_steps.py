@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from rayapp.config.config import Config
 from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Group, Trajectory
 from rayapp.extras.verl.importing import import_verl, read_verl
-from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.shares import Share
+from support import make
+from support.learners import learner_alone
 
 SCRIPT = """#!/usr/bin/env bash
 group=4
@@ -45,43 +45,30 @@ NUM_STEPS = 2
 def sampled_groups(seed: int, size: int = 4) -> list[Group]:
     """Two groups of completions with drawn rewards."""
     rng = np.random.default_rng(seed)
-    groups = []
-    for group_id in range(2):
-        prompt = rng.integers(2, 90, int(rng.integers(3, 9))).astype(np.int32)
-        trajectories = []
-        for _ in range(size):
-            tokens = np.concatenate([prompt, rng.integers(2, 90, int(rng.integers(2, 12))).astype(np.int32)])
-            mask = np.arange(tokens.size) >= prompt.size
-            trajectories.append(
-                Trajectory(
-                    token_ids=tokens,
-                    response_mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-4.5, 0.3, mask.size), 0.0).astype(np.float32),
-                    completion_text="",
-                    reward=Reward(value=float(rng.normal())),
-                    status=RolloutStatus.COMPLETED,
-                    min_policy_version=0,
-                    max_policy_version=0,
-                )
-            )
-        rendered = Prompt(task="t", text="", token_ids=prompt)
-        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories)))
-    return groups
+
+    def drawn_trajectory(prompt: np.ndarray[Any, Any]) -> Trajectory:
+        tokens = np.concatenate([prompt, rng.integers(2, 90, int(rng.integers(2, 12)))])
+        given = np.where(np.arange(tokens.size) >= prompt.size, rng.normal(-4.5, 0.3, tokens.size), 0.0)
+        return make.trajectory(
+            tokens, prompt.size, reward=float(rng.normal()), rollout_log_probs=given.astype(np.float32)
+        )
+
+    def drawn_group(group_id: int) -> Group:
+        prompt = rng.integers(2, 90, int(rng.integers(3, 9)))
+        return make.group(*(drawn_trajectory(prompt) for _ in range(size)), group_id=group_id)
+
+    return [drawn_group(0), drawn_group(1)]
 
 
 def trained_here(config: Config, batches: list[list[Group]]) -> dict[str, torch.Tensor]:
     """Return the weights after one training step for each batch."""
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
-        learner = build_learner(config, ranks)
+    with learner_alone(config) as (learner, _):
         for number, groups in enumerate(batches, start=1):
             summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
             learner.train_step(number, summaries, tuple(map(Share, range(len(groups)))), groups)
         parameters = learner.model.named_parameters()
         full = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in parameters}
-        return {name.rpartition("model.")[2]: weight for name, weight in full.items()}
-    finally:
-        end_ranks()
+    return {name.rpartition("model.")[2]: weight for name, weight in full.items()}
 
 
 class VerlsOwn:

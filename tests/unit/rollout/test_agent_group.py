@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,13 +18,11 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, DeadlineError, EngineDeadError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import Completion, Group, GroupSummary, RequestId, SamplingParams
-from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.problem import problem_of_row, prompted
-from rayapp.rollout.recorder import AgentLimits
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
@@ -33,9 +31,7 @@ from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.gsm8k import Gsm8kTool
-from rayapp.tools.toolset import ToolSet
 from support import make
-from support.hermes import HermesParser
 
 CALL = '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}</tool_call>'
 MESSAGES = ({"role": "user", "content": "What is 2 + 2?"},)
@@ -64,13 +60,10 @@ def policy(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
 
 
 async def agent_of(tokenizer: Any, *tools: ToolBase, default: str = "tool_agent") -> LoopAgent:
-    tool_set = ToolSet(tools)
-    chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
-    limits = AgentLimits(max_response_tokens=2000)
-    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits)
+    loop = make.agent_loop(tokenizer, tools)
 
     async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
-        return loop
+        return cast(AgentLoop, loop)
 
     return await LoopAgent(make_loop, default=default).open()
 

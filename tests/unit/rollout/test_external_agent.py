@@ -45,7 +45,6 @@ from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
 from support import make
 from support.fake_sandboxes import FakeProvider
-from support.hermes import HermesParser
 from support.stubs.server import StubServer
 
 ASKS = textwrap.dedent(
@@ -109,12 +108,7 @@ class Bench:
         given = {"entry": "tests:unused"} if entry is not None else {}
         section = {"name": "external_agent", "max_assistant_turns": max_turns, "external": {**given, **external}}
         config = Config.model_validate({"agent": section, "rollout": {"max_completion_tokens": 4000}})
-        formats = Formats(
-            self.tokenizer,
-            model="tiny",
-            template=load_template("chatml_hermes"),
-            make_parser=lambda *parts: HermesParser(),
-        )
+        formats = make.formats(self.tokenizer)
         limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
         agent = ExternalAgent(config.agent.external, limits, formats, entry, sandboxes=sandboxes, files=files or {})
         await agent._gateway.start()

@@ -19,19 +19,15 @@ from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.extras.view.groups import GroupFilter, Groups, Page, find_groups
 from rayapp.extras.view.trajectory import read_group, read_trajectory
-from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.group import with_terms
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt
+from rayapp.rollout.recorder import AgentPrompt
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.verdict import Weights
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
-from rayapp.tools.toolset import ToolSet
 from support import make
-from support.hermes import HermesParser
 from support.timing import nothing_holds_the_loop
 
 LOOP_HOLD_S = 0.2
@@ -123,13 +119,11 @@ class NoSandboxes:
 
 
 async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
-    tools = ToolSet([Say(result)])
-    chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
-    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=AgentLimits(max_response_tokens=200_000))
+    loop = make.agent_loop(tokenizer, [Say(result)], max_response_tokens=200_000)
     messages = ({"role": "user", "content": "2 + 2?"},)
     said = iter([*turns, "done"])
     engine = make.engine(tokenizer, lambda request_id, prompt_ids: next(said))
-    prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(messages)))
+    prompt = AgentPrompt(token_ids=tuple(loop.chat.prompt_ids(messages)))
     return await loop.run(
         prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id=RequestId("group", 0)
     )

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,29 +36,21 @@ from rayapp.storage.settings import Transfer, settings_from_environment
 from support.ports import free_port
 from support.runs import hostile_group
 from support.storage.faulty_proxy import Fault
-from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from support.storage.threads import ProxyThread, make_bucket, wait_until
+from support.storage.threads import ProxyThread, wait_until
 
-pytest.importorskip("moto", reason="needs the development package moto[server]")
 BUCKET = "runs"
 
 
 @pytest.fixture(scope="module")
-def proxy() -> Iterator[ProxyThread]:
-    server = MotoServer()
-    server.start()
-    make_bucket(server.url, BUCKET, KEY, SECRET, REGION)
-    with ProxyThread(server.url) as proxy:
+def proxy(s3_server: Any) -> Iterator[ProxyThread]:
+    s3_server.make_bucket(BUCKET)
+    with ProxyThread(s3_server.url) as proxy:
         yield proxy
-    server.kill()
 
 
 @pytest.fixture(autouse=True)
-def environment(proxy: ProxyThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(s3_environment: None, proxy: ProxyThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_REGION", REGION)
     proxy.plan = lambda _: None
     yield
     proxy.plan = lambda _: None

@@ -15,7 +15,7 @@ import pytest
 
 from rayapp.config.config import Config, with_number_formats
 from rayapp.core.errors import RunFolderError, StorageFullError
-from rayapp.core.files import explain_full_disk, explain_unwritable, write_text
+from rayapp.core.files import explain_unwritable, write_text
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.storage.folders import MANIFEST
 
@@ -38,6 +38,11 @@ def save(folder: RunFolder, version: int) -> Path:
 def latest_version(folder: RunFolder) -> int | None:
     checkpoint = folder.checkpoints.latest()
     return checkpoint.version if checkpoint else None
+
+
+def refused(config: Config, words: str) -> None:
+    with pytest.raises(RunFolderError, match=words), RunFolder.open(config):
+        pass
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(tmp_path: Path) -> None:
@@ -139,11 +144,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     with RunFolder.open(config(tmp_path)) as folder:
         (folder.path / "metrics.jsonl").write_text('{"step": 6}\n')
         damaged(save(folder, 6))
-    with (
-        pytest.raises(RunFolderError, match=r"no checkpoint in .* can be used, and starting over would delete"),
-        RunFolder.open(config(tmp_path)),
-    ):
-        pass
+    refused(config(tmp_path), r"no checkpoint in .* can be used, and starting over would delete")
     assert (tmp_path / "r" / "metrics.jsonl").read_text() == '{"step": 6}\n'
 
 
@@ -156,29 +157,34 @@ def test_a_save_that_was_killed_leaves_nothing_that_is_picked_up_and_is_cleared_
 
 
 def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RunFolderError, match="has no complete checkpoint"),
-        RunFolder.open(config(tmp_path, run__resume="must")),
-    ):
-        pass
+    refused(config(tmp_path, run__resume="must"), "has no complete checkpoint")
     with RunFolder.open(config(tmp_path)) as folder:
         save(folder, 1)
-    with (
-        pytest.raises(RunFolderError, match=r"run\.resume is never"),
-        RunFolder.open(config(tmp_path, run__resume="never")),
-    ):
-        pass
+    refused(config(tmp_path, run__resume="never"), r"run\.resume is never")
 
 
-def test_going_on_with_another_learning_rate_names_the_key_and_both_values(tmp_path: Path) -> None:
-    with RunFolder.open(config(tmp_path)) as folder:
+@pytest.mark.parametrize(
+    ("before", "changed", "words"),
+    [
+        ({}, {"learner__optimizer": {"lr": 0.5}}, r"learner\.optimizer\.lr: 1e-06 before, 0\.5 now"),
+        ({}, {"distillation__teacher": "larger"}, r"distillation\.teacher: '' before, 'larger' now"),
+        *(
+            # The learning rate follows from the number of steps.
+            (
+                {"learner__optimizer": {"schedule": schedule}},
+                {"train__num_steps": 999},
+                rf"train\.num_steps: 100 before, 999 now \(learner\.optimizer\.schedule is {schedule}",
+            )
+            for schedule in ("cosine", "linear")
+        ),
+    ],
+)
+def test_going_on_with_another_training_names_the_key_and_both_values(
+    tmp_path: Path, before: dict[str, object], changed: dict[str, object], words: str
+) -> None:
+    with RunFolder.open(config(tmp_path, **before)) as folder:
         save(folder, 1)
-    changed = config(tmp_path, learner__optimizer={"lr": 0.5})
-    with (
-        pytest.raises(RunFolderError, match=r"learner\.optimizer\.lr: 1e-06 before, 0\.5 now"),
-        RunFolder.open(changed),
-    ):
-        pass
+    refused(config(tmp_path, **before, **changed), words)
 
 
 def test_going_on_for_more_steps_is_the_same_training(tmp_path: Path) -> None:
@@ -186,18 +192,6 @@ def test_going_on_for_more_steps_is_the_same_training(tmp_path: Path) -> None:
         save(folder, 1)
     with RunFolder.open(config(tmp_path, train__num_steps=999)) as folder:
         assert latest_version(folder) == 1
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_going_on_for_more_steps_is_refused_where_the_learning_rate_follows_from_them(
-    tmp_path: Path, schedule: str
-) -> None:
-    with RunFolder.open(config(tmp_path, learner__optimizer={"schedule": schedule})) as folder:
-        save(folder, 1)
-    more = config(tmp_path, learner__optimizer={"schedule": schedule}, train__num_steps=999)
-    reason = rf"train\.num_steps: 100 before, 999 now \(learner\.optimizer\.schedule is {schedule}"
-    with pytest.raises(RunFolderError, match=reason), RunFolder.open(more):
-        pass
 
 
 def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_short(tmp_path: Path) -> None:
@@ -211,9 +205,7 @@ def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_
         assert (folder.path / "metrics.jsonl").read_text() == "\n".join(lines[:2]) + "\n"
         assert len(list((folder.path / "trajectories").iterdir())) == 2
 
-
-def test_a_last_line_that_lost_only_its_end_of_line_is_kept_and_the_next_one_is_not_glued_to_it(tmp_path: Path) -> None:
-    with RunFolder.open(config(tmp_path)) as folder:
+        # A last line that lost only its end is kept, and the next one is not glued to it.
         (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
         folder.truncate_after(2)
         assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
@@ -241,10 +233,8 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
 
 
 def test_a_full_disk_before_the_first_checkpoint_promises_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(StorageFullError, match="There is no complete checkpoint yet: the next run starts over"),
-        RunFolder.open(config(tmp_path)),
-    ):
+    words = "No space left on device.*There is no complete checkpoint yet: the next run starts over"
+    with pytest.raises(StorageFullError, match=words), RunFolder.open(config(tmp_path)):
         Path("/dev/full").write_text("x")
 
 
@@ -265,8 +255,7 @@ def test_what_killed_writers_left_is_gone_when_the_run_starts_again(tmp_path: Pa
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else_is_one_clear_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(RunFolderError, match=r"can't be written: .* Choose a folder"), RunFolder.open(config(tmp_path)):
-        pass
+    refused(config(tmp_path), r"can't be written: .* Choose a folder")
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
@@ -280,13 +269,7 @@ def test_a_folder_that_may_not_be_written_is_one_clear_error(number: int) -> Non
 
 def test_an_output_folder_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "r").write_text("a file")
-    with pytest.raises(RunFolderError, match="r can't be written: File exists"), RunFolder.open(config(tmp_path)):
-        pass
-
-
-def test_the_device_that_is_always_full_is_explained_too() -> None:
-    with pytest.raises(StorageFullError, match="No space left on device"), explain_full_disk(Path("/dev/full")):
-        Path("/dev/full").write_text("x")
+    refused(config(tmp_path), "r can't be written: File exists")
 
 
 def test_a_run_is_finished_when_its_last_step_is_saved_and_exported(tmp_path: Path) -> None:
@@ -315,36 +298,23 @@ def test_a_finished_run_that_gets_more_steps_is_not_finished_before_the_model_of
         assert folder.is_finished
 
 
-def resumed(path: Path, **changed: object) -> None:
-    """Make a run with a checkpoint, and continue with another configuration."""
-    with RunFolder.open(config(path)) as folder:
-        save(folder, 2)
-    with RunFolder.open(config(path, **changed)):
-        pass
-
-
 def test_a_run_goes_on_with_other_servers_workers_and_learners_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumed(tmp_path, server__num_servers=2, rollout__num_workers=3, learner__num_learners=4)
-
-    assert "resumes with a changed server.num_servers: 1 before, 2 now" in caplog.text
-    assert len(caplog.records) == 3
-
-
-def test_another_teacher_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"distillation\.teacher: '' before, 'models/larger' now"):
-        resumed(tmp_path, distillation__teacher="models/larger")
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 2)
+    with RunFolder.open(config(tmp_path, server__num_servers=2, rollout__num_workers=3, learner__num_learners=4)):
+        assert "resumes with a changed server.num_servers: 1 before, 2 now" in caplog.text
+        assert len(caplog.records) == 3
 
 
 def test_another_learning_rate_is_refused_unless_it_is_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 2)
     new = {"learner__optimizer": {"lr": 3e-6}}
-    with pytest.raises(RunFolderError, match=r"run\.allow_changed='\[learner\.optimizer\.lr\]'"):
-        resumed(tmp_path, **new)
-
-    resumed(tmp_path / "meant", **new, run__allow_changed=("learner.optimizer.lr",))
-
-    assert "a changed learner.optimizer.lr: 1e-06 before, 3e-06 now" in caplog.text
+    refused(config(tmp_path, **new), r"run\.allow_changed='\[learner\.optimizer\.lr\]'")
+    with RunFolder.open(config(tmp_path, **new, run__allow_changed=("learner.optimizer.lr",))):
+        assert "a changed learner.optimizer.lr: 1e-06 before, 3e-06 now" in caplog.text
 
 
 def test_a_run_that_goes_on_on_another_processor_says_that_its_bits_differ(tmp_path: Path) -> None:

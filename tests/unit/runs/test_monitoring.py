@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 import yaml
 
+from rayapp.driver.group_rules import FailureBudget
+from rayapp.engine.vllm_output import EngineLoad
+from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
+from rayapp.sandbox.pool.pool import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
 from scripts.monitoring.dashboard import ROWS, dashboard, queries
 from scripts.monitoring.write import CONFIGS, files
+from support import make
 
 STEP = {
     "reward/mean": 0.5,
@@ -96,8 +101,6 @@ def test_providers_and_causes_become_labels() -> None:
 
 def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
     # The scalars of the sandbox pool, which reports by itself.
-    from rayapp.sandbox.pool.pool import PoolStats
-
     stats = PoolStats().scalars(num_leased=1, num_waiting=2)
 
     assert {"rl_sandbox_leased", "rl_sandbox_waiting", "rl_sandbox_wait_seconds"} == {
@@ -107,8 +110,6 @@ def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
 
 def test_engine_load_is_read_off_vllms_statistics() -> None:
     stats = pytest.importorskip("vllm.v1.metrics.stats")
-    from rayapp.engine.vllm_output import EngineLoad
-
     load = EngineLoad()
     logger = load.factory(None, 0)
     for _ in range(2):
@@ -275,8 +276,20 @@ def test_every_alert_has_a_fault_a_severity_and_a_runbook() -> None:
     assert all(rule["annotations"]["runbook"].startswith("1. ") for rule in rules)
 
 
-def test_alerts_name_only_metrics_that_exist() -> None:
-    known = {metric.exported for metric in METRICS}
+def test_alerts_name_only_metrics_that_a_run_reports() -> None:
+    stats = pytest.importorskip("vllm.v1.metrics.stats")
+    budget, pool, load = FailureBudget(max_ratio=1.0), PoolStats(), EngineLoad()
+    groups = [make.summary([0.0, 1.0])]
+    budget.record(groups)
+    pool.waits_s.append(2.0)
+    load.record(stats.SchedulerStats(num_running_reqs=9, num_waiting_reqs=7, kv_cache_usage=0.99), None)
+    timing = dict.fromkeys(
+        ("timing_s/step", "timing_s/train", "timing_s/weight_sync", "timing_s/checkpoint_write"), 1.0
+    )
+    step = timing | {"tracking/failed": 3.0} | summarize_step(groups, version=1) | budget.metrics()
+    provider = {f"sandbox/e2b/{name}": 1.0 for name in ("created", "failed_quota", "strays_ended")}
+    server = {f"server/vllm-server-0/{name}": value for name, value in load.scalars().items()}
+    known = reported(of_step(3, step) | pool.scalars(num_leased=8, num_waiting=3) | provider | server)
 
     for alert in ALERTS:
-        assert set(re.findall(r"ray_rl_\w+", alert.expr)) <= known
+        assert set(re.findall(r"ray_(rl_\w+)", alert.expr)) <= {name for name, _ in known}, alert.name

@@ -170,13 +170,10 @@ def test_metrics_are_one_json_line_a_step_without_what_is_not_a_number(tmp_path:
 
 def test_lines_of_metrics_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
+    assert read_metrics(file) == []
     file.write_bytes(b'{"step": 1}\n{"step": 2, "re\xff\n7\n{"reward/mean": 1}\n{"step": 2}\n{"step": 3, "rew')
 
     assert [record["step"] for record in read_metrics(file)] == [1, 2]
-
-
-def test_a_run_without_metrics_has_no_records(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_step_line_has_the_numbers_a_person_reads() -> None:
@@ -424,22 +421,17 @@ def test_the_plot_is_a_picture_of_what_was_logged(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
 
 
-def test_a_plot_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    JsonlTracker(tmp_path / "metrics.jsonl").log(1, METRICS)
-    (tmp_path / "rewards.png").mkdir()
-
-    with pytest.raises(IsADirectoryError):
-        write_reward_plot(tmp_path)
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
-
-
-def test_a_run_without_a_step_has_no_plot(tmp_path: Path) -> None:
+def test_a_run_without_a_step_has_no_plot_and_one_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     write_reward_plot(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     write_reward_plot(tmp_path)
-
     assert not (tmp_path / "rewards.png").exists()
+
+    JsonlTracker(tmp_path / "metrics.jsonl").log(1, METRICS)
+    (tmp_path / "rewards.png").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_reward_plot(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
 
 
 def test_a_run_without_signal_warns_once_and_says_so_again_when_it_ends() -> None:

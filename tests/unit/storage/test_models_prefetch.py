@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,28 +15,14 @@ from rayapp.core.errors import InputError, StorageCorruptError
 from rayapp.storage.folders import put_folder
 from rayapp.storage.models.fetch import check_remote_model, with_local_model
 from rayapp.storage.opening import open_storage
-from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from support.storage.threads import make_bucket
 
-pytest.importorskip("moto", reason="needs the development package moto[server]")
+pytestmark = pytest.mark.usefixtures("s3_environment")
 BUCKET = "models"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[MotoServer]:
-    server = MotoServer()
-    server.start()
-    make_bucket(server.url, BUCKET, KEY, SECRET, REGION)
-    yield server
-    server.kill()
-
-
-@pytest.fixture(autouse=True)
-def environment(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_REGION", REGION)
+@pytest.fixture(scope="module", autouse=True)
+def bucket(s3_server: Any) -> None:
+    s3_server.make_bucket(BUCKET)
 
 
 @pytest.fixture

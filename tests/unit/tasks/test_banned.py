@@ -79,10 +79,6 @@ def test_honest_code_is_left_alone(code: str) -> None:
     assert find_banned(code, PATTERNS) is None
 
 
-def test_nothing_is_banned_without_patterns() -> None:
-    assert find_banned("import heapq\nx = eval(input())", ()) is None
-
-
 def test_code_nested_too_deeply_to_read_counts_as_a_dynamic_lookup() -> None:
     text = " + ".join(["'a'"] * 1500)
 
@@ -108,24 +104,26 @@ def test_long_code_is_read_in_linear_time(lines: list[str]) -> None:
         assert find_banned(source, ("sorted", "os.path")) is None
 
 
-@pytest.mark.parametrize("code", ["import a.os.path.b", "import os.path.b.c.d", "from os.path.b import c"])
-def test_a_dotted_pattern_is_found_in_a_longer_import(code: str) -> None:
-    assert (find_banned(code, ("os.path",)) is None) == code.startswith("import a")
-
-
-def test_dotted_pattern_bans_that_name_and_no_other() -> None:
-    assert find_banned("import os\nos.path.join", ("os.path",)) == "os.path"
-    assert find_banned("from os import path as p", ("os.path",)) == "os.path"
-    assert find_banned("import os\nos.sep", ("os.path",)) is None
-
-
-def test_import_bans_every_import_but_no_variable_of_a_similar_name() -> None:
-    assert find_banned("from math import pi", ("import",)) == "import"
-    assert find_banned("important = 1", ("import",)) is None
-
-
-def test_code_that_does_not_parse_is_not_this_modules_verdict() -> None:
-    assert find_banned("def f(:", PATTERNS) is None
+@pytest.mark.parametrize(
+    ("code", "patterns", "found"),
+    [
+        ("import os.path.b.c.d", ("os.path",), "os.path"),
+        ("from os.path.b import c", ("os.path",), "os.path"),
+        ("import os\nos.path.join", ("os.path",), "os.path"),
+        ("from os import path as p", ("os.path",), "os.path"),
+        ("import os\nos.sep", ("os.path",), None),
+        ("import a.os.path.b", ("os.path",), None),
+        ("from math import pi", ("import",), "import"),
+        ("important = 1", ("import",), None),
+        ("def f(x, xs): return x not in xs", ("not  in",), "not  in"),
+        ("def f(x, xs):\n    for y in xs:\n        return y is x", ("in", "is not"), None),
+        ("def double(x, *args, **more): return x + x ** 1 << -1", ("*", "-", "not in"), None),
+        ("import heapq\nx = eval(input())", (), None),
+        ("def f(:", PATTERNS, None),
+    ],
+)
+def test_a_pattern_bans_what_it_names_and_nothing_else(code: str, patterns: tuple[str, ...], found: str | None) -> None:
+    assert find_banned(code, patterns) == found
 
 
 @pytest.mark.parametrize(
@@ -143,15 +141,6 @@ def test_code_that_does_not_parse_is_not_this_modules_verdict() -> None:
 )
 def test_a_banned_operator_is_found_however_it_is_written(code: str) -> None:
     assert find_banned(code, ("*",)) == "*"
-
-
-def test_a_banned_operator_leaves_others_and_unpacking_alone() -> None:
-    assert find_banned("def double(x, *args, **more): return x + x ** 1 << -1", ("*", "-", "not in")) is None
-
-
-def test_operators_of_words_are_found() -> None:
-    assert find_banned("def f(x, xs): return x not in xs", ("not  in",)) == "not  in"
-    assert find_banned("def f(x, xs):\n    for y in xs:\n        return y is x", ("in", "is not")) is None
 
 
 @pytest.mark.parametrize("pattern", ["", "a b", "sorted()", "(", "x..y", "for", "lambda", "True", "not not"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from rayapp.tasks.data.downloads import OwnColumns
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.rows import extract_solution, geometry3k_row, gsm8k_row
 from scripts.problems import FOLDER
-from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -184,23 +182,10 @@ def test_the_command_refuses_other_data_sets(tmp_path: Path, capsys: pytest.Capt
     assert "Choose one of gsm8k, geometry3k" in capsys.readouterr().err
 
 
-@pytest.fixture
-def server() -> Iterator[MotoServer]:
-    pytest.importorskip("moto", reason="needs the development package moto[server]")
-    server = MotoServer()
-    server.start()
-    yield server
-    server.kill()
-
-
 async def test_data_is_written_to_and_read_from_s3(
-    server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYAPP_S3_PRESET", "minio")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_REGION", REGION)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     job = Preparation(name="gsm8k", source=str(FOLDER), out="s3://datasets/gsm8k", limit=5)
     with pytest.raises(StorageBucketError):
         await prepare(job)

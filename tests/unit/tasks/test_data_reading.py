@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -297,20 +296,6 @@ def test_rows_with_images_are_refused_for_a_model_for_text_and_empty_columns_of_
         open_now([with_images([], [image])], tmp_path, ReadOptions(), encode=encode)
 
     assert numbers(open_now([with_images([], None)], tmp_path, ReadOptions(shuffle=False), encode=encode), 2) == [0, 1]
-
-
-def test_the_guides_way_out_makes_rows_with_images_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    (way_out,) = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "images" in code]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "geometry3k").mkdir(parents=True)
-    rows = [verl_row(0) | {"images": [{"bytes": b"png", "path": None}]}, verl_row(1) | {"images": []}]
-    pq.write_table(pa.Table.from_pylist(rows), "data/geometry3k/train.parquet")
-
-    exec(way_out, {})
-
-    options = ReadOptions(shuffle=False)
-    assert numbers(open_now(["data/text_only.parquet"], tmp_path, options, encode=encode), 2) == [0, 1]
 
 
 def any_row(**change: Any) -> dict[str, Any]:

@@ -21,58 +21,43 @@ from support.timing import takes_at_most_s
 PREFILL = "```python\ndef f(xs):"
 
 
-def test_prefilled_answer_is_the_signature_and_the_completion_up_to_the_closing_fence() -> None:
-    completion = "\n    return xs\n```\nThis function returns its argument."
-
-    assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return xs\n"
-
-
-def test_prose_in_a_prefill_above_its_fence_is_no_code() -> None:
-    assert extract_code("\n    return 1\n", "f", prefill=f"Here it is:\n{PREFILL}") == "def f(xs):\n    return 1\n"
-
-
-def test_text_and_example_calls_after_the_function_are_cut() -> None:
-    completion = "\n    return 1\n\nThis returns one.\nprint(f(2))\n"
-
-    assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return 1\n"
-
-
-def test_definitions_after_the_function_are_kept_because_it_may_call_them() -> None:
-    completion = "\n    return g(xs)\n\nprint(f(1))\n\n@cached\ndef g(x):\n    return x\n\nf(2)\n"
-
-    code = extract_code(completion, "f", prefill=PREFILL)
-
-    assert code == "def f(xs):\n    return g(xs)\n\n\n@cached\ndef g(x):\n    return x\n"
+@pytest.mark.parametrize(
+    ("completion", "body"),
+    [
+        ("\n    return 1\n\nThis returns one.\nprint(f(2))\n", "return 1\n"),
+        # Definitions are kept because the function may call them.
+        (
+            "\n    return g(xs)\n\nprint(f(1))\n\n@cached\ndef g(x):\n    return x\n\nf(2)\n",
+            "return g(xs)\n\n\n@cached\ndef g(x):\n    return x\n",
+        ),
+        ("\n    for x in xs:\n        total = (x +", "for x in xs:\n        total = (x +\n"),
+        ("\r\n    return 1\r\n```", "return 1\n"),
+        # 3000 lines, each a place where a cut could be made, none of which parses.
+        ("\n    return (\n" + "x = = 1\n" * 3000, "return (\n"),
+    ],
+    ids=["prose", "definitions", "cut off by the token limit", "carriage returns", "hostile length"],
+)
+def test_a_prefilled_answer_is_the_signature_and_the_function_without_what_follows(completion: str, body: str) -> None:
+    for prefill in (PREFILL, f"Here it is:\n{PREFILL}"):
+        assert extract_code(completion, "f", prefill=prefill) == f"def f(xs):\n    {body}"
 
 
-def test_body_cut_off_by_the_token_limit_stays_broken() -> None:
-    code = extract_code("\n    for x in xs:\n        total = (x +", "f", prefill=PREFILL)
-
-    assert code == "def f(xs):\n    for x in xs:\n        total = (x +\n"
-
-
-def test_last_python_block_that_defines_the_function_wins() -> None:
-    completion = (
-        "First:\n```python\ndef f(x):\n    return 1\n```\nBetter:\n```py\ndef f(x):\n    return 2\n```\n"
-        "Run it:\n```bash\npython f.py\n```\nand\n```python\nprint(f(3))\n```\n"
-    )
-
-    assert extract_code(completion, "f") == "def f(x):\n    return 2\n"
-
-
-def test_block_in_another_language_is_no_answer() -> None:
-    assert extract_code("```javascript\ndef f(x): pass\n```", "f") is None
-
-
-def test_indented_block_of_a_list_item_is_dedented() -> None:
-    assert (
-        extract_code("1. So:\n\n   ```python\n   def f(x):\n       return 1\n   ```\n", "f")
-        == "def f(x):\n    return 1\n"
-    )
-
-
-def test_unclosed_block_goes_to_the_end() -> None:
-    assert extract_code("```python\ndef f(x):\n    return 1", "f") == "def f(x):\n    return 1\n"
+@pytest.mark.parametrize(
+    "completion",
+    [
+        (
+            "First:\n```python\ndef f(x):\n    return 2\n```\nBetter:\n```py\ndef f(x):\n    return 1\n```\n"
+            "Run it:\n```bash\npython f.py\n```\nand\n```python\nprint(f(3))\n```\n"
+        ),
+        "1. So:\n\n   ```python\n   def f(x):\n       return 1\n   ```\n",
+        "```python\ndef f(x):\n    return 1",
+        "from the list we go\ndef f(x):\n    return 1\n",
+        "def f(x):\n    return 1\n```\nDone.",
+    ],
+    ids=["last of several blocks", "in a list item", "unclosed", "after prose like code", "only closed"],
+)
+def test_the_function_is_found(completion: str) -> None:
+    assert extract_code(completion, "f") == "def f(x):\n    return 1\n"
 
 
 def test_code_without_a_fence_is_found_between_prose() -> None:
@@ -81,17 +66,12 @@ def test_code_without_a_fence_is_found_between_prose() -> None:
     assert extract_code(completion, "f") == "import math\n\ndef f(x):\n    return math.pi\n"
 
 
-def test_prose_that_begins_like_code_is_skipped() -> None:
-    assert extract_code("from the list we go\ndef f(x):\n    return 1\n", "f") == "def f(x):\n    return 1\n"
-
-
-@pytest.mark.parametrize("completion", ["", "I can't do that.", "```python\ndef g(x): pass\n```", "define f(x)"])
+@pytest.mark.parametrize(
+    "completion",
+    ["", "I can't do that.", "```python\ndef g(x): pass\n```", "define f(x)", "```javascript\ndef f(x): pass\n```"],
+)
 def test_completion_without_the_function_has_no_code(completion: str) -> None:
     assert extract_code(completion, "f") is None
-
-
-def test_carriage_returns_are_line_ends() -> None:
-    assert extract_code("\r\n    return 1\r\n```", "f", prefill=PREFILL) == "def f(xs):\n    return 1\n"
 
 
 def test_column_zero_text_in_a_string_does_not_end_the_function() -> None:
@@ -115,13 +95,6 @@ def test_honest_function_survives_whatever_follows_its_fence(tail: str) -> None:
 
     assert code == "def f(xs):\n    return xs\n"
     assert isinstance(ast.parse(code).body[0], ast.FunctionDef)
-
-
-def test_hostile_length_costs_little() -> None:
-    # 3000 lines, each a place where a cut could be made, none of which parses.
-    completion = "\n    return (\n" + "x = = 1\n" * 3000
-
-    assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return (\n"
 
 
 @pytest.mark.parametrize(
@@ -274,10 +247,6 @@ def test_tags_in_strings_of_the_code_are_no_thoughts() -> None:
     source = "def f(x):\n    return re.sub(r'<think>(.*?)</think>', '', x.split(\"</think>\")[-1])\n"
 
     assert extract_code(f"```python\n{source}```", "f") == source
-
-
-def test_code_that_only_closes_a_fence_is_found() -> None:
-    assert extract_code("def f(x):\n    return 1\n```\nDone.", "f") == "def f(x):\n    return 1\n"
 
 
 @pytest.fixture(name="many_switches")

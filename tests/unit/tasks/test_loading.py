@@ -162,27 +162,6 @@ def test_shipped_task_has_many_different_tests(name: str) -> None:
     assert any(isinstance(xs := case.args[0], list) and any(x < 0 for x in xs) for case in cases), "negatives"
 
 
-def indented_blocks(document: str) -> list[str]:
-    """The code blocks of a page, dedented."""
-    import textwrap
-
-    blocks: list[list[str]] = [[]]
-    for line in document.splitlines():
-        if line.startswith("    ") or (not line and blocks[-1]):
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    return [textwrap.dedent("\n".join(block)).strip() for block in blocks if block]
-
-
-@pytest.mark.parametrize(("marker", "name"), [("func_name: ", "count_vowels.yaml"), ("TASK = ", "add.py")])
-def test_example_of_the_docs_loads(tmp_path: Path, marker: str, name: str) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
-    [example] = [block for block in indented_blocks(page) if marker in block]
-
-    assert load_task(write(tmp_path, example, name)).name == Path(name).stem
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

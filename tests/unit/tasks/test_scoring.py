@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pytest
@@ -83,34 +84,18 @@ async def test_right_answers_to_every_test_are_worth_one() -> None:
     assert reward.terms == {"pass_rate": 1.0, "solved": 1.0, "raised_rate": 0.0}
 
 
-async def test_reward_is_the_share_of_tests_passed() -> None:
-    first, *_ = expected()
-
-    # 1 of 4 right.
-    reward = await score(ScriptedSandboxes([first, 0, 0, 0]))
-
-    assert reward.value == reward.terms["pass_rate"] == 0.25
-    assert reward.terms["solved"] == 0.0
-
-
-async def test_call_that_raises_is_one_failed_test() -> None:
+async def test_reward_is_the_share_of_tests_passed_and_the_first_failed_one_is_told() -> None:
     first, second, third, _ = expected()
 
-    reward = await score(ScriptedSandboxes([first, second, third, IndexError("list index out of range")]))
+    wrong = await score(ScriptedSandboxes([first, "no", second, second]))
+    raised = await score(ScriptedSandboxes([first, second, third, IndexError("list index out of range")]))
+    floats = await score(ScriptedSandboxes([float(cast(int, value)) for value in expected()]))
 
-    assert (reward.value, reward.status) == (0.75, "scored")
-    assert reward.terms["raised_rate"] == 0.25
-    assert reward.detail.startswith("test 4 of 4: input ")
-    assert ": raised list index out of range, expected " in reward.detail
-
-
-async def test_the_first_failed_test_is_told_with_input_output_and_what_was_expected() -> None:
-    first, second, *_ = expected()
-
-    reward = await score(ScriptedSandboxes([first, "no", second, second]))
-
-    assert reward.detail.startswith("test 2 of 4: input ")
-    assert reward.detail.endswith(f": got 'no', expected {second}")
+    assert wrong.value == wrong.terms["pass_rate"] == 0.25
+    assert re.fullmatch(rf"test 2 of 4: input .*: got 'no', expected {second}", wrong.detail)
+    assert (raised.value, raised.status, raised.terms["raised_rate"]) == (0.75, "scored", 0.25)
+    assert re.match(r"test 4 of 4: input .*: raised list index out of range, expected ", raised.detail)
+    assert (floats.value, floats.terms["solved"]) == (0.0, 0.0), "values of another type"
 
 
 async def test_a_long_or_endless_value_is_told_in_short() -> None:
@@ -124,10 +109,7 @@ async def test_a_long_or_endless_value_is_told_in_short() -> None:
 
 
 async def test_a_syntax_error_is_told_with_its_line() -> None:
-    reward = await score(ScriptedSandboxes([]), "def f(:\n    return 1\n")
-
-    assert reward.status == "syntax_error"
-    assert "line 1" in reward.detail
+    assert "line 1" in (await score(ScriptedSandboxes(), "def f(:\n    return 1\n")).detail
 
 
 async def test_function_that_raises_on_every_call_is_an_error() -> None:
@@ -137,12 +119,6 @@ async def test_function_that_raises_on_every_call_is_an_error() -> None:
     assert reward.detail.startswith("every call failed: test 1 of 4: input ")
     assert ": raised no, expected " in reward.detail
     assert reward.terms["raised_rate"] == 1.0
-
-
-async def test_values_of_another_type_do_not_pass() -> None:
-    reward = await score(ScriptedSandboxes([float(cast(int, value)) for value in expected()]))
-
-    assert reward.value == 0.0
 
 
 async def test_definition_that_raises_is_an_error() -> None:
@@ -188,15 +164,6 @@ async def test_answer_without_the_function_has_no_code() -> None:
     assert (reward.value, reward.status) == (-1.0, "no_code")
 
 
-async def test_expected_values_never_enter_the_sandbox() -> None:
-    task = TASK.model_copy(update={"tests": ("1000003",), "reference": "x * 7"})
-    sandboxes = ScriptedSandboxes([0])
-
-    await task.score(prompt(), GOOD, cast(SandboxSource, sandboxes), seed=0)
-
-    assert sandboxes.calls == [("def double(x):\n    return 2 * x\n", "double", [(1000003,)])]
-
-
 async def test_sandbox_that_fails_is_replaced_once() -> None:
     sandboxes = ScriptedSandboxes(SandboxGoneError("it died"), expected())
 
@@ -206,20 +173,20 @@ async def test_sandbox_that_fails_is_replaced_once() -> None:
     assert len(sandboxes.specs) == 2
 
 
-async def test_second_failure_of_the_sandbox_gives_no_verdict() -> None:
-    sandboxes = ScriptedSandboxes(SandboxGoneError("it died"), SandboxUnavailableError("none left"), expected())
-
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ((SandboxGoneError("it died"), SandboxUnavailableError("none left")), "sandbox_unavailable"),
+        ((expected()[:3], expected()[:3]), "sandbox_protocol"),
+    ],
+    ids=["unavailable", "results missing"],
+)
+async def test_second_failure_of_the_sandbox_gives_no_verdict(script: tuple[Any, ...], kind: str) -> None:
+    sandboxes = ScriptedSandboxes(*script, expected())
     reward = await score(sandboxes)
 
-    assert (reward.valid, reward.failure_kind, reward.detail) == (False, "sandbox_unavailable", "none left")
-    assert reward.terms == {}
+    assert (reward.valid, reward.failure_kind, reward.terms) == (False, kind, {})
     assert len(sandboxes.specs) == 2
-
-
-async def test_missing_results_are_the_sandboxs_failure_not_the_policys() -> None:
-    reward = await score(ScriptedSandboxes(expected()[:3], expected()[:3]))
-
-    assert (reward.valid, reward.failure_kind) == (False, "sandbox_protocol")
 
 
 async def test_sandbox_that_can_never_work_stops_the_run() -> None:
@@ -227,11 +194,13 @@ async def test_sandbox_that_can_never_work_stops_the_run() -> None:
         await score(ScriptedSandboxes(SandboxConfigError("wrong key")))
 
 
-async def test_task_asks_for_a_sandbox_with_its_packages() -> None:
-    sandboxes = ScriptedSandboxes(expected())
+async def test_a_sandbox_has_the_tasks_packages_and_never_the_expected_values() -> None:
+    task = TASK.model_copy(update={"tests": ("1000003",), "reference": "x * 7"})
+    sandboxes = ScriptedSandboxes([0])
 
-    await score(sandboxes)
+    await task.score(prompt(), GOOD, cast(SandboxSource, sandboxes), seed=0)
 
+    assert sandboxes.calls == [("def double(x):\n    return 2 * x\n", "double", [(1000003,)])]
     assert sandboxes.specs == [SandboxSpec(packages=("numpy",))]
 
 
@@ -259,22 +228,17 @@ def render(**changes: object) -> Prompt:
     return TASK.model_copy(update=changes).render(cast(Tokenizer, PlainTokenizer()))
 
 
-def test_prefilled_chat_ends_in_the_signature_with_no_newline() -> None:
+def test_a_prefilled_chat_ends_in_the_signature_with_no_newline_and_a_bare_one_begins_no_answer() -> None:
     rendered = render(system="Be brief.")
 
     answer = "```python\ndef double(x):"
     assert rendered.text == f"<system>Be brief.\n<user>Write double(x).\n<assistant>{answer}"
-    assert rendered.prefill == answer
-    assert rendered.stop == ("```",)
+    assert (rendered.prefill, rendered.stop) == (answer, ("```",))
     assert rendered.token_ids.dtype == np.int32
     assert rendered.token_ids.tolist() == [ord(letter) for letter in rendered.text]
-
-
-def test_bare_chat_begins_no_answer() -> None:
-    rendered = render(prompt_format="chat")
-
-    assert rendered.text.endswith("<assistant>")
-    assert (rendered.prefill, rendered.stop) == ("", ())
+    bare = render(prompt_format="chat")
+    assert bare.text.endswith("<assistant>")
+    assert (bare.prefill, bare.stop) == ("", ())
 
 
 def test_completion_is_the_prompt_itself_with_the_tokenizers_own_first_token() -> None:

@@ -57,9 +57,10 @@ async def of_task(sandboxes: SandboxSource, runs: int = 2, **changes: Any) -> Fo
 
 async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
     found = await of_task(sandboxes, files={"notes.txt": "Twice means two times."}, demonstrations=[SOLUTION])
+    f: dict[str, Any] = {"prompt": "Write f(x), which returns twice x.", "func_name": "f", "signature": "def f(x):"}
 
     (report,) = found.reports
-    assert found.said == []
+    assert found.said == (await of_task(sandboxes, **f)).said == []
     assert (report.nothing, report.solution, report.trivial, report.cheats) == (0.0, "2/2", 0.0, "0/16")
 
 
@@ -106,21 +107,17 @@ async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxe
 
 
 async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: SandboxSource) -> None:
-    guessed, sound = (
-        GeneratedTask(name="sums", prompt=f"{n} + 1?", answer=str(n + 1), options="{}", index=n, is_compared=True)
-        for n in (0, 6570)
+    guessed, sound, unanswered = (
+        GeneratedTask(name=name, prompt=f"{n} + 1?", answer=answer, options="{}", index=n, is_compared=True)
+        for name, n, answer in (("sums", 0, "1"), ("sums", 6570, "6571"), ("boxes", 3, None))
     )
-    found = await audited(sandboxes, *map(task_subject, (guessed, sound)))
+
+    found = await audited(sandboxes, *map(task_subject, (guessed, sound, unanswered)))
 
     assert found.said == ["trivial: `the answer 1` earns 1.00, more than 0.5"]
-    assert [(report.task, report.solution) for report in found.reports] == [("sums[0]", "2/2"), ("sums[6570]", "2/2")]
-
-
-async def test_a_generated_problem_without_an_answer_of_its_own_has_no_solution(sandboxes: SandboxSource) -> None:
-    task = GeneratedTask(name="boxes", prompt="Move?", answer=None, options="{}", index=0, is_compared=True)
-
-    (report,) = (await audited(sandboxes, task_subject(task))).reports
-    assert (report.solution, report.findings) == ("none", ())
+    assert [(report.task, report.solution) for report in found.reports] == [
+        ("sums[0]", "2/2"), ("sums[6570]", "2/2"), ("boxes[3]", "none"),
+    ]  # fmt: skip
 
 
 async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
@@ -211,12 +208,6 @@ async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
 )
 async def test_a_short_solution_in_the_prompt_is_told_white_space_aside(prompt: str, is_told: bool) -> None:
     assert holds_expression(prompt, "x ** 3") is is_told
-
-
-async def test_a_function_of_one_letter_is_no_finding(sandboxes: SandboxSource) -> None:
-    f: dict[str, Any] = {"prompt": "Write f(x), which returns twice x.", "func_name": "f", "signature": "def f(x):"}
-
-    assert (await of_task(sandboxes, **f)).said == []
 
 
 ORACLE = """

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,28 +92,6 @@ def test_a_tag_that_moves_is_another_image(store: Store, folder: Path) -> None:
     assert len(store.images()) == 2
 
 
-def test_two_pulls_share_one_download(store: Store, folder: Path) -> None:
-    go = threading.Event()
-    stub = RegistryStub(folder, wait=go)
-    with stub.running() as host, ThreadPoolExecutor(3) as threads:
-        pulls = [threads.submit(taken, store, f"{host}/name:1") for _ in range(3)]
-        while not stub.asked:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        go.set()
-        found = [each.result() for each in pulls]
-
-    assert found[0] == found[1] == found[2]
-    assert (
-        max(
-            count
-            for name, count in stub.asked.items()
-            if (folder / "blobs" / name.replace(":", "/")).stat().st_size > 9999
-        )
-        == 1
-    )
-
-
 def test_two_processes_that_pull_an_image_share_one_download(store: Store, folder: Path) -> None:
     stub = RegistryStub(folder, wait=threading.Event())
     with stub.running() as host:
@@ -125,7 +102,6 @@ def test_two_processes_that_pull_an_image_share_one_download(store: Store, folde
         assert stub.wait is not None
         stub.wait.set()
         assert [child.wait(60) for child in children] == [0, 0]
-
     largest = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
     assert stub.asked[f"sha256:{largest.name}"] == 1
     assert len(store.images()) == 1

@@ -262,22 +262,15 @@ async def test_a_pair_that_fails_is_left_out_and_a_response_without_any_pair_has
 async def test_a_judge_that_fails_costs_the_reward_and_is_never_a_zero(
     desk: Any, said: str, failures: list[Any], kind: str
 ) -> None:
-    async with desk() as at:
+    async with desk(input_price=1.0) as at:
         at.stub.said = said
         at.stub.failures.extend(failures)
         reward = await at.score("abc")
 
     assert (reward.valid, reward.failure_kind, reward.status) == (False, kind, "invalid")
     assert reward.terms["judged/failed"] == 1.0
+    assert not said or reward.terms["judged/dollars"] == pytest.approx(1e-4), "prose costs what it costs"
     assert "quality" in reward.detail
-
-
-async def test_prose_costs_what_it_costs(desk: Any) -> None:
-    async with desk(input_price=1.0) as at:
-        at.stub.said = "no"
-        reward = await at.score("abc")
-
-    assert reward.terms["judged/dollars"] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize(("temperature", "num_asked"), [(None, 2), (0.7, 2), (0.0, 1)])
@@ -325,24 +318,17 @@ async def test_a_judge_without_weight_is_recorded_and_its_failure_costs_nothing(
     assert "judge/quality" not in failed.terms
 
 
-async def test_what_may_pass_is_tried_again(desk: Any) -> None:
-    async with desk(max_retries=2) as at:
-        at.stub.failures.extend([(503, "busy", {"Retry-After": "0.01"}), (429, "slowly", {"Retry-After": "0.01"})])
-        reward = await at.score("abc")
-
-    assert reward.valid
-    assert len(at.stub.bodies) == 3
-
-
-async def test_after_retry_after_nobody_of_the_process_asks_before_its_time(desk: Any) -> None:
+async def test_what_may_pass_is_tried_again_by_nobody_of_the_process_before_its_time(desk: Any) -> None:
     loop = asyncio.get_running_loop()
-    async with desk(max_concurrent=4) as at:
-        at.stub.failures.append((429, "slowly", {"Retry-After": "0.2"}))
+    async with desk(max_retries=2, max_concurrent=4) as at:
+        at.stub.failures.extend([(503, "busy", {"Retry-After": "0.01"}), (429, "slowly", {"Retry-After": "0.2"})])
         began = loop.time()
-        await at.score("abc")
+        reward = await at.score("abc")
         await at.score("abcd")
         took_s = loop.time() - began
 
+    assert reward.valid
+    assert len(at.stub.bodies) == 4
     assert took_s >= 0.2
 
 
@@ -381,16 +367,11 @@ async def test_no_response_gives_the_judge_orders(desk: Any, text: str) -> None:
     async with desk() as at:
         at.stub.grade = lambda response: 1.0
         reward = await at.score(text)
-
-    assert reward.terms["judge/quality"] == 0.1
-
-
-@pytest.mark.parametrize("text", INJECTIONS)
-async def test_no_response_of_a_pair_gives_the_judge_orders(desk: Any, text: str) -> None:
     async with desk(kind="pairwise") as at:
         at.stub.grade = lambda response: 0.0 if "GIVE" in response or "scores" in response else 1.0
         rewards = await at.compare(text, "honest")
 
+    assert reward.terms["judge/quality"] == 0.1
     assert [reward.terms["judge/quality"] for reward in rewards] == [0.0, 1.0]
 
 

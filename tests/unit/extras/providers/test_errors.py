@@ -25,16 +25,11 @@ def test_what_no_second_try_can_mend_stops_with_what_to_check(wording: Wording, 
     assert f"Check {wording.to_check}" in str(error)
 
 
+RETRIED = {429: SandboxRateLimitError, 409: SandboxUnavailableError, 502: SandboxUnavailableError}
+
+
 @BOTH
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (429, SandboxRateLimitError),
-        (409, SandboxUnavailableError),
-        (502, SandboxUnavailableError),
-        (302, SandboxProtocolError),
-    ],
-)
+@pytest.mark.parametrize(("status", "kind"), [*RETRIED.items(), (302, SandboxProtocolError)])
 def test_everything_else_may_be_tried_again(wording: Wording, status: int, kind: type[SandboxError]) -> None:
     assert type(error_of_status(status, "busy", wording)) is kind
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import pickle
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -29,34 +29,24 @@ from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import get_folder, put_folder, read_manifest
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import MIB, S3Settings, Transfer
-from support.ports import free_port
 from support.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen
 from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 
-pytest.importorskip("moto", reason="needs the development package moto[server]")
 # 5 MiB is the smallest part that S3 takes: 17 MiB make three whole parts and a short one.
 TRANSFER = Transfer(part_bytes=5 * MIB, num_parallel=3, max_attempts=3, connect_timeout_s=5, read_timeout_s=30)
 BIG_BYTES = 17 * MIB
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[MotoServer]:
-    server = MotoServer()
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-async def bucket(server: MotoServer, request: pytest.FixtureRequest) -> str:
+def bucket(s3_server: MotoServer, request: pytest.FixtureRequest) -> str:
     name = f"b-{hashlib.md5(request.node.name.encode()).hexdigest()[:12]}"
-    await make_bucket(server.url, name)
+    s3_server.make_bucket(name)
     return name
 
 
 @pytest.fixture
-async def proxy(server: MotoServer) -> AsyncIterator[FaultyProxy]:
-    async with FaultyProxy(server.url) as proxy:
+async def proxy(s3_server: MotoServer) -> AsyncIterator[FaultyProxy]:
+    async with FaultyProxy(s3_server.url) as proxy:
         yield proxy
 
 
@@ -76,11 +66,6 @@ def big(tmp_path: Path) -> Path:
 def settings(url: str, **changes: object) -> S3Settings:
     known = {"endpoint_url": url, "region": REGION, "access_key_id": KEY, "secret_access_key": SECRET}
     return S3Settings(**{**known, "addressing_style": "path", "transfer": TRANSFER, **changes})  # type: ignore[arg-type]
-
-
-async def make_bucket(url: str, name: str) -> None:
-    async with s3_client(settings(url)) as client:
-        await client.create_bucket(Bucket=name)
 
 
 def first(fault: Fault, times: int = 1, *, of: str = "") -> Plan:
@@ -208,10 +193,10 @@ async def test_damage_on_the_way_or_at_rest_is_refused_and_leaves_no_file(
 
 
 async def test_an_object_replaced_by_another_program_is_refused(
-    storage: Storage, server: MotoServer, bucket: str, tmp_path: Path
+    storage: Storage, s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
     written = await storage.put_bytes(b"right", "a")
-    async with s3_client(settings(server.url)) as client:
+    async with s3_client(settings(s3_server.url)) as client:
         await client.put_object(Bucket=bucket, Key="run/a", Body=b"wrong")
 
     with pytest.raises(StorageCorruptError, match=r"SHA-256 is .*, not"):
@@ -248,8 +233,8 @@ async def test_a_full_storage_is_named(storage: Storage, proxy: FaultyProxy) -> 
         await storage.put_bytes(b"x", "a")
 
 
-async def test_a_missing_bucket_is_named_whatever_is_asked(server: MotoServer, tmp_path: Path) -> None:
-    async with open_storage("s3://not-there/x", settings=settings(server.url)) as storage:
+async def test_a_missing_bucket_is_named_whatever_is_asked(s3_server: MotoServer, tmp_path: Path) -> None:
+    async with open_storage("s3://not-there/x", settings=settings(s3_server.url)) as storage:
         for request in (storage.check(), storage.get_file("a", tmp_path / "a"), storage.put_bytes(b"x", "a")):
             with pytest.raises(StorageBucketError, match="no bucket 'not-there'"):
                 await request
@@ -262,19 +247,11 @@ async def test_a_missing_object_is_named(storage: Storage, tmp_path: Path) -> No
         await storage.get_file("nothing", tmp_path / "a")
 
 
-async def test_a_server_that_is_not_there_is_unreachable() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-
-    async with open_storage("s3://bucket/x", settings=settings(url)) as storage:
-        with pytest.raises(StorageUnreachableError, match=url):
-            await storage.check()
-
-
 async def test_a_server_killed_in_the_middle_leaves_the_file_and_a_new_start_succeeds(big: Path) -> None:
     server = MotoServer()
     server.start()
     try:
-        await make_bucket(server.url, "bucket")
+        server.make_bucket("bucket")
         async with FaultyProxy(server.url) as proxy:
 
             def kill_at_third_part(seen: Seen) -> Fault | None:
@@ -291,7 +268,7 @@ async def test_a_server_killed_in_the_middle_leaves_the_file_and_a_new_start_suc
 
                 # The restarted server has neither the bucket nor the parts.
                 server.start()
-                await make_bucket(server.url, "bucket")
+                server.make_bucket("bucket")
                 proxy.plan = lambda _: None
                 written = await storage.put_file(big, "big.bin")
 

@@ -120,6 +120,7 @@ def test_times_are_those_that_the_worker_noted() -> None:
     assert (found["sandbox"].start_s, found["sandbox"].end_s) == (1002.25, 1002.75)
     # 1004 + 0.5 queued + 1.5 generating, and then 0.25 scoring
     assert (found["score"].start_s, found["rollout"].end_s) == (1006.0, 1006.25)
+    assert chosen_rollouts(1, [group(trajectory())], 1.0, seed=0) == (), "one that never spoke is not traced"
 
 
 def test_failures_stand_where_they_happened() -> None:
@@ -141,10 +142,6 @@ def test_the_share_that_is_traced_is_as_configured_and_the_same_every_time() -> 
     assert [one.key for one in chosen] != [one.key for one in chosen_rollouts(1, groups, 0.2, seed=1)]
     assert len(chosen_rollouts(1, groups, 1.0, seed=0)) == 1000
     assert chosen_rollouts(1, groups, 0.0, seed=0) == ()
-
-
-def test_a_trajectory_that_never_spoke_is_not_traced() -> None:
-    assert chosen_rollouts(1, [group(trajectory())], 1.0, seed=0) == ()
 
 
 def test_traces_that_nobody_takes_are_bounded() -> None:
@@ -221,30 +218,20 @@ def test_mlflows_own_client_reads_a_trace_for_each_rollout(mlflow_run: Config) -
 
 
 @pytest.mark.slow
-def test_a_step_that_is_taken_again_replaces_its_traces(mlflow_run: Config) -> None:
-    from mlflow.tracking import MlflowClient
-
-    for _ in range(2):
-        write(mlflow_run, 9, group(TWO_TURNS))
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{(mlflow_run.run_folder / 'mlflow.db').resolve()}")
-    experiment = client.get_experiment_by_name("tools")
-    (trace,) = client.search_traces(locations=[experiment.experiment_id])
-    assert len(trace.data.spans) == 9
-
-
-@pytest.mark.slow
-def test_texts_that_a_hostile_policy_writes_come_back_readable(mlflow_run: Config) -> None:
+def test_a_step_taken_again_replaces_its_traces_and_hostile_texts_come_back_readable(mlflow_run: Config) -> None:
     from mlflow.tracking import MlflowClient
 
     bad = "\x00 \udc80 \u202e <script>alert(1)</script> \U0001f4a5 ' ; drop table traces"
     call = CallRecord(name=bad, arguments=bad, output=bad, failure=bad, started_at_s=1001.0)
-    write(mlflow_run, 1, group(trajectory(turn(2, 4, 1000.0, call))))
+    for step, one in ((9, TWO_TURNS), (9, TWO_TURNS), (10, trajectory(turn(2, 4, 1000.0, call)))):
+        write(mlflow_run, step, group(one))
 
     client = MlflowClient(tracking_uri=f"sqlite:///{(mlflow_run.run_folder / 'mlflow.db').resolve()}")
     experiment = client.get_experiment_by_name("tools")
-    (trace,) = client.search_traces(locations=[experiment.experiment_id])
-    (tool,) = (span for span in trace.data.spans if span.span_type == "TOOL")
+    found = client.search_traces(locations=[experiment.experiment_id])
+    spans = {trace.info.tags["step"]: trace.data.spans for trace in found}
+    assert (len(found), len(spans["9"])) == (2, 9)
+    (tool,) = (span for span in spans["10"] if span.span_type == "TOOL")
     # Characters that no database can hold are escaped.
     readable = bad.replace("\0", r"\x00").replace("\udc80", r"\udc80")
     assert (tool.inputs, tool.outputs) == ({"text": readable}, {"text": readable})

@@ -189,12 +189,6 @@ def test_the_configuration_is_flat_for_services() -> None:
     assert flat["train.num_steps"] == "100"
 
 
-def test_an_id_is_kept_for_each_service(tmp_path: Path) -> None:
-    assert remembered_id(tmp_path, "a", lambda: "1") == "1"
-    assert remembered_id(tmp_path, "b", lambda: "2") == "2"
-    assert remembered_id(tmp_path, "a", lambda: pytest.fail("it is known")) == "1"
-
-
 def test_two_services_that_store_their_ids_at_once_are_both_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,17 +89,10 @@ def test_a_vllm_server_is_one_of_the_runs_own(tmp_path: Path) -> None:
 
 async def test_rewards_are_called_as_trl_does_and_weighed(tmp_path: Path) -> None:
     run = translated(tmp_path, {"reward_weights": [1.0, 0.5], "max_steps": 2})
-    row = pq.read_table(run.config.tasks[0]).to_pylist()[3]
-    with giving(run.objects):
-        custom = CustomReward(path=run.config.reward.custom, timeout_s=30.0)
 
-    async def scored(text: str) -> dict[str, float]:
-        return await custom(data_source="trl", solution_str=text, ground_truth="", extra_info=row["extra_info"])
-
-    with giving(run.objects):
-        assert await scored("4") == {"right": 1.0, "short": 1.0, "score": 1.5}
-        assert await scored("well, it is 4") == {"right": 1.0, "score": 1.0}, "None adds nothing, as in TRL"
-        assert (await scored("5"))["score"] == 0.5
+    assert await score_of(run, "4", 3) == {"right": 1.0, "short": 1.0, "score": 1.5}
+    assert await score_of(run, "well, it is 4", 3) == {"right": 1.0, "score": 1.0}, "None adds nothing, as in TRL"
+    assert (await score_of(run, "5", 3))["score"] == 0.5
 
 
 class Game:

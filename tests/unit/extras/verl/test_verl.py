@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,88 @@ def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> 
     assert config.rollout.num_workers == 1, "verl's default is 8, whatever the machine"
 
 
-def test_a_share_of_the_traces_is_that_of_verls_workers(seed_yaml: Path) -> None:
-    config = imported(seed_yaml, "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=1").config
+SHORT = {
+    "ROLLOUT": "actor_rollout_ref.rollout", "ACTOR": "actor_rollout_ref.actor", "MODEL": "actor_rollout_ref.model",
+    "TURNS": "actor_rollout_ref.rollout.multi_turn", "CORRECTION": "algorithm.rollout_correction",
+    "GROUPS": "algorithm.filter_groups",
+}  # fmt: skip
+MEANINGS: list[tuple[str, dict[str, Any]]] = [
+    # 1 prompt of each of verl's 8 workers, of 16 prompts
+    ("ROLLOUT.trace.max_samples_per_step_per_worker=1", {"tracking.trace_ratio": 0.5}),
+    # The seed's batch has 2 mini-batches, and verl's scheduler steps once for both.
+    ("ACTOR.optim.lr_warmup_steps=3", {"learner.optimizer.warmup_steps": 6}),
+    ("ACTOR.optim.lr_warmup_steps=0 ACTOR.optim.lr_warmup_steps_ratio=0.25 trainer.total_training_steps=10",
+     {"learner.optimizer.warmup_steps": 4}),
+    ("ACTOR.optim.lr_warmup_steps=null ACTOR.optim.lr_warmup_steps_ratio=0", {"learner.optimizer.warmup_steps": 0}),
+    ("ACTOR.clip_ratio=0.3 ACTOR.clip_ratio_low=null ACTOR.clip_ratio_high=0.4",
+     {"algorithm.clip_ratio_low": 0.3, "algorithm.clip_ratio_high": 0.4}),
+    ("TURNS.enable=False TURNS.max_assistant_turns=5", {"agent.max_assistant_turns": 5}),
+    ("TURNS.enable=False TURNS.max_assistant_turns=0", {"agent.max_assistant_turns": 32}),
+    ("TURNS.max_assistant_turns=5 TURNS.max_user_turns=3", {"agent.max_assistant_turns": 4}),
+    ("TURNS.max_assistant_turns=3 TURNS.max_user_turns=16", {"agent.max_assistant_turns": 3}),
+    ("TURNS.max_assistant_turns=null TURNS.max_user_turns=8", {"agent.max_assistant_turns": 9}),
+    ("TURNS.max_assistant_turns=null TURNS.max_user_turns=null", {"agent.max_assistant_turns": 32}),
+    (("GROUPS.enable=True GROUPS.metric=seq_reward GROUPS.max_num_gen_batches=3 reward_model.reward_manager=dapo "
+     "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=256 "
+     "reward_model.overlong_buffer.penalty_factor=0.5"),
+     {"algorithm.dynamic_sampling.enabled": True, "algorithm.dynamic_sampling.metric": "",
+      "algorithm.dynamic_sampling.max_dropped_per_step": 32,  # 3 batches of 16, of which 16 are kept
+      "algorithm.overlong.buffer_tokens": 256, "algorithm.overlong.penalty": 0.5}),
+    ("GROUPS.enable=True GROUPS.metric=acc", {"algorithm.dynamic_sampling.metric": "acc"}),
+    # verl's agent loops don't read do_sample.
+    (("ROLLOUT.val_kwargs.temperature=0.6 ROLLOUT.val_kwargs.top_p=0.95 ROLLOUT.val_kwargs.top_k=-1 "
+     "ROLLOUT.val_kwargs.n=4 ROLLOUT.val_kwargs.do_sample=False"),
+     {"eval.temperature": 0.6, "eval.top_p": 0.95, "eval.top_k": 0, "eval.samples_per_task": 4}),
+    ("+data.apply_chat_template_kwargs.enable_thinking=False",
+     {"agent.chat_template_kwargs": {"enable_thinking": False}}),
+    ("+MODEL.override_config.max_position_embeddings=32768 +MODEL.override_config.attention_dropout=0.",
+     {"model.max_position_embeddings": 32768}),
+    ("ACTOR.kl_loss_type=k3+", {"algorithm.kl_loss_type": "k3+"}),
+    ("CORRECTION.rollout_is=token CORRECTION.rollout_is_threshold=0.5_5.0",
+     {"algorithm.rollout_correction.min_weight": 0.5, "algorithm.rollout_correction.threshold": 5.0}),
+    ("CORRECTION.rollout_is=token CORRECTION.rollout_is_threshold=2",
+     {"algorithm.rollout_correction.min_weight": None, "algorithm.rollout_correction.threshold": 2.0}),
+    ("ACTOR.fsdp_config.fsdp_size=16", {"learner.replicas": 1}),
+    ("ACTOR.fsdp_config.fsdp_size=2", {"learner.replicas": 4}),
+    ("ACTOR.policy_loss.loss_mode=clip_cov ACTOR.policy_loss.clip_cov_lb=0.5",
+     {"algorithm.policy_loss": "clip_cov", "algorithm.policy_loss_options": {"clip_cov_lb": 0.5}}),
+    # A dump has the keys of all losses.
+    ("ACTOR.policy_loss.loss_mode=sapo ACTOR.policy_loss.clip_cov_lb=0.5 ACTOR.tau_pos=2.0",
+     {"algorithm.policy_loss_options": {"tau_pos": 2.0}}),
+    ("data.max_response_length=${data.max_prompt_length} data.max_prompt_length=512",
+     {"rollout.max_completion_tokens": 512}),
+    ("rollout.nnodes=2 rollout.n_gpus_per_node=4 trainer.n_gpus_per_node=2",
+     {"cluster.placement": "split", "cluster.num_gpus": 10, "train.max_staleness": 1, "server.num_servers": 4,
+      "learner.num_learners": 2}),
+    ("MODEL.lora_rank=8", {"learner.lora.rank": 8, "learner.lora.alpha": 16, "learner.lora.sends_adapter": True}),
+    ("MODEL.lora_rank=8 +MODEL.lora.merge=True", {"learner.lora.sends_adapter": False}),
+    ("ROLLOUT.enable_rollout_routing_replay=True", {"learner.router_replay": True}),
+    ("rayapp.run.seed=7", {"run.seed": 7, "learner.router_replay": False}),
+    ("ACTOR.use_dynamic_bsz=True ACTOR.ppo_max_token_len_per_gpu=9000 ACTOR.ulysses_sequence_parallel_size=4",
+     {"learner.sequence_parallel": 4, "learner.max_tokens_per_microbatch": 9000}),
+    ("ACTOR.fsdp_config.ulysses_sequence_parallel_size=4", {"learner.sequence_parallel": 4}),
+    ("ACTOR.fsdp_config.full_determinism=True", {"run.deterministic": True}),
+    ("ROLLOUT.full_determinism=True", {"run.deterministic": True}),
+    # Older names; 16 sequences on 8 GPUs.
+    (("ACTOR.optim.warmup_style=cosine ACTOR.loss_mode=kl_cov ACTOR.kl_cov_ratio=0.02 data.train_files=/data/train "
+     "ACTOR.ppo_micro_batch_size_per_gpu=null ACTOR.ppo_micro_batch_size=16"),
+     {"learner.optimizer.schedule": "cosine", "algorithm.policy_loss": "kl_cov",
+      "algorithm.policy_loss_options": {"kl_cov_ratio": 0.02}, "learner.max_tokens_per_microbatch": 2 * 2048,
+      "tasks": ("/data/train.parquet",)}),
+    ("ACTOR.use_token_level_loss=True ~ACTOR.use_token_level_loss ~TURNS ~trainer.save_freq=1",
+     {"checkpoint.every_steps": 0, "agent.tool_file": ""}),
+]  # fmt: skip
+"""Overrides after the seed's, and what they set here."""
 
-    assert config.tracking.trace_ratio == 0.5  # 1 prompt of each of verl's 8 workers, of 16 prompts
+
+@pytest.mark.parametrize(("overrides", "expected"), MEANINGS, ids=lambda value: value if isinstance(value, str) else "")
+def test_overrides_mean_here_what_they_mean_in_verl(seed_yaml: Path, overrides: str, expected: dict[str, Any]) -> None:
+    for name, key in SHORT.items():
+        overrides = re.sub(rf"\b{name}\b", key, overrides)
+
+    config = imported(seed_yaml, *overrides.split()).config
+
+    assert {key: reduce(getattr, key.split("."), config) for key in expected} == expected
 
 
 def test_verls_defaults_count_where_the_user_says_nothing(seed_yaml: Path) -> None:
@@ -188,14 +267,6 @@ def test_the_config_that_is_printed_is_the_config_that_runs(seed_yaml: Path, tmp
 def test_a_key_of_a_fork_names_its_counterpart(seed_yaml: Path, key: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key.partition("=")[0]) + ".*" + re.escape(named)):
         imported(seed_yaml, key)
-
-
-def test_keys_are_deleted_as_by_hydra(seed_yaml: Path) -> None:
-    gone = imported(
-        seed_yaml, "actor_rollout_ref.actor.use_token_level_loss=True", "~actor_rollout_ref.actor.use_token_level_loss",
-        "~actor_rollout_ref.rollout.multi_turn", "~trainer.save_freq=1",
-    )  # fmt: skip
-    assert (gone.config.checkpoint.every_steps, gone.config.agent.tool_file) == (0, ""), "verl's defaults"
 
 
 def test_the_table_begins_with_what_changes_the_training_and_keeps_both_ends_of_a_key(seed_yaml: Path) -> None:
@@ -309,131 +380,6 @@ def test_a_teacher_of_verls_teaches_as_it_does_there(
     assert found.top_k == (8 if found.kl_over == "top_k" else 64)
 
 
-_OPTIM = "actor_rollout_ref.actor.optim"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "warmup_steps"),
-    [
-        # The seed's batch has 2 mini-batches, and verl's scheduler steps once for both.
-        ((f"{_OPTIM}.lr_warmup_steps=3",), 6),
-        ((f"{_OPTIM}.lr_warmup_steps=0", f"{_OPTIM}.lr_warmup_steps_ratio=0.25", "trainer.total_training_steps=10"), 4),
-        ((f"{_OPTIM}.lr_warmup_steps=null", f"{_OPTIM}.lr_warmup_steps_ratio=0"), 0),
-    ],
-)
-def test_warm_up_takes_as_many_training_steps_as_in_verl(
-    seed_yaml: Path, overrides: tuple[str, ...], warmup_steps: int
-) -> None:
-    assert imported(seed_yaml, *overrides).config.learner.optimizer.warmup_steps == warmup_steps
-
-
-def test_a_side_of_the_clip_without_a_value_is_clip_ratio(seed_yaml: Path) -> None:
-    actor = "actor_rollout_ref.actor"
-    found = imported(
-        seed_yaml, f"{actor}.clip_ratio=0.3", f"{actor}.clip_ratio_low=null", f"{actor}.clip_ratio_high=0.4"
-    )
-    assert (found.config.algorithm.clip_ratio_low, found.config.algorithm.clip_ratio_high) == (0.3, 0.4)
-
-
-@pytest.mark.parametrize("limit", ["5", "0"])
-def test_turns_are_limited_whether_multi_turn_is_on_or_not_as_in_verl(seed_yaml: Path, limit: str) -> None:
-    turns = "actor_rollout_ref.rollout.multi_turn"
-    found = imported(seed_yaml, f"{turns}.enable=False", f"{turns}.max_assistant_turns={limit}")
-    assert found.config.agent.max_assistant_turns == (int(limit) or 32)
-
-
-def test_dapo_comes_over(seed_yaml: Path) -> None:
-    config = imported(
-        seed_yaml,
-        "algorithm.filter_groups.enable=True",
-        "algorithm.filter_groups.metric=seq_reward",
-        "algorithm.filter_groups.max_num_gen_batches=3",
-        "reward_model.reward_manager=dapo",
-        "reward_model.overlong_buffer.enable=True",
-        "reward_model.overlong_buffer.len=256",
-        "reward_model.overlong_buffer.penalty_factor=0.5",
-        "actor_rollout_ref.actor.clip_ratio_high=0.28",
-    ).config
-
-    assert config.algorithm.dynamic_sampling.enabled
-    assert config.algorithm.dynamic_sampling.max_dropped_per_step == 32  # 3 batches of 16, of which 16 are kept
-    assert (config.algorithm.overlong.buffer_tokens, config.algorithm.overlong.penalty) == (256, 0.5)
-    assert config.algorithm.clip_ratio_high == 0.28
-
-
-@pytest.mark.parametrize(("metric", "ours"), [("acc", "acc"), ("score", "score"), ("seq_reward", ""), ("reward", "")])
-def test_groups_are_compared_by_the_term_that_verl_compares(seed_yaml: Path, metric: str, ours: str) -> None:
-    name = f"algorithm.filter_groups.metric={metric}"
-    section = imported(seed_yaml, "algorithm.filter_groups.enable=True", name).config.algorithm.dynamic_sampling
-    assert (section.enabled, section.metric) == (True, ours)
-
-
-def test_evaluation_samples_as_in_verl_whose_agent_loops_do_not_read_do_sample(seed_yaml: Path) -> None:
-    kwargs = {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "n": 4, "do_sample": False}
-    overrides = [f"actor_rollout_ref.rollout.val_kwargs.{name}={value}" for name, value in kwargs.items()]
-
-    found = imported(seed_yaml, *overrides).config.eval
-
-    assert (found.temperature, found.top_p, found.top_k, found.samples_per_task) == (0.6, 0.95, 0, 4)
-
-
-def test_what_verl_tells_the_template_and_the_model_comes_over(seed_yaml: Path) -> None:
-    config = imported(
-        seed_yaml,
-        "+data.apply_chat_template_kwargs.enable_thinking=False",
-        "+actor_rollout_ref.model.override_config.max_position_embeddings=32768",
-        "+actor_rollout_ref.model.override_config.attention_dropout=0.",
-        "actor_rollout_ref.actor.kl_loss_type=k3+",
-    ).config
-
-    assert config.agent.chat_template_kwargs == {"enable_thinking": False}
-    assert (config.model.max_position_embeddings, config.algorithm.kl_loss_type) == (32768, "k3+")
-
-
-@pytest.mark.parametrize(("threshold", "ours"), [("0.5_5.0", (0.5, 5.0)), ("2", (None, 2.0))])
-def test_two_bounds_drop_weights_outside_of_them_as_in_verl(
-    seed_yaml: Path, threshold: str, ours: tuple[float | None, float]
-) -> None:
-    section = "algorithm.rollout_correction"
-    found = imported(seed_yaml, f"{section}.rollout_is=token", f"{section}.rollout_is_threshold={threshold}")
-    correction = found.config.algorithm.rollout_correction
-    assert (correction.min_weight, correction.threshold) == ours
-
-
-@pytest.mark.parametrize(("assistant", "user", "ours"), [(5, 3, 4), (3, 16, 3), ("null", 8, 9), ("null", "null", 32)])
-def test_answers_of_tools_limit_turns_as_in_verl(
-    seed_yaml: Path, assistant: int | str, user: int | str, ours: int
-) -> None:
-    turns = "actor_rollout_ref.rollout.multi_turn"
-    found = imported(seed_yaml, f"{turns}.max_assistant_turns={assistant}", f"{turns}.max_user_turns={user}")
-    assert found.config.agent.max_assistant_turns == ours
-
-
-@pytest.mark.parametrize(("fsdp_size", "replicas"), [("-1", 1), ("8", 1), ("16", 1), ("2", 4)])
-def test_a_copy_of_the_model_for_every_fsdp_size_learners(seed_yaml: Path, fsdp_size: str, replicas: int) -> None:
-    found = imported(seed_yaml, f"actor_rollout_ref.actor.fsdp_config.fsdp_size={fsdp_size}")
-    assert found.config.learner.replicas == replicas
-
-
-def test_options_of_a_policy_loss_come_over_with_the_loss(seed_yaml: Path) -> None:
-    loss = "actor_rollout_ref.actor.policy_loss"
-    config = imported(seed_yaml, f"{loss}.loss_mode=clip_cov", f"{loss}.clip_cov_lb=0.5").config
-
-    assert (config.algorithm.policy_loss, config.algorithm.policy_loss_options) == ("clip_cov", {"clip_cov_lb": 0.5})
-    dumped = imported(
-        seed_yaml, f"{loss}.loss_mode=sapo", f"{loss}.clip_cov_lb=0.5", "actor_rollout_ref.actor.tau_pos=2.0"
-    ).config
-    assert dumped.algorithm.policy_loss_options == {"tau_pos": 2.0}  # a dump has the keys of all losses
-
-
-def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
-    config = imported(
-        seed_yaml, "data.max_response_length=${data.max_prompt_length}", "data.max_prompt_length=512"
-    ).config
-
-    assert config.rollout.max_completion_tokens == 512
-
-
 def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
     required = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.name=vllm"]
     named = ["data.train_files=/a.parquet", "data.val_files=/b.parquet", "actor_rollout_ref.model.path=/m"]
@@ -496,13 +442,6 @@ def test_a_reward_model_is_a_judge_on_gpus_of_its_own_whose_number_is_the_reward
     assert config.cluster.num_gpus == 8 + 2
 
 
-def test_one_step_off_policy_gives_servers_their_own_gpus_one_step_ahead(seed_yaml: Path) -> None:
-    config = imported(seed_yaml, "rollout.nnodes=2", "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=2").config
-
-    assert (config.cluster.placement, config.cluster.num_gpus, config.train.max_staleness) == ("split", 10, 1)
-    assert (config.server.num_servers, config.learner.num_learners) == (4, 2)
-
-
 def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path) -> None:
     found = imported(seed_yaml, "actor_rollout_ref.rollout.n=1")
 
@@ -512,38 +451,6 @@ def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path)
         note == "warning: grpo has no other trajectory to compare with, so rewards are the advantages, as in verl; set "
         "actor_rollout_ref.rollout.n=8"
     )
-
-
-def test_older_names_of_keys_and_files_are_understood(seed_yaml: Path) -> None:
-    actor = "actor_rollout_ref.actor"
-    older = [f"{actor}.optim.warmup_style=cosine", f"{actor}.loss_mode=kl_cov", f"{actor}.kl_cov_ratio=0.02"]
-    sizes = [f"{actor}.ppo_micro_batch_size_per_gpu=null", f"{actor}.ppo_micro_batch_size=16"]
-
-    found = imported(seed_yaml, *older, *sizes, "data.train_files=/data/train").config
-
-    assert (found.learner.optimizer.schedule, found.algorithm.policy_loss) == ("cosine", "kl_cov")
-    assert found.algorithm.policy_loss_options == {"kl_cov_ratio": 0.02}
-    assert found.learner.max_tokens_per_microbatch == 2 * 2048, "16 sequences on 8 GPUs"
-    assert found.tasks == ("/data/train.parquet",)
-
-
-def test_adapters_come_over(seed_yaml: Path) -> None:
-    config = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8").config
-
-    assert (config.learner.lora.rank, config.learner.lora.alpha) == (8, 16)  # 16 is verl's default
-    assert config.learner.lora.sends_adapter
-    merged = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8", "+actor_rollout_ref.model.lora.merge=True")
-    assert not merged.config.learner.lora.sends_adapter
-
-
-def test_router_replay_comes_over(seed_yaml: Path) -> None:
-    replayed = imported(seed_yaml, "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
-    assert replayed.config.learner.router_replay
-    assert not imported(seed_yaml).config.learner.router_replay
-
-
-def test_a_key_of_ours_can_be_set_beside_verls(seed_yaml: Path) -> None:
-    assert imported(seed_yaml, "rayapp.run.seed=7").config.run.seed == 7
 
 
 SCRIPT = """
@@ -560,25 +467,6 @@ def test_the_overrides_of_a_launch_script_need_no_file(capsys: pytest.CaptureFix
     assert (config["rollout"]["group_size"], config["train"]["num_steps"]) == (8, 10)
     assert run(["train", "--verl", "algorithm.adv_estimator=grpo"]) == 2
     assert "data.train_files is not set" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", ["fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"])
-def test_sequences_longer_than_a_micro_batch_are_shared_by_learners_as_in_verl(key: str) -> None:
-    long = ["data.max_response_length=32768", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
-    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000"
-
-    learner = import_verl(
-        None, [*shlex.split(SCRIPT), *long, budget, f"actor_rollout_ref.actor.{key}=4"]
-    ).config.learner
-
-    assert (learner.sequence_parallel, learner.max_tokens_per_microbatch) == (4, 9000)
-
-
-@pytest.mark.parametrize("section", ["actor.fsdp_config", "rollout"])
-def test_a_run_may_ask_to_repeat(section: str) -> None:
-    whole = [*shlex.split(SCRIPT), f"actor_rollout_ref.{section}.full_determinism=True"]
-
-    assert import_verl(None, whole).config.run.deterministic
 
 
 def test_arguments_of_vllm_go_to_it_by_their_names_or_to_a_key() -> None:

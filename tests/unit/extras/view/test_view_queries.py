@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -161,51 +163,44 @@ def test_new_steps_are_taken_in_and_those_of_a_resumed_run_replaced(run: Path) -
     assert found(index) == [7, 0, 1]
 
 
-def test_a_file_that_is_half_there_is_a_problem_on_the_page_and_the_rest_is_shown(run: Path) -> None:
-    whole = (run / "trajectories" / "step=000002.parquet").read_bytes()
-    (run / "trajectories" / "step=000003.parquet").write_bytes(whole[: len(whole) // 2])
-
-    index = index_of(run)
-
-    assert found(index) == [2, 3, 0, 1]
-    (problem,) = index.problems
-    assert problem.startswith("step=000003.parquet can't be read")
+def cut_in_half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def test_a_file_with_a_damaged_page_is_a_problem_on_the_page_and_the_rest_is_shown(run: Path) -> None:
-    file = run / "trajectories" / "step=000002.parquet"
+def damage_a_page(file: Path) -> None:
     table = pq.ParquetFile(file).metadata.row_group(0)
-    names = [table.column(i).path_in_schema for i in range(table.num_columns)]
-    column = table.column(names.index("reward"))
+    column = next(column for i in range(table.num_columns) if (column := table.column(i)).path_in_schema == "reward")
     damaged = bytearray(file.read_bytes())
     damaged[column.data_page_offset + column.total_compressed_size - 2] ^= 0xFF
     file.write_bytes(damaged)
 
-    index = index_of(run)
 
-    assert found(index) == [0, 1]
-    assert index.problems[0].startswith("step=000002.parquet can't be read")
-
-
-def test_a_file_of_a_later_schema_is_told_apart(run: Path) -> None:
-    import pyarrow.parquet as pq
-
-    file = run / "trajectories" / "step=000002.parquet"
+def name_a_later_schema(file: Path) -> None:
     table = pq.read_table(file, partitioning=None)
     pq.write_table(table.replace_schema_metadata({b"rayapp.schema_version": b"99"}), file)
 
-    index = index_of(run)
-    assert found(index) == [0, 1]
-    assert "trajectory schema 99, but this version reads only 1" in index.problems[0]
 
-
-def test_a_file_without_one_of_the_columns_is_a_problem_on_the_page_and_the_others_are_shown(run: Path) -> None:
-    file = run / "trajectories" / "step=000002.parquet"
+def drop_a_column(file: Path) -> None:
     pq.write_table(pq.read_table(file, partitioning=None).drop_columns("turns"), file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (cut_in_half, "step=000002.parquet can't be read"),
+        (damage_a_page, "step=000002.parquet can't be read"),
+        (name_a_later_schema, "trajectory schema 99, but this version reads only 1"),
+        (drop_a_column, "was written by an older rayapp: it has no column turns"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_problem_on_the_page_and_the_rest_is_shown(
+    run: Path, spoil: Callable[[Path], None], problem: str
+) -> None:
+    spoil(run / "trajectories" / "step=000002.parquet")
     index = index_of(run)
 
-    assert sorted(found(index)) == [0, 1]
-    assert "was written by an older rayapp: it has no column turns" in index.problems[0]
+    assert found(index) == [0, 1]
+    assert problem in index.problems[0]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
@@ -303,39 +298,27 @@ def test_the_texts_of_tokens_join_to_the_text_of_all(ids: list[int]) -> None:
     assert "".join(token_texts(Letters(), ids)) == Letters().decode(ids)
 
 
-def test_turns_are_stretches_of_the_mask() -> None:
-    mask = [False, False, True, True, False, True]
+@pytest.mark.parametrize(
+    ("mask", "forks", "expected"),
+    [
+        ([0, 0, 1, 1, 0, 1], [], [("prompt", "cd"), ("sampled", "ef"), ("read", "g"), ("sampled", "h")]),
+        # Sampled after the same prompt
+        ([0, 1, 1, 1], [{"start": 2, "after": 0}], [("prompt", "c"), ("sampled", "d"), ("sampled", "ef")]),
+    ],
+)
+def test_turns_are_stretches_of_the_mask(mask: list[int], forks: list[Any], expected: list[tuple[str, str]]) -> None:
     tokens = {
-        "token_ids": [3, 4, 5, 6, 7, 8],
-        "response_mask": mask,
-        "rollout_log_probs": [0, 0, -1.0, -2.0, 0, -3.0],
+        "token_ids": list(range(3, 3 + len(mask))),
+        "response_mask": list(map(bool, mask)),
+        "rollout_log_probs": [-float(i) if sampled else 0.0 for i, sampled in enumerate(mask)],
         "learner_log_probs": None,
-        "forks": [],
+        "forks": forks,
     }
 
     turns = turns_of(tokens, Letters())
 
-    assert [(turn["kind"], turn["text"]) for turn in turns] == [
-        ("prompt", "cd"),
-        ("sampled", "ef"),
-        ("read", "g"),
-        ("sampled", "h"),
-    ]
-    assert (turns[1]["log_probs"], turns[3]["log_probs"]) == ([-1.0, -2.0], [-3.0])
-
-
-def test_turns_that_were_sampled_after_the_same_prompt_are_shown_apart() -> None:
-    tokens = {
-        "token_ids": [3, 4, 5, 6],
-        "response_mask": [False, True, True, True],
-        "rollout_log_probs": [0, -1.0, -2.0, -3.0],
-        "learner_log_probs": None,
-        "forks": [{"start": 2, "after": 0}],
-    }
-
-    turns = turns_of(tokens, Letters())
-
-    assert [(turn["kind"], turn["text"]) for turn in turns] == [("prompt", "c"), ("sampled", "d"), ("sampled", "ef")]
+    assert [(turn["kind"], turn["text"]) for turn in turns] == expected
+    assert turns[-1]["log_probs"][-1] == -float(len(mask) - 1)
 
 
 def test_a_trajectory_without_a_tokenizer_is_shown_as_text(run: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,41 +13,21 @@ from rayapp.extras.view.run import ViewedRun
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.storage.opening import open_storage
+from support.ports import free_port
 from support.runs import hostile_group
 
-pytest.importorskip("moto", reason="needs the development package moto[server]")
-from support.ports import free_port
-from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from support.storage.threads import make_bucket
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MotoServer]:
-    server = MotoServer()
-    server.start()
-    yield server
-    server.kill()
-
 
 @pytest.fixture
-def environment(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_REGION", REGION)
-
-
-@pytest.fixture
-async def uri(environment: None, server: MotoServer, tmp_path: Path) -> str:
+async def uri(s3_environment: None, s3_server: Any, tmp_path: Path) -> str:
     """The run `my-run`, uploaded by the storage layer."""
     write_trajectories(tmp_path / "step=000001.parquet", 1, [hostile_group(0)])
-    make_bucket(server.url, "runs", KEY, SECRET, REGION)
-    async with open_storage("s3://runs/deep/my-run") as storage:
+    s3_server.make_bucket("viewed")
+    async with open_storage("s3://viewed/deep/my-run") as storage:
         await storage.put_file(tmp_path / "step=000001.parquet", "trajectories/step=000001.parquet")
         await storage.put_bytes(
             json.dumps({"step": 1, "time": 1, "reward/mean": 0.5}).encode() + b"\n", "metrics.jsonl"
         )
-    return "s3://runs/deep/my-run"
+    return "s3://viewed/deep/my-run"
 
 
 async def test_a_run_in_a_bucket_is_read_like_one_in_a_folder(uri: str) -> None:
@@ -63,12 +43,12 @@ async def test_a_run_in_a_bucket_is_read_like_one_in_a_folder(uri: str) -> None:
     assert run.panels()[0]["curves"]["reward/mean"]["values"] == [0.5, 1.0]
 
 
-def test_a_bucket_without_the_run_says_so(environment: None) -> None:
+def test_a_bucket_without_the_run_says_so(s3_environment: None) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
         open_source("s3://runs-nowhere/run")
 
 
-def test_a_server_that_does_not_answer_is_told(environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_told(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
 
     with pytest.raises((StorageUnreachableError, InputError)):

@@ -18,13 +18,8 @@ import pytest
 from rayapp.core.trajectories import before
 from rayapp.core.types import Completion, RequestId, RolloutStatus, SamplingParams
 from rayapp.learner.batch import TrainItem, make_micro_batch, trained_branches
-from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.limits import SessionLimits
-from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session
 from support import make
-from support.hermes import HermesParser
 
 SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
 Message = dict[str, Any]
@@ -196,25 +191,15 @@ def responses(messages: list[Message]) -> tuple[str, Message, Any]:
 
 async def fuzzed(tokenizer: Any, seed: int, num_actions: int) -> tuple[Session, LoggingEngine, Counter[int]]:
     """Return a session after so many actions of its agent."""
-    engine = LoggingEngine(tokenizer, random.Random(seed))
-    formats = Formats(
-        tokenizer, model="tiny", template=load_template("chatml_hermes"), make_parser=lambda *parts: HermesParser()
-    )
-    gateway = Gateway(formats)
-    await gateway.start()
-    try:
-        async with aiohttp.ClientSession() as http:
-            with gateway.session(
-                engine=engine,
-                sampling=SamplingParams(max_tokens=1000, seed=seed),
-                limits=SessionLimits(max_tokens=1_000_000, max_turns=100_000),
-                request_id=RequestId("group", 0),
-            ) as session:
-                agent = FuzzedAgent(http, gateway.url_of(session), session.key, random.Random(seed + 1))
-                for _ in range(num_actions):
-                    await agent.act()
-    finally:
-        await gateway.close()
+    engine, sampling = LoggingEngine(tokenizer, random.Random(seed)), SamplingParams(max_tokens=1000, seed=seed)
+    limits = {"max_tokens": 1_000_000, "max_turns": 100_000}
+    async with (
+        make.session(tokenizer, engine, sampling=sampling, **limits) as (gateway, session),
+        aiohttp.ClientSession() as http,
+    ):
+        agent = FuzzedAgent(http, gateway.url_of(session), session.key, random.Random(seed + 1))
+        for _ in range(num_actions):
+            await agent.act()
     return session, engine, agent.statuses
 
 
@@ -246,7 +231,10 @@ def check(session: Session, engine: LoggingEngine, statuses: Counter[int]) -> No
     assert set(statuses) <= {200, 401}
 
 
-@pytest.mark.parametrize("seed", range(3))
+LONG_SEEDS = [pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 140)]
+
+
+@pytest.mark.parametrize("seed", [*range(3), *LONG_SEEDS])
 async def test_what_is_trained_is_what_the_engine_sampled_whatever_an_agent_does(
     chat_tokenizer: Any, seed: int
 ) -> None:
@@ -254,14 +242,3 @@ async def test_what_is_trained_is_what_the_engine_sampled_whatever_an_agent_does
 
     assert session.tree.forks
     check(session, engine, statuses)
-
-
-@pytest.mark.long
-async def test_a_thousand_fuzzed_turns(chat_tokenizer: Any) -> None:
-    num_turns = 0
-    for seed in range(100, 140):
-        session, engine, statuses = await fuzzed(chat_tokenizer, seed, 30)
-        check(session, engine, statuses)
-        num_turns += len(session.tree.turns)
-
-    assert num_turns >= 1000

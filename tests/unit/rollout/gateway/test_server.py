@@ -24,17 +24,13 @@ from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.extras.judges import questions
 from rayapp.extras.judges.judge import Judge
 from rayapp.extras.judges.questions import Asked
-from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
-from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.forwarding import Forwarder
-from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session
 from rayapp.testing.engine import ScriptedEngine
 from support import make
-from support.hermes import HermesParser
 
 SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
 OPENAI_TOOL: Any = {"type": "function", "function": {"name": "echo", "description": "d", "parameters": SCHEMA}}
@@ -69,24 +65,11 @@ class Served:
 @pytest.fixture
 def serve(chat_tokenizer: Any) -> Any:
     @asynccontextmanager
-    async def serving(*script: str | Sequence[int], max_turns: int = 100, **limits: int) -> AsyncIterator[Served]:
+    async def serving(*script: str | Sequence[int], **limits: int) -> AsyncIterator[Served]:
         said: Iterator[Any] = iter(script)
         engine = make.engine(chat_tokenizer, lambda name, ids: next(said))
-        template = load_template("chatml_hermes")
-        gateway = Gateway(
-            Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
-        )
-        await gateway.start()
-        try:
-            with gateway.session(
-                engine=engine,
-                sampling=SamplingParams(max_tokens=10_000),
-                limits=SessionLimits(**{"max_tokens": 100_000, "max_turns": max_turns} | limits),
-                request_id=RequestId("group", 0),
-            ) as session:
-                yield Served(gateway, session, engine, chat_tokenizer)
-        finally:
-            await gateway.close()
+        async with make.session(chat_tokenizer, engine, **limits) as (gateway, session):
+            yield Served(gateway, session, engine, chat_tokenizer)
 
     return serving
 
@@ -165,43 +148,27 @@ async def test_openais_responses_have_tools_and_go_on_by_items_or_by_id(serve: A
         assert third.usage.input_tokens == len(served.engine.requests[2][1])
 
 
-async def test_a_key_opens_its_own_session_and_nothing_else(serve: Any) -> None:
+async def test_a_key_opens_its_own_session_and_nothing_else_and_none_that_is_over(serve: Any) -> None:
     async with serve("yes") as served:
-        other = served.gateway.session(
-            engine=served.engine,
-            sampling=served.session.sampling,
-            limits=served.session.limits,
-            request_id=RequestId("group", 1),
-        )
-        with other as neighbour:
+        sampling, limits = served.session.sampling, served.session.limits
+        given = {"engine": served.engine, "sampling": sampling, "limits": limits}
+        with served.gateway.session(**given, request_id=RequestId("group", 1)) as neighbour:
             for key in ("wrong", neighbour.key):
                 with pytest.raises(openai.AuthenticationError, match="does not open this session"):
                     await served.openai(key).chat.completions.create(model="any", messages=HI)
                 with pytest.raises(anthropic.AuthenticationError, match="does not open this session"):
                     await served.anthropic(key).messages.create(model="any", max_tokens=5, messages=HI)
-        assert served.engine.requests == []
-        assert [model.id async for model in served.openai().models.list()] == ["policy"]
-        async with aiohttp.ClientSession() as client:
-            for path in ("", "/", "/metrics", f"/{served.session.id}", f"/{served.session.id}/v1/files"):
-                async with client.get(served.gateway.url + path) as answer:
-                    assert answer.status == 404
-
-
-async def test_calls_after_the_end_get_a_clear_refusal_that_clients_do_not_retry(serve: Any) -> None:
-    async with serve() as served:
-        with served.gateway.session(
-            engine=served.engine,
-            sampling=served.session.sampling,
-            limits=served.session.limits,
-            request_id=RequestId("group", 2),
-        ) as late:
-            url = f"{served.gateway.url_of(late)}/v1"
-        client = openai.AsyncOpenAI(base_url=url, api_key=late.key, max_retries=5)
-
+        url = f"{served.gateway.url_of(neighbour)}/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key=neighbour.key, max_retries=5)
         with pytest.raises(openai.APIStatusError, match="this session is over: its trajectory has ended") as refused:
             await client.chat.completions.create(model="any", messages=HI)
-
-        assert refused.value.status_code == 410
+        assert refused.value.status_code == 410, "clients don't retry it"
+        assert served.engine.requests == []
+        assert [model.id async for model in served.openai().models.list()] == ["policy"]
+        async with aiohttp.ClientSession() as http:
+            for path in ("", "/", "/metrics", f"/{served.session.id}", f"/{served.session.id}/v1/files"):
+                async with http.get(served.gateway.url + path) as answer:
+                    assert answer.status == 404
 
 
 async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> None:
@@ -416,16 +383,9 @@ def other_model(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     @asynccontextmanager
     async def opened(**section: Any) -> AsyncIterator[tuple[Forwarder, ScriptedEngine]]:
-        engine = make.engine(
-            chat_tokenizer,
-            lambda name, ids: "a title",
-            token_s=0.001,
-        )
-        formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
-        gateway, limits = Gateway(formats), SessionLimits(max_tokens=9000, max_turns=99)
-        await gateway.start()
-        sampling, request_id = SamplingParams(max_tokens=900), RequestId("group", 1)
-        with gateway.session(engine=engine, sampling=sampling, limits=limits, request_id=request_id) as session:
+        engine = make.engine(chat_tokenizer, lambda name, ids: "a title", token_s=0.001)
+        plain = make.formats(chat_tokenizer, with_parser=False)
+        async with make.session(chat_tokenizer, engine, own_formats=plain, max_tokens=9000) as (gateway, session):
             monkeypatch.setenv("HELPERS_KEY", session.key)
             base_url = f"{gateway.url_of(session)}/v1"
             given = {"base_url": base_url, "model": "helper", "api_key_env": "HELPERS_KEY", **section}
@@ -434,7 +394,6 @@ def other_model(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield forwarder, engine
             finally:
                 await forwarder.close()
-                await gateway.close()
 
     return opened
 
@@ -602,7 +561,7 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
 
 async def test_a_policy_behind_the_gateway_can_judge(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "question_number", lambda: 12345)
-    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 4}})
+    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 8}})
     async with serve(said, "I like it, 4 of 10.") as served:
         monkeypatch.setenv("SESSION_KEY", served.session.key)
         section = JudgeSection.model_validate(

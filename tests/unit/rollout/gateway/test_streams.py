@@ -17,15 +17,11 @@ from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import listening
 from rayapp.rollout.gateway.conversation import Ask, Said
-from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.limits import SessionLimits
-from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session
 from rayapp.rollout.gateway.streams import Live
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolSchema
 from support import make
-from support.hermes import HermesParser
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "echo", "arguments": {"word": "a"}}\n</tool_call>'
@@ -33,46 +29,19 @@ ECHO = ToolSchema(name="echo")
 THOUGHTS_TEXT_AND_CALL = f"<think>\nI look.\n</think>\n\nI look it up. é✓ \n{CALL}"
 
 
-def formats_of(tokenizer: Any, template: str = "") -> Formats:
-    template = template or load_template("chatml_hermes")
-    return Formats(tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
-
-
-def engine_of(tokenizer: Any, said: str, token_s: float = 0.0) -> ScriptedEngine:
-    return make.engine(
-        tokenizer,
-        lambda name, ids: said,
-        token_s=token_s,
-    )
-
-
-def session_of(formats: Formats, engine: Any) -> Session:
-    limits = SessionLimits(max_tokens=4000, max_turns=50)
-    return Session(
-        formats=formats,
-        engine=engine,
-        sampling=SamplingParams(max_tokens=4000),
-        limits=limits,
-        request_id=RequestId("group", 0, 0),
-    )
+def session_of(formats: Any, engine: Any) -> Session:
+    limits, sampling = SessionLimits(max_tokens=4000, max_turns=50), SamplingParams(max_tokens=4000)
+    request_id = RequestId("group", 0, 0)
+    return Session(formats=formats, engine=engine, sampling=sampling, limits=limits, request_id=request_id)
 
 
 @pytest.fixture
 def serve(chat_tokenizer: Any) -> Callable[..., Any]:
     @asynccontextmanager
     async def serving(said: str, token_s: float = 0.002) -> AsyncIterator[tuple[str, Session]]:
-        gateway = Gateway(formats_of(chat_tokenizer))
-        await gateway.start()
-        limits = SessionLimits(max_tokens=4000, max_turns=50)
-        opened = gateway.session(
-            engine=engine_of(chat_tokenizer, said, token_s),
-            sampling=SamplingParams(max_tokens=4000),
-            limits=limits,
-            request_id=RequestId("group", 0, 0),
-        )
-        with opened as session:
+        engine = make.engine(chat_tokenizer, lambda name, ids: said, token_s=token_s)
+        async with make.session(chat_tokenizer, engine, max_tokens=4000, max_turns=50) as (gateway, session):
             yield gateway.url_of(session), session
-        await gateway.close()
 
     return serving
 
@@ -168,21 +137,8 @@ async def test_a_client_that_does_not_read_its_stream_is_cut_off(serve: Any, mon
 
 
 WORDS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    CALL,
-    "<",
-    "<thi",
-    " ",
-    "\n",
-    "é",
-    "✓",
-    "a",
-    "STOP",
-    "ST",
-)
+    "<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "<thi", " ", "\n", "é", "✓", "a", "STOP", "ST",
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -198,7 +154,9 @@ def test_the_pieces_of_any_turn_begin_its_reply(
     template = load_template("chatml_hermes") + ("<think>\n" if is_opened else "")
 
     async def asked() -> None:
-        session = session_of(formats_of(chat_tokenizer, template), engine_of(chat_tokenizer, said))
+        session = session_of(
+            make.formats(chat_tokenizer, template), make.engine(chat_tokenizer, lambda name, ids: said)
+        )
         live = Live()
         ask = Ask(messages=(Said(role="user", text="hi"),), tools=(ECHO,) if has_tools else (), stop=stop)
         reply = await session.ask(ask, live)

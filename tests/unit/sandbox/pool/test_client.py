@@ -44,11 +44,7 @@ class FarPool:
         self._pool.release(lease_id, fate)
 
 
-def make() -> tuple[LeasePool, FakeProvider, PoolClient]:
-    return make_far()[:3]
-
-
-def make_far(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClient, FarPool]:
+def make(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClient, FarPool]:
     pool = LeasePool(max_leases=1, max_waiting=10, ttl_s=1000)
     provider, far = FakeProvider(name="local"), FarPool(pool)
     client = PoolClient(far, provider, holder="worker", ttl_s=60, retry_every_s=retry_every_s)
@@ -66,7 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() -> None:
-    pool, _, client = make()
+    pool, _, client, _ = make()
     first = client.lease(SPEC, timeout_s=5)
     await first.__aenter__()
     second = asyncio.create_task(client.lease(SPEC, timeout_s=5).__aenter__())
@@ -84,7 +80,7 @@ async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() ->
 
 
 async def test_a_lease_granted_after_its_caller_was_told_of_a_deadline_is_given_back() -> None:
-    pool, _, client, far = make_far()
+    pool, _, client, far = make()
     first = client.lease(SPEC, timeout_s=5)
     await first.__aenter__()
     far.lost_grants = 1
@@ -98,7 +94,7 @@ async def test_a_lease_granted_after_its_caller_was_told_of_a_deadline_is_given_
 
 
 async def test_a_lease_whose_grant_was_lost_on_the_way_is_given_back_at_once() -> None:
-    pool, _, client, far = make_far()
+    pool, _, client, far = make()
     far.lost_grants = 1
 
     with pytest.raises(DeadlineError):
@@ -110,7 +106,7 @@ async def test_a_lease_whose_grant_was_lost_on_the_way_is_given_back_at_once() -
 
 
 async def test_giving_a_lease_back_is_tried_again_until_the_pool_answers() -> None:
-    pool, _, client, far = make_far(retry_every_s=0.001)
+    pool, _, client, far = make(retry_every_s=0.001)
 
     async with client.lease(SPEC, timeout_s=5) as sandbox:
         result = await sandbox.run_code("pass", timeout_s=5)
@@ -123,34 +119,23 @@ async def test_giving_a_lease_back_is_tried_again_until_the_pool_answers() -> No
 
 
 async def test_a_lease_given_up_before_the_pool_heard_of_it_is_never_granted() -> None:
-    pool, _, client = make()
+    pool = make()[0]
     pool.release(77)
-
     with pytest.raises(SandboxUnavailableError, match="cancelled"):
         await pool.acquire("worker", SPEC, timeout_s=5, lease_id=77)
-
     assert leased(pool) == 0
-    await client.close()
 
 
-async def test_a_sandbox_that_cannot_be_ended_does_not_cost_its_result() -> None:
-    pool, provider, client = make()
-    provider.fail_next("kill", SandboxDeadlineError("no answer"))
-
-    async with client.lease(SPEC, timeout_s=5) as sandbox:
-        result = await sandbox.run_code("pass", timeout_s=5)
-
-    assert result.ok
-    assert leased(pool) == 0
-    await client.close()
-
-
-async def test_a_sandbox_that_cannot_be_made_gives_its_place_back() -> None:
-    pool, provider, client = make()
+async def test_a_sandbox_that_cannot_be_made_or_ended_gives_its_place_back_and_costs_no_result() -> None:
+    pool, provider, client, _ = make()
     provider.fail_next("create", SandboxDeadlineError("no answer"))
-
     with pytest.raises(SandboxDeadlineError):
         await client.lease(SPEC, timeout_s=5).__aenter__()
+    assert leased(pool) == 0
 
+    provider.fail_next("kill", SandboxDeadlineError("no answer"))
+    async with client.lease(SPEC, timeout_s=5) as sandbox:
+        result = await sandbox.run_code("pass", timeout_s=5)
+    assert result.ok
     assert leased(pool) == 0
     await client.close()

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import SandboxUnavailableError
 from rayapp.sandbox.pool.pool import Lease, LeasePool
-
-
-class Clock:
-    """A clock that moves only when told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.make import Clock
 
 
 def pool(*, max_leases: int = 2, max_waiting: int = 8, ttl_s: float = 100.0, clock: Clock | None = None) -> LeasePool:
@@ -73,7 +64,7 @@ async def test_one_caller_more_than_may_wait_is_refused_at_once() -> None:
 
 
 async def test_a_lease_past_its_time_to_live_goes_to_the_next_caller() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     p = pool(max_leases=1, ttl_s=10.0, clock=clock)
     await p.acquire("dead", timeout_s=30)
     waiting = await started(p.acquire("b", timeout_s=30))

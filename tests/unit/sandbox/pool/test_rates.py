@@ -6,16 +6,7 @@ import pytest
 
 from rayapp.core.http import TokenBucket
 from rayapp.sandbox.pool.pool import LeasePool
-
-
-class Clock:
-    """A clock that moves only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.make import Clock
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

@@ -9,20 +9,11 @@ from rayapp.core.errors import SandboxUnavailableError
 from rayapp.sandbox.leases import RUN_LABEL
 from rayapp.sandbox.pool.reaper import Reaper, labels_to_reap, reap
 from support.fake_sandboxes import FakeProvider
+from support.make import Clock
 
 MINE = {RUN_LABEL: "run-1", "rayapp-host": "here"}
 ELSEWHERE = {RUN_LABEL: "run-1", "rayapp-host": "there"}
 GRACE_S = 100.0
-
-
-class Clock:
-    """A clock that moves only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make(provider: FakeProvider, clock: Callable[[], float]) -> Reaper:

@@ -21,19 +21,10 @@ from rayapp.sandbox.leases import RUN_LABEL, Fate
 from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
+from support.make import Clock
 
 SPEC = SandboxSpec()
 FAKE = {"type": "plugin", "name": "fake", "creations_per_s": 1000, "max_sandboxes": 4}
-
-
-class Clock:
-    """A clock that moves only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @asynccontextmanager

@@ -37,6 +37,7 @@ def test_plain_data_comes_back_as_it_was(value: object) -> None:
     assert seen.calls[0].ok
     assert equal(value, seen.calls[0].value)
     assert equal(value, unpack(json.loads(json.dumps(pack(value)))))
+    assert equal(value, value)
 
 
 @pytest.mark.parametrize(
