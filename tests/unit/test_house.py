@@ -38,7 +38,7 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3035, "api": 827, "cli": 2747, "config": 3064, "core": 3131, "driver": 2645, "engine": 2182,
+    "actors": 3035, "api": 827, "cli": 2751, "config": 3064, "core": 3131, "driver": 2645, "engine": 2182,
     "extras": 13967, "learner": 7690, "rollout": 6841, "runs": 2480, "sandbox": 7195, "storage": 1683, "tasks": 5581,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
