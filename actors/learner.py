@@ -29,6 +29,7 @@ from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
+from rayapp.storage.models.nf4 import shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +178,7 @@ class Learner:
         give_back_memory(self._config.cluster, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
-        parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
+        parameters = sum(shape_of(parameter).numel() for parameter in self._learner.model.parameters())
         ranks = self._learner.ranks
         return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 ARCHITECTURES = ROOT / "tests" / "data" / "architectures"
 PLANNED = {
     "coding_1gpu": ("qwen2.5-1.5b", "rtx4090"),
+    "coding_24gb": ("qwen2.5-7b", "rtx4090"),
     "coding_warmup_gpu": ("smollm2-135m", "h100"),
     "coding_8gpu": ("qwen2.5-3b", "h100"),
     "coding_8gpu_async": ("qwen2.5-3b", "h100"),

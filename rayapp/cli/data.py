@@ -182,6 +182,19 @@ def from_run(
     )
 
 
+@app.command(epilog="Example: rayapp data view data/geometry3k/train.parquet --row 3 --save pictures")
+def view(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL file in verl's schema")],
+    row: Annotated[int, typer.Option(min=0, help="Row of the file")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Folder to write the row's pictures to")] = None,
+) -> None:
+    """Print one row: its messages with a line for each picture, its data source and its ground truth."""
+    from rayapp.tasks.data.reading import shown_row
+
+    for line in shown_row(file, row, save):
+        typer.echo(line)
+
+
 _STEPS = 10
 
 

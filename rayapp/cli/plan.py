@@ -50,7 +50,7 @@ def plan_command(config: Config, gpu: Gpu) -> bool:
     missed = list(late_generation(shape, config, gpu, plan.server))
     for line in (*(f"CAN'T RUN {problem}" for problem in wrong), *(f"TOO LATE {each}" for each in missed)):
         print(line)
-    print(*filter(None, [config.profile_note]), CALIBRATION, sep="\n")
+    print(*filter(None, [config.profile_note, config.rounding_note]), CALIBRATION, sep="\n")
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
 

@@ -32,6 +32,7 @@ def check_agreement(config: Keys) -> None:
     _teacher_fits(config)
     _adapters_fit(config)
     _rounding_is_corrected(config)
+    _packed_weights_are_frozen(config)
     _repeats(config)
 
 
@@ -423,6 +424,14 @@ def _rounding_is_corrected(config: Keys) -> None:
         raise ValueError(
             f"server.{key} is {getattr(server, key)}, but algorithm.rollout_correction.level is {level}: the servers "
             "sample from a rounded policy. Set algorithm.rollout_correction.level: token."
+        )
+
+
+def _packed_weights_are_frozen(config: Keys) -> None:
+    if config.model.quantization != "none" and config.learner.lora.rank == 0:
+        raise ValueError(
+            f"model.quantization is {config.model.quantization}, but learner.lora.rank is 0: weights in 4 bits stay "
+            "frozen, so nothing would be trained. Set learner.lora.rank, e.g. to 32, or model.quantization: none."
         )
 
 

@@ -153,7 +153,8 @@ class RolloutCorrectionSection(FrozenModel):
     """Importance sampling between the engine that sampled and the learner that trains (verl's rollout correction)."""
 
     level: Literal["none", "token", "sequence"] = "none"
-    """Granularity of the importance weights. none: measure the difference but don't correct it."""
+    """Granularity of the importance weights. none: measure the difference but don't correct it. If servers round what
+    learners don't (server.quantization, server.kv_cache_dtype), the default is token."""
     threshold: float = Field(2.0, gt=1.0)
     """Bound of importance weights: larger weights are truncated to this value (TIS)."""
     min_weight: float | None = Field(None, gt=0.0, lt=1.0)

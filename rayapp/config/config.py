@@ -83,7 +83,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
     models = {"reference": config} if config.algorithm.has_reference else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
-        own = {"path": section.teacher, "max_position_embeddings": None}
+        own = {"path": section.teacher, "max_position_embeddings": None, "quantization": "none"}
         models["teacher"] = with_values(config, model=own, learner={"expert_parallel_size": 1})
     return models
 
@@ -93,7 +93,7 @@ def alone(config: Config, server: ModelServerSection) -> Config:
     share = float(server.options.get("gpu-memory-utilization", MODEL_SERVER_SHARE))
     own: dict[str, Any] = {"tensor_parallel_size": server.tensor_parallel_size, "gpu_memory_utilization": share}
     own |= {"quantization": "none", "kv_cache_dtype": "auto"}  # of the policy's servers
-    model = {"path": server.path, "max_position_embeddings": None}
+    model = {"path": server.path, "max_position_embeddings": None, "quantization": "none"}
     return with_values(config, model=model, server=own, learner={"expert_parallel_size": 1})
 
 

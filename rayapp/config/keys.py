@@ -45,6 +45,7 @@ from rayapp.config.sections import (
     TrackingSection,
     TrainSection,
     WarmupSection,
+    rounded_keys,
 )
 from rayapp.core.files import Location
 
@@ -101,6 +102,17 @@ class Keys(FrozenModel):
             return f"{shown}, but the run ends at step {self.train.num_steps}: {late[0]} is never profiled."
         return (
             f"{shown}: these steps take longer; learner 0 and server 0 keep their traces in memory until the step ends."
+        )
+
+    @property
+    def rounding_note(self) -> str:
+        """Sentence about formats in which servers and learners differ, and their correction; empty without any."""
+        found = [f"server.{key}={value}" for key, value in rounded_keys(self.server.model_dump()).items()]
+        if not found:
+            return ""
+        return (
+            f"servers round what learners don't ({', '.join(found)}): importance weights correct every token "
+            "(algorithm.rollout_correction.level=token); rollout_probs_diff/* measure the difference"
         )
 
     @property
@@ -213,6 +225,18 @@ class Keys(FrozenModel):
         evaluated = section.get("tasks") if isinstance(section, dict) else ()
         has_files = any(isinstance(task, str) and is_data_file(task) for task in evaluated or ())
         return values | {"tasks": []} if has_files or values.get("sources") else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rounded_servers_are_corrected(cls, values: Any) -> Any:
+        """Correct every token if servers round what learners don't, and the user sets no level."""
+        if not isinstance(values, dict) or not rounded_keys(values.get("server")):
+            return values
+        algorithm = values.get("algorithm") or {}
+        correction = algorithm.get("rollout_correction") or {} if isinstance(algorithm, dict) else None
+        if not isinstance(correction, dict) or "level" in correction:
+            return values
+        return values | {"algorithm": algorithm | {"rollout_correction": correction | {"level": "token"}}}
 
     @model_validator(mode="before")
     @classmethod

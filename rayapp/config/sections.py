@@ -77,6 +77,10 @@ class ModelSection(FrozenModel):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
     model's own training lower its quality."""
+    quantization: Literal["none", "nf4"] = "none"
+    """Format of the frozen weights under adapters. nf4: learners keep the matrices of the decoder's layers in 4 bits
+    (QLoRA); norms, embeddings and head keep learner.compute_dtype. Servers compute with the same rounded weights. Needs
+    learner.lora.rank, and the package bitsandbytes (docs/learner.md#four-bits)."""
     freeze_vision: bool = True
     """Don't train the part of a model that reads pictures (vision tower and projection). Its weights are not sent to
     the servers then."""
@@ -191,6 +195,16 @@ class WarmupSection(FrozenModel):
     """Learning rate of the supervised steps. GRPO starts with a fresh optimizer."""
 
 
+def rounded_keys(server: Any) -> dict[str, Any]:
+    """Return the keys and values of a server's section, as a mapping, that make it round what learners don't."""
+    usual = {"quantization": "none", "kv_cache_dtype": "auto"}
+    return (
+        {key: server[key] for key in usual if server.get(key, usual[key]) != usual[key]}
+        if isinstance(server, dict)
+        else {}
+    )
+
+
 class ServerSection(FrozenModel):
     """vLLM servers that sample, and the transport of new weights to them (docs/scale.md)."""
 
@@ -253,7 +267,7 @@ class ServerSection(FrozenModel):
     @property
     def is_rounded(self) -> bool:
         """True if servers round weights, or keys and values, that the learner does not round."""
-        return self.quantization != "none" or self.kv_cache_dtype != "auto"
+        return bool(rounded_keys(self.model_dump()))
 
     def is_eager(self, *, on_gpu: bool) -> bool:
         return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager

@@ -265,6 +265,8 @@ async def _reserve(
     )
     if not on_gpu:
         report(explain_number_formats(config))
+    if config.rounding_note:
+        report(config.rounding_note)
     return with_number_formats(config, on_gpu=on_gpu), started.placement, on_gpu
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.config.bundles import gpu_problems
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
-from rayapp.config.sections import ClusterSection, TrainSection
+from rayapp.config.sections import ClusterSection, ModelSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
@@ -22,8 +22,10 @@ from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import Transport, choose_transport
 from rayapp.runs.profiles import MOST_ITERATIONS
+from rayapp.storage.models.nf4 import kernels
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+NF4 = "rayapp_nf4"  # the name by which vLLM knows the loader of `nf4_loader`
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has buffers; another rank uses part of the next larger one
 
 
@@ -149,7 +151,8 @@ def vllm_args(config: Config) -> dict[str, Any]:
         **_profiler_args(config.train),
         **_transfer_args(choose_transport(config, on_gpu=on_gpu)),
         **adapter_args(config.learner.lora),
-        **picture_args(config.model),
+        **_rounding_args(config.model),
+        **picture_args(config.model, on_gpu=on_gpu),
         **server.engine_args,
         "structured_outputs_config": {"backend": BACKEND, **server.engine_args.get("structured_outputs_config", {})},
     }
@@ -179,6 +182,13 @@ def _profiler_args(train: TrainSection) -> dict[str, Any]:
         max_iterations=MOST_ITERATIONS,
     )
     return {"profiler_config": profiler}
+
+
+def _rounding_args(model: ModelSection) -> dict[str, Any]:
+    if model.quantization == "none":
+        return {}
+    kernels()  # refuse here: in the engine's process the error would be one of vLLM's
+    return {"load_format": NF4, "worker_extension_cls": "rayapp.engine.nf4_loader.RoundedWeightsExtension"}
 
 
 def _transfer_args(transport: Transport) -> dict[str, Any]:

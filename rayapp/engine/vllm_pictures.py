@@ -16,9 +16,12 @@ from rayapp.storage.media import compact, opened
 from rayapp.storage.models.pictures import reads_pictures
 
 
-def picture_args(model: ModelSection) -> dict[str, Any]:
+def picture_args(model: ModelSection, *, on_gpu: bool) -> dict[str, Any]:
     """Return the engine arguments of a model that reads pictures: no memory for videos, any number of pictures."""
-    return {"limit_mm_per_prompt": {"video": 0}} if reads_pictures(model) else {}
+    if not reads_pictures(model):
+        return {}
+    # On a CPU the cache has its own size, and a trial of the largest picture would take minutes.
+    return {"limit_mm_per_prompt": {"video": 0}, "skip_mm_profiling": not on_gpu}
 
 
 def engine_prompt(prompt_ids: Sequence[int], sampling: SamplingParams, placeholder: int | None) -> dict[str, Any]:

@@ -64,6 +64,7 @@ from rayapp.learner.sequence import (
     register_sequence_attention,
 )
 from rayapp.learner.state.lora import add_adapters
+from rayapp.learner.state.packed import pack_linears
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
 log = logging.getLogger(__name__)
@@ -219,8 +220,8 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
 
 
 def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
-    """Add adapters and freeze other parameters, before sharding. Frozen ones get the compute dtype; trained ones stay
-    float32."""
+    """Add adapters, freeze and pack other parameters, before sharding. Frozen ones get the compute dtype; trained ones
+    stay float32."""
     learner = config.learner
     if trainable:
         recompute(causal_lm, learner.num_recomputed(len(causal_lm.get_decoder().layers)))
@@ -235,8 +236,10 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
     if trainable and learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, learner.lora)
+    if config.model.quantization == "nf4":
+        pack_linears(causal_lm)
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(DTYPES[learner.compute_dtype])
     return model
 

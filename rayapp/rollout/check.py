@@ -31,6 +31,7 @@ from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
+from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.code.languages import Language
 from rayapp.tasks.code.scoring import check_languages
@@ -177,6 +178,8 @@ def check_data(config: Config, files: Sequence[str]) -> None:
                 check_agent=check_agent_name,
                 truth_kind=rewards.truth_kind,
             )
+            if data.has_pictures:  # imports transformers
+                load_pictures(with_local_model(config).model)
             data.row(0)
             languages |= data.languages
             if config.judges_read_references:

@@ -178,7 +178,7 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    return Recorder(prompt.token_ids.tolist()).trajectory()
+    return replace(Recorder(prompt.token_ids.tolist()).trajectory(), media=prompt.media)
 
 
 class _CohortPlace:

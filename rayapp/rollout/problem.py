@@ -18,6 +18,7 @@ from rayapp.core.protocols import AgentTask, EnvironmentRow, RolloutEngine, Sand
 from rayapp.core.types import AgentStart, Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.tasks.answers import Answer, AnswerRewards, scorer_of
 from rayapp.tasks.data.data_row import DataRow
+from rayapp.tasks.data.pictures import as_marks
 from rayapp.tasks.verdict import PLAIN, Weights
 
 MAX_KEPT_CHARS = 1 << 16
@@ -99,7 +100,9 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
         prompt=bare_prompt(row.data_source, row.prompt_ids, media=row.media, **kept),
         score=score,
         weights=rewards.weights,
-        agent_start=AgentStart(messages=row.messages, tools_kwargs=row.tools_kwargs),
+        agent_start=AgentStart(
+            messages=as_marks(row.messages) if row.media else row.messages, tools_kwargs=row.tools_kwargs
+        ),
         agent_name=row.agent_name,
         pictures=row.pictures,
     )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rayapp.config.agent import EXTERNAL_AGENT, RewardSection
 from rayapp.config.config import Config, Source, sources_of
-from rayapp.core.errors import UserError
+from rayapp.core.errors import InputError, UserError
 from rayapp.core.http import server_named
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import EnvironmentRow, SandboxSource, Task
@@ -273,6 +273,11 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
     )
     try:
         train, held_out = await open_files(config, agent.prompt_ids)
+        if plays_outside and any(each is not None and each.has_pictures for each in (train, held_out)):
+            raise InputError(
+                "an external agent can't read the pictures of data rows: its API takes only text. Use agent.name: "
+                "tool_agent or single_turn_agent"
+            )
     except BaseException:
         await agent.close()
         raise

@@ -26,6 +26,8 @@ MAX_BYTES = 20 << 20
 MAX_PIXELS = 1 << 25
 """Maximum pixels of a picture: 33 million, e.g. 8192 x 4096."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# First bytes of a file -> its usual ending.
+KINDS = {b"\x89PN": "png", b"\xff\xd8\xff": "jpg", b"GIF": "gif", b"RIF": "webp"}
 IMAGE_PART = {"type": "image"}
 """Part of a message's content where a chat template writes its placeholder."""
 

@@ -14,12 +14,15 @@ import ast
 import functools
 import re
 import textwrap
+from collections.abc import Sequence
+from itertools import islice
 
 from markdown_it import MarkdownIt
 
 from rayapp.core.syntax import answer_of, parse
 
 _PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
+_LANGUAGE = re.compile(r"[{.]*([\w+#-]+)")
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _MAX_TRIES = 12  # A hostile completion must not take seconds to find where the code ends (or begins).
 _MARKDOWN = MarkdownIt("zero").enable(["blockquote", "code", "fence", "list"])
@@ -161,7 +164,9 @@ def _until_fence(source: str) -> str:
 
 def _before_fences(text: str) -> str:
     blocks = _fences(text)
-    return "\n".join([*text.split("\n")[: blocks[0][2]], ""]) if blocks else text
+    above = "\n".join([*text.split("\n")[: blocks[0][2]], ""]) if blocks else text
+    whole = _until_fence(text) if _cuts_string(above) else above
+    return whole if parse(whole) is not None else above
 
 
 def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
@@ -180,9 +185,50 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=2)
 def _fences(text: str) -> list[tuple[str, str, int, int]]:
-    """Return language, contents, first line and end of each fenced block."""
-    found = [token for token in _MARKDOWN.parse(text) if token.type == "fence" and token.map]
-    return [(next(iter(each.info.split()), ""), each.content, each.map[0], each.map[1]) for each in found if each.map]
+    """Return language, contents, first line and end of each block; an unclosed one extends to the end of the text.
+
+    Blocks are those of CommonMark, but a fence in a string of Python closes no block."""
+    lines, found, start, tries = text.split("\n"), list[tuple[str, str, int, int]](), 0, _MAX_TRIES
+    while start < len(lines):
+        for token in _MARKDOWN.parse("\n".join(lines[start:])):
+            if token.type != "fence" or not token.map:
+                continue
+            (first, end), language = (start + place for place in token.map), _language(token.info)
+            if not found and _cuts_string("\n".join(lines[:first])) and parse(text) is not None:
+                return []
+            is_cut = tries > 0 and _may_be_python(language) and _cuts_string(token.content)
+            tries -= is_cut
+            if is_cut and (closing := _end_after_strings(lines, first)) is not None:
+                found.append((language, "\n".join([*lines[first + 1 : closing], ""]), first, closing + 1))
+                start = closing + 1
+                break
+            found.append((language, token.content, first, end))
+        else:
+            break
+    return found
+
+
+def _language(info: str) -> str:
+    # of `python`, `{.python}`, `python:main.py`, `python, runnable`
+    found = _LANGUAGE.match(info.strip())
+    return found[1] if found else ""
+
+
+def _may_be_python(language: str) -> bool:
+    return not language or language.lower() in _PYTHON_LANGUAGES
+
+
+def _end_after_strings(lines: Sequence[str], first: int) -> int | None:
+    """Return the line of the fence above which the block that line `first` opens parses, if any of the next does."""
+    fences = (place for place in range(first + 1, len(lines)) if _fence(lines[place]))
+    for place in islice(fences, _MAX_TRIES):
+        if parse(textwrap.dedent("\n".join(lines[first + 1 : place]))) is not None:
+            return place
+    return None
+
+
+def _cuts_string(source: str) -> bool:
+    return any(source.count(quotes) % 2 for quotes in ('"""', "'''"))
 
 
 def _fence(line: str) -> tuple[str, str] | None:

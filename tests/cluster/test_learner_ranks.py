@@ -34,7 +34,7 @@ import torch
 import_learner()
 model, trajectories, checkpoint, out = sys.argv[1:]
 all_groups = read_groups(Path(trajectories))
-MODES = {2: ("save", "failed"), 1: ("plain", "resume", "failed")}
+MODES = {2: ("save", "failed", "nf4"), 1: ("plain", "resume", "failed", "nf4")}
 
 
 def run(world, rank, next_port):
@@ -43,11 +43,13 @@ def run(world, rank, next_port):
 
 
 def run_mode(world, rank, mode, port):
+    packed = {"quantization": "nf4"} if mode == "nf4" else {}
+    lora = {"lora": {"rank": 4, "send": "merged"}} if mode == "nf4" else {}
     config = Config.model_validate({
-        "model": {"path": model}, "cluster": {"device": "cpu"},
+        "model": {"path": model, **packed}, "cluster": {"device": "cpu"},
         "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 16},
         "learner": {"num_learners": world, "compute_dtype": "float32", "max_tokens_per_microbatch": 40,
-                    "optimizer": {"lr": 1e-3}},
+                    "optimizer": {"lr": 1e-3}, **lora},
     })
     groups = all_groups
     if mode == "failed":
@@ -115,6 +117,12 @@ def assert_same_model(found: dict[str, np.ndarray], expected: dict[str, np.ndarr
 def test_two_ranks_take_the_step_of_one(found: dict[str, Any]) -> None:
     one, two = found["plain-1"], found["save-2"]
     np.testing.assert_allclose(two["loss"], one["loss"], atol=1e-5)
+    np.testing.assert_allclose(two["grad_norm"], one["grad_norm"], rtol=1e-4)
+    assert_same_model(two, one)
+
+
+def test_two_ranks_that_share_packed_weights_take_the_step_of_one(found: dict[str, Any]) -> None:
+    one, two = found["nf4-1"], found["nf4-2"]
     np.testing.assert_allclose(two["grad_norm"], one["grad_norm"], rtol=1e-4)
     assert_same_model(two, one)
 

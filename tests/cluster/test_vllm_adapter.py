@@ -11,7 +11,7 @@ import pytest
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config.config import Config, with_number_formats
+from rayapp.config.config import Config, with_number_formats, with_values
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, RequestId, SamplingParams
@@ -31,9 +31,10 @@ MAX_LOG_PROB_DIFFERENCE = 0.05
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
-def make_config(tiny_model: Path) -> Config:
+def make_config(tiny_model: Path, quantization: str) -> Config:
     learner = {"lora": {"rank": 4, "alpha": 16}, "optimizer": {"lr": 3e-2}}
-    return make.config(tiny_model, rollout={"group_size": 2}, learner=learner)
+    config = make.config(tiny_model, rollout={"group_size": 2}, learner=learner)
+    return with_values(config, model={"quantization": quantization})
 
 
 def group_of(rewards: tuple[float, float]) -> Group:
@@ -58,10 +59,11 @@ def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBuc
     return found
 
 
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
 async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(
-    tiny_model: Path, references: References
+    tiny_model: Path, references: References, quantization: str
 ) -> None:
-    config = make_config(tiny_model)
+    config = make_config(tiny_model, quantization)
     size = {"float32": 4, "bfloat16": 2}[with_number_formats(config, on_gpu=False).server.dtype]
     steps = after_each_step(config, 2)
     first, *_, last = (log_probs for _, log_probs in steps)

@@ -54,6 +54,7 @@ def _tokens(random: np.random.Generator, rows: int) -> dict[str, Any]:
         "learner_log_probs": pa.array(list((0.99 * log_probs).astype(np.float32))),
         "routed_experts": pa.nulls(rows, SCHEMA.field("routed_experts").type),
         "allowed": pa.nulls(rows, SCHEMA.field("allowed").type),
+        "media": pa.nulls(rows, SCHEMA.field("media").type),
     }
 
 
@@ -87,6 +88,7 @@ def _scalars(random: np.random.Generator, step: int, rows: int) -> dict[str, Any
             "forks": pa.array([[]] * rows, SCHEMA.field("forks").type),
             "routed_experts": pa.nulls(rows, SCHEMA.field("routed_experts").type),
             "allowed": pa.nulls(rows, SCHEMA.field("allowed").type),
+            "media": pa.nulls(rows, SCHEMA.field("media").type),
             "reward_terms": pa.array(terms, SCHEMA.field("reward_terms").type),
             "reward_status": pa.array(np.array(STATUSES)[random.integers(0, len(STATUSES), rows)]),
             "valid": pa.array([True] * rows),

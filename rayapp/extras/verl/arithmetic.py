@@ -93,7 +93,9 @@ def quantization(key: str, value: Any, values: Values) -> Landing:
     names: dict[Any, str] = {None: "none", "fp8": "fp8_per_block"} | {name: name for name in ROUNDINGS}
     if value not in names:
         raise ConfigError(f"{key} = {value!r} can't be imported: use {', '.join(ROUNDINGS)}, or leave it out.")
-    return Landing(settings={"server.quantization": names[value]}, note="needs rollout_correction.rollout_is=token")
+    return Landing(
+        settings={"server.quantization": names[value]}, note="corrected as with rollout_correction.rollout_is=token"
+    )
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:

@@ -113,6 +113,7 @@ ALGORITHM: dict[str, Rule] = {
 LEARNER: dict[str, Rule] = {
     f"{_MODEL}.path": to("model.path"),
     f"{_MODEL}.trust_remote_code": to("model.trust_remote_code", bool),
+    f"{_ACTOR}.freeze_vision_tower": to("model.freeze_vision", bool),
     f"{_MODEL}.enable_gradient_checkpointing": to("learner.activation_checkpointing", bool),
     f"{_MODEL}.lora_rank": arithmetic.lora,
     f"{_ACTOR}.ppo_mini_batch_size": arithmetic.minibatches,

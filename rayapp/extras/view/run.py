@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from rayapp.core.errors import StorageError
+from rayapp.core.errors import InputError, StorageError
 from rayapp.extras.view.curves import PANELS, Metrics, curve, keys_of, keys_of_panel
 from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups, neighbours
 from rayapp.extras.view.trajectory import Advantages, group_advantages, load_tokenizer, read_group, read_trajectory
+from rayapp.runs.layout import PICTURES
 from rayapp.runs.source import RunSource
 from rayapp.runs.tracking.metrics import warning_of
 
@@ -89,7 +91,7 @@ class ViewedRun:
         advantages = self._advantages(rows)
         for row, value in zip(rows, advantages.values, strict=True):
             row["advantage"] = value
-        shared = {name: rows[0][name] for name in ("prompt", "prefill", "task", "num_prompt_tokens")}
+        shared = {name: rows[0][name] for name in ("prompt", "prefill", "task", "num_prompt_tokens", "pictures")}
         return shared | {
             "step": step,
             "group_id": group_id,
@@ -112,6 +114,15 @@ class ViewedRun:
             "group_size": len(rows),
         }
 
+    def picture(self, sha256: str) -> tuple[bytes, str]:
+        """Return the bytes and media type of a picture. Raises InputError: the run has no such picture."""
+        is_name = re.fullmatch("[0-9a-f]{64}", sha256) is not None
+        data = self.source.read_bytes(f"{PICTURES}/{sha256}") if is_name else None
+        kind = next((kind for start, kind in _PICTURE_KINDS.items() if (data or b"").startswith(start)), None)
+        if data is None or kind is None:
+            raise InputError(f"this run has no picture {sha256:.64}")
+        return data, kind
+
     def tokenizer(self) -> Any | None:
         """Return the tokenizer, searched at each call: a run writes it when it ends."""
         if self._tokenizer is None:
@@ -122,6 +133,13 @@ class ViewedRun:
     def _advantages(self, rows: list[dict[str, Any]]) -> Advantages:
         algorithm = _section(self.config(), "algorithm")
         return group_advantages([row["reward"] for row in rows], [row["valid"] for row in rows], algorithm)
+
+
+_PICTURE_KINDS = {
+    b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}  # fmt: skip
+"""First bytes of a picture -> media type. Nothing else is sent, since a browser may run it."""
 
 
 def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:

@@ -42,6 +42,9 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "") -> ASGIApp:
             "/api/runs/{run:int}/trajectory",
             _of_run(lambda run, query: run.trajectory(*_numbers(query, "step", "group", "index"))),
         ),
+        Route(
+            "/api/runs/{run:int}/picture", _of_run(lambda run, query: run.picture(query.get("sha256", "")), _picture)
+        ),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(
@@ -68,7 +71,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Response]:
+def _picture(found: tuple[bytes, str]) -> Response:
+    return Response(found[0], headers={"cache-control": "private, max-age=86400"}, media_type=found[1])
+
+
+def _of_run(
+    read: Callable[[ViewedRun, Any], Any], sent: Callable[[Any], Response] = answer
+) -> Callable[[Request], Response]:
     """Make an endpoint for the run in the address, which Starlette runs in a thread."""
 
     def endpoint(request: Request) -> Response:
@@ -76,7 +85,7 @@ def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Respon
         number = request.path_params["run"]
         if number >= len(runs):
             raise InputError(f"there is no run {number}: this page shows {len(runs)} runs, numbered from 0")
-        return answer(read(runs[number], request.query_params))
+        return sent(read(runs[number], request.query_params))
 
     return endpoint
 

@@ -104,10 +104,11 @@ def _parse(data: bytes) -> Any:
 MAX_TEXT_CHARS = 60_000
 MAX_TOKENS = 40_000
 MAX_TRAJECTORIES = 256
+MAX_PICTURES = 64
 _GROUP_COLUMNS = (
     "index", "prefill", "completion", "reward_detail", "task", "prompt", "reward", "reward_terms", "reward_status",
     "valid", "failure_kind", "status", "num_prompt_tokens", "num_response_tokens", "num_turns", "min_policy_version",
-    "max_policy_version", "time_generate_s", "time_score_s",
+    "max_policy_version", "time_generate_s", "time_score_s", "media",
 )  # fmt: skip
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS, AGENT_OUTPUT, RECORDED_TURNS, LEARNER_LOG_PROBS = "forks", "agent_output", "turns", "learner_log_probs"
@@ -207,7 +208,8 @@ def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
 def _cut_row(row: dict[str, Any]) -> dict[str, Any]:
     terms = dict(row["reward_terms"] or [])
     texts = {name: cut(row[name] or "") for name in ("prompt", "prefill", "completion", "reward_detail")}
-    return row | texts | {"reward_terms": terms}
+    shown = dict.fromkeys(picture["sha256"] for picture in row.pop("media", None) or ())
+    return row | texts | {"reward_terms": terms, "pictures": list(shown)[:MAX_PICTURES]}
 
 
 def _read(
@@ -218,7 +220,9 @@ def _read(
     path = f"{source.root}/{FOLDERS[purpose]}/{step_name(step, PARQUET)}"
     try:
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.
-        table = pq.read_table(path, filesystem=source.files, columns=list(columns), filters=filters, partitioning=None)
+        there = set(pq.read_schema(path, filesystem=source.files).names)  # older files have no media
+        wanted = [name for name in columns if name in there or name != "media"]
+        table = pq.read_table(path, filesystem=source.files, columns=wanted, filters=filters, partitioning=None)
     except FileNotFoundError:
         raise InputError(f"step {step} has no recorded trajectories") from None
     except (OSError, pa.ArrowException) as error:

@@ -18,6 +18,7 @@ from rayapp.learner.memory.plan import (
     plan_learner,
     server_weight_bytes,
     shard,
+    stored_bytes,
     tower_bytes,
     weight_bytes,
     with_learner_numbers,
@@ -108,11 +109,13 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     config = with_learner_numbers(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
-    frozen = sum(own.num_parameters for own in frozen_shapes(shape, frozen_models(config)).values())
+    models = frozen_shapes(shape, frozen_models(config)).values()
+    frozen = sum(stored_bytes(own, element, own.num_parameters) for own in models)
     adapters = MASTER * shape.num_adapter_parameters
-    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + element * frozen
+    shards = weight_bytes(shape, config.learner, shape.num_parameters) + adapters + frozen
     shards += (ADAM + FLOAT32) * shape.num_trained
-    each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
+    gathered = stored_bytes(shape, element, shape.num_parameters) + frozen
+    each = LEARNER_BYTES + gathered + element * shape.num_trained
     each += sum(tower_bytes(shape, config).values())
     needs_logits = config.distillation.needs_logits
     head = head_bytes(shape, section, needs_logits=needs_logits, softmax_rows=CPU_SOFTMAX_ROWS)

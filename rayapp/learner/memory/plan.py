@@ -15,6 +15,7 @@ from rayapp.config.learner import LearnerSection
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, model_shape
+from rayapp.storage.models.nf4 import BYTES_PER_VALUE
 
 RUNTIME_BYTES = 3 * GIB // 2  # assumed: CUDA context, kernels, NCCL's buffers; 0.8 GiB on an H100 without NCCL
 GRAPH_BYTES = GIB  # assumed: vLLM's CUDA graphs, beyond server.gpu_memory_utilization, also asleep
@@ -166,7 +167,7 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     gradients, optimizer = (kind * shard(shape.num_trained, config.learner) for kind in (MASTER, ADAM))
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     frozen = {
-        name: element * shard(own.num_parameters, config.learner)
+        name: stored_bytes(own, element, shard(own.num_parameters, config.learner))
         for name, own in frozen_shapes(shape, frozen_models(config)).items()
     }
     on_gpu = 0 if config.learner.cpu_offload else 1
@@ -195,20 +196,26 @@ def tower_bytes(shape: ModelShape, config: Config) -> dict[str, int]:
 
 def weight_bytes(shape: ModelShape, learner: LearnerSection, num_parameters: int) -> int:
     """Return bytes of the policy's own weights: in the compute dtype if only adapters are trained, else in float32."""
-    return (ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
+    element = ELEMENT_BYTES[learner.compute_dtype] if shape.num_adapter_parameters else MASTER
+    return stored_bytes(shape, element, num_parameters)
+
+
+def stored_bytes(shape: ModelShape, element: int, num_parameters: int) -> int:
+    # of some of a model's weights; those in 4 bits are an equal share of them
+    saved = (element - BYTES_PER_VALUE) * shape.num_packed / shape.num_parameters
+    return int((element - saved) * num_parameters)
 
 
 def learner_moments(shape: ModelShape, learner: LearnerSection, *, needs_logits: bool) -> tuple[Moment, ...]:
     element = ELEMENT_BYTES[learner.compute_dtype]
     teacher = _teacher_bytes(shape, learner) if needs_logits else 0
-    layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
     return (
         # All layers have run; the buffer of the last gathered layer still exists.
         Moment(
             name="the head's forward and backward",
-            gathered=element * (shape.num_root_parameters + layer) + teacher,
+            gathered=gathered_bytes(shape, learner, 1) + teacher,
             activations=kept_bytes(shape, learner),
             head=head_bytes(shape, learner, learner.token_budget, needs_logits=needs_logits),
         ),
@@ -216,7 +223,9 @@ def learner_moments(shape: ModelShape, learner: LearnerSection, *, needs_logits:
         Moment(
             name="the backward of a layer",
             gathered=gathered_bytes(shape, learner) + teacher,
-            activations=kept_bytes(shape, learner) + working_bytes(shape, learner),
+            activations=kept_bytes(shape, learner)
+            + working_bytes(shape, learner)
+            + (element * shape.hidden * shape.intermediate if shape.num_packed else 0),  # the matrix being unpacked
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # Gradients of one layer in float32, which are being reduced, and gradients of the first matrix of the layer
             # that is computed.
@@ -416,7 +425,9 @@ def head_bytes_per_token(shape: ModelShape, learner: LearnerSection) -> int:
 def gathered_bytes(shape: ModelShape, learner: LearnerSection, num_layers: int = 2) -> int:
     """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and some layers."""
     layer = shape.num_gathered_in_layer + shape.num_adapter_parameters // shape.num_layers
-    return ELEMENT_BYTES[learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
+    element = ELEMENT_BYTES[learner.compute_dtype]
+    saved = int((element - BYTES_PER_VALUE) * shape.num_packed / shape.num_layers)
+    return element * shape.num_root_parameters + num_layers * (element * layer - saved)
 
 
 def plan_server(shape: ModelShape, section: ServerSection, max_model_tokens: int, gpu_bytes: int) -> ServerPlan:

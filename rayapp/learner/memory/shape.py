@@ -110,6 +110,7 @@ class ModelShape:
     rows_elsewhere: float = 0.0  # sent away in a forward for each token, one for each expert elsewhere, over all layers
     num_adapter_parameters: int = 0  # 0 if all weights are trained
     adapter_rank_sum: int = 0  # values that one layer's adapters keep for each token
+    num_packed: int = 0  # in 4 bits, over all layers (`model.quantization`)
     num_frozen_in_tower: int = 0  # of a frozen vision tower, whole on each learner; not among `num_parameters`
     num_picture_layers: int = 0  # vectors that each token of a picture gets from the tower; 0 in a model for text
     # values that a trained tower keeps for each token of a picture: without and with recomputed layers
@@ -149,6 +150,7 @@ def model_shape(config: Config) -> ModelShape:
 
     from rayapp.learner.families.experts import check_expert_parallel
     from rayapp.learner.families.pictures import build_model, tower_parameters
+    from rayapp.storage.models.nf4 import is_packed
 
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code
@@ -168,6 +170,7 @@ def model_shape(config: Config) -> ModelShape:
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters()) - (tower if config.model.freeze_vision else 0)
     check_expert_parallel(model, config.learner)
+    packed = [p.numel() for name, p in model.named_parameters() if is_packed(name, p.shape)]
     adapters = _adapters(model, config.learner)
     teacher = frozen_models(config).get("teacher")
     if teacher is not None:
@@ -185,6 +188,7 @@ def model_shape(config: Config) -> ModelShape:
         norms_heads=any(".q_norm." in name for name, _ in model.named_parameters()),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
+        num_packed=sum(packed) if config.model.quantization == "nf4" else 0,
         **(_tower(model.config.vision_config, tower, is_frozen=config.model.freeze_vision) if tower else {}),
         teacher=None if teacher is None else model_shape(teacher),
         **_experts(model, config.learner.expert_parallel_size),

@@ -23,9 +23,10 @@ from rayapp.learner.distributed import Ranks, local_part, whole
 from rayapp.learner.families.pictures import frozen_tower
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, PolicyModel, named_weights
-from rayapp.learner.state.hf_folder import HfFile, HfLayout, hf_layout, write_file
+from rayapp.learner.state.hf_folder import HfFile, HfLayout, hf_layout, write_adapter, write_file
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
 from rayapp.learner.state.pretrained import groups_of, hub_tensors
+from rayapp.storage.models.nf4 import shape_of
 
 # Number formats to which a sent weight is rounded, in order; two if a server that computes in float32 must hold the
 # weights of a bfloat16 folder.
@@ -93,7 +94,8 @@ def stage_hf(section: ModelSection, learner: LearnerSection, model: PolicyModel,
 
 
 def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
-    """Write a Hugging Face folder in `checkpoint.final_dtype`, each rank its files one at a time. Collective."""
+    """Write a Hugging Face folder in `checkpoint.final_dtype`, each rank its files one at a time; adapters merged, and
+    alone in `adapter/`. Collective."""
     if wrong := ranks.first_of(not_finite(dict(named_weights(model)))):
         raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
     dtype = DTYPES[config.checkpoint.final_dtype]
@@ -114,6 +116,12 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
         raise failure
     if ranks.rank == 0:
         layout.describe(folder)
+    if config.learner.lora.rank > 0:
+        adapter = {
+            name: weight.to(dtype).cpu() for name, weight in adapter_weights(model.causal_lm, config.learner.lora)
+        }
+        if ranks.rank == 0:
+            write_adapter(folder / "adapter", adapter, config)
 
 
 def _gathered_file(
@@ -144,7 +152,7 @@ def sent_weights(model: PolicyModel, lora: LoraSection, formats: Formats) -> Ite
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
     """Return names and full shapes of what `device_weights` yields, in its order, without gathering."""
-    shapes = {name: parameter.shape for name, parameter in named_weights(model)}
+    shapes = {name: shape_of(parameter) for name, parameter in named_weights(model)}
     empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], device="meta"))
     return [(name, tensor.shape) for name, tensor in empty]
 
@@ -176,7 +184,9 @@ def _whole(
 ) -> Tensor:
     # Merge adapters in float32 and round once, like weights that are trained directly. Weights without an adapter are
     # cast before they are gathered, which halves the bytes to send.
-    own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()
+    own: Any = parameters[name].detach()
+    if BASE in name or own.dtype == torch.uint8:
+        own = merged_weight(parameters, name, lora)
     for dtype in formats:
         own = own.to(dtype)
     return whole(own.to(device or own.device))

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rayapp.config.config import Config, with_number_formats
-from rayapp.config.learner import LearnerSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
 from rayapp.learner.families.pictures import freeze_tower, frozen_tower
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
-from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
+from rayapp.learner.state.lora import ADAPTER, BASE, PEFT_PREFIX, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
+from rayapp.storage.models.nf4 import rounded, shape_of
 
 FILE_BYTES = 5 * 10**9  # only a single larger group of tensors exceeds it
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -135,7 +135,7 @@ def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _outline(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     own = dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
-    return torch.empty(tensor.shape, dtype=own, device="meta")
+    return torch.empty(shape_of(tensor), dtype=own, device="meta")
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -149,6 +149,21 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         readable_as_its_folder(path)
     except (SafetensorError, OSError) as error:  # SafetensorError covers any disk error, such as a full disk
         raise CheckpointError(f"the model can't be written to {path.parent}: {error}") from error
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
+    """Write an adapter, as `adapter_weights` yields it, in peft's form; else CheckpointError."""
+    from peft import LoraConfig
+
+    write_file(folder / "adapter_model.safetensors", tensors)
+    rank = config.learner.lora.rank
+    LoraConfig(
+        r=rank,
+        lora_alpha=rank,  # the scale is multiplied into the tensors
+        target_modules=sorted({name.removeprefix(PEFT_PREFIX).partition(ADAPTER)[0] for name in tensors}),
+        base_model_name_or_path=config.model.path,
+        task_type="CAUSAL_LM",
+    ).save_pretrained(str(folder))
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -178,8 +193,11 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
             tensors: dict[str, Tensor] = {}
             for group in file.groups:
                 held = _from_checkpoint(causal_lm, trained, set(group), learner_folder)
-                held |= read_whole(causal_lm, sources, files, {name for name in group if name not in held})
-                tensors |= hub_tensors(causal_lm, _exported_group(causal_lm, held, group, config.learner))
+                frozen = read_whole(causal_lm, sources, files, {name for name in group if name not in held})
+                if config.model.quantization == "nf4":
+                    frozen = {name: rounded(name, weight) for name, weight in frozen.items()}
+                held |= frozen
+                tensors |= hub_tensors(causal_lm, _exported_group(causal_lm, held, group, config))
             write_file(out / file.name, tensors)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
@@ -203,9 +221,7 @@ def _weight_of(name: str) -> str:
     return f"{module}.weight" if is_adapter else name
 
 
-def _exported_group(
-    causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
-) -> dict[str, Tensor]:
+def _exported_group(causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], config: Config) -> dict[str, Tensor]:
     """Return the group with adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
@@ -218,9 +234,11 @@ def _exported_group(
         if module not in adapted:
             whole[name] = held[name].float()
             continue
-        # Round to the compute dtype, because the learner adds adapters to weights that it keeps in this dtype.
-        own, frozen = f"{module}{BASE}.{kind}", held[name].to(DTYPES[section.compute_dtype])
-        whole[name] = merged_weight(held | {own: frozen.float()}, own, section.lora)
+        own, frozen = f"{module}{BASE}.{kind}", held[name]
+        if config.model.quantization == "none":
+            # Round to the compute dtype, because the learner adds adapters to weights that it keeps in this dtype.
+            frozen = frozen.to(DTYPES[config.learner.compute_dtype])
+        whole[name] = merged_weight(held | {own: frozen.float()}, own, config.learner.lora)
     return whole
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
 from rayapp.learner.distributed import whole
+from rayapp.storage.models.nf4 import plain
 
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
@@ -56,7 +57,7 @@ def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
 def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:
     """Return the full parameter; with an adapter, W + alpha / rank * B A in float32. Collective if sharded."""
     module, is_adapted, kind = name.partition(BASE)
-    weight = whole(parameters[name])
+    weight = plain(whole(parameters[name]))
     if not is_adapted or kind != ".weight":
         return weight
     down, up = (whole(parameters[f"{module}.lora_{letter}.default.weight"]) for letter in "AB")

@@ -23,6 +23,7 @@ from rayapp.core.errors import InputError
 from rayapp.learner.distributed import local_part
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.state.lora import ADAPTER, BASE
+from rayapp.storage.models.nf4 import pack, shape_of
 
 
 @dataclass(slots=True)
@@ -133,15 +134,21 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
         for name, rows in _read(causal_lm, first, source, files, targets):
             num_read += rows.numel()
             filled.add(id(targets[name]))
-            local_part(targets[name]).copy_(rows)
+            _fill(local_part(targets[name]), rows)
     missing = [name for name, p in targets.items() if isinstance(p, nn.Parameter) and id(p) not in filled]
     if missing:
         raise InputError(
             f"model.path {path!r} lacks {len(missing)} of the model's tensors, such as {missing[0]}: the download is "
             "incomplete, or config.json belongs to another model."
         )
-    num_weights = sum(tensor.numel() for tensor in causal_lm.parameters())
+    num_weights = sum(shape_of(tensor).numel() for tensor in causal_lm.parameters())
     log.info("read %.1f million weights, of %.1f million", num_read / 1e6, num_weights / 1e6)
+
+
+def _fill(target: Tensor, rows: Tensor) -> None:
+    """Copy this rank's rows of a weight, packed on the target's device if the target is packed."""
+    is_packed = target.dtype == torch.uint8 and len(target) > 0
+    target.copy_(pack(rows.to(target.device)) if is_packed else rows)
 
 
 def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
@@ -239,8 +246,8 @@ def _shape(tensor: Any) -> Any:
 
 
 def _check_shape(name: str, found: list[int], target: Tensor) -> None:
-    if found != list(target.shape):
+    if found != list(shape_of(target)):
         raise InputError(
-            f"model.path: tensor {name} has the shape {tuple(found)} in the files, but {tuple(target.shape)} by "
+            f"model.path: tensor {name} has the shape {tuple(found)} in the files, but {tuple(shape_of(target))} by "
             "config.json: the files belong to different models."
         )

@@ -72,6 +72,7 @@ class ChatFormat:
         self._tools = [tool.as_openai() for tool in tools]
         self._options: dict[str, Any] = dict(variables) | ({"chat_template": template} if template else {})
         self._special_ids = special_ids(tokenizer)
+        self._wants_parts = False  # the template writes contents only as lists of parts, as SmolVLM2's does
         self._end_text = self._end_of_turn()
         self._end_ids = self._encode(self._end_text)
         self._needs_calls = False
@@ -103,7 +104,7 @@ class ChatFormat:
         """Return the text that `prompt_ids` encodes."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                self._given(messages),
                 tools=self._tools or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -234,15 +235,23 @@ class ChatFormat:
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         # Templates write tools above the first message; callers need only text below it.
         text: str = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            self._given(messages),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **self._options,
         )
         return text
 
+    def _given(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        texts = [each.get("content") if self._wants_parts else None for each in messages]
+        parts = [{} if not isinstance(text, str) else {"content": [{"type": "text", "text": text}]} for text in texts]
+        return [{**message, **part} for message, part in zip(messages, parts, strict=True)]
+
     def _end_of_turn(self) -> str:
         text = self.render([_QUESTION, _ANSWER], add_generation_prompt=False)
+        if _STAND_IN not in text:
+            self._wants_parts = True
+            text = self.render([_QUESTION, _ANSWER], add_generation_prompt=False)
         if _STAND_IN not in text:
             raise ConfigError(
                 f"the chat template of {self._name} does not write the content of assistant messages: name another "

@@ -178,7 +178,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str,
     read = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
     if read:  # template files override the template in tokenizer_config.json
         return read["default"] if list(read) == ["default"] else read
-    return found or own or None
+    return found or own or _json(folder / "chat_template.json").get("chat_template")
 
 
 @lru_cache(maxsize=32)

@@ -20,7 +20,7 @@ from typing import Any
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import aside
 from rayapp.core.types import Media
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, size_of
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, sha256_of, size_of
 from rayapp.storage.models.pictures import PictureProcessor
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
@@ -59,6 +59,10 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
     if (num := sum(part == IMAGE_PART for each in parted for part in each["content"])) != num_pictures:
         raise InputError(f"the messages have {num} places for pictures ({MARK}), but the row has {num_pictures}")
     return tuple(each if IMAGE_PART in each["content"] else {**each, "content": _text(each)} for each in parted)
+
+
+def described(picture: bytes, size: tuple[int, int]) -> str:
+    return f"[picture {size[0]} x {size[1]}, {len(picture):,} bytes, sha256 {sha256_of(picture)[:12]}…]"
 
 
 def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:

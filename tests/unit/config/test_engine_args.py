@@ -58,8 +58,16 @@ def test_a_server_names_the_argument_that_its_vllm_does_not_have() -> None:
 
 @pytest.mark.parametrize("key", ["quantization=fp8_per_block", "kv_cache_dtype=fp8"])
 def test_rounding_needs_the_correction_of_every_token(key: str) -> None:
+    by_default = loaded(f"server.{key}", "algorithm.rollout_correction.threshold=3")
+    assert (by_default.algorithm.rollout_correction.level, by_default.algorithm.rollout_correction.threshold) == (
+        "token",
+        3.0,
+    )
+    assert f"servers round what learners don't (server.{key})" in by_default.rounding_note
+    assert loaded().algorithm.rollout_correction.level == "none"
+    assert loaded().rounding_note == ""
     with pytest.raises(ConfigError, match=r"Set algorithm\.rollout_correction\.level: token"):
-        loaded(f"server.{key}")
+        loaded(f"server.{key}", "algorithm.rollout_correction.level=none")
     with pytest.raises(ConfigError, match=r"level is sequence"):
         loaded(f"server.{key}", "algorithm.rollout_correction.level=sequence")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.types import GroupSummary
-from rayapp.driver.store import TrajectoryStore
+from rayapp.driver.store import StoredGroup, TrajectoryStore, _oldest_versions
 from support import make
 
 
@@ -72,6 +72,29 @@ async def test_fewer_groups_than_staleness_allows_may_be_in_flight_and_unfinishe
     assert await is_blocked(s.take(2))
     await s.finish(summary(0, 0), 0)
     assert [group.ref for group in await s.take(2)] == [0, 5]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_a_group_that_is_too_old_is_never_trained(max_staleness: int) -> None:
+    s = store(groups_per_step=1, max_staleness=max_staleness)
+    await s.reserve()
+    await s.finish(summary(0, -max_staleness), 0)
+    assert [group.ref for group in await s.take(1)] == [0]
+    await s.release(1)
+
+    s = store(groups_per_step=1, max_staleness=max_staleness)
+    await s.reserve()
+    await s.finish(summary(0, -max_staleness - 1), 0)
+    with pytest.raises(AssertionError, match="is too old to be trained"):
+        await s.take(1)
+
+
+def test_a_kept_group_counts_as_admitted_no_later_than_the_groups_above_it() -> None:
+    """Group 5 was lost and sampled again by newer weights."""
+    sampled_by = {3: 1, 5: 4, 7: 2, 8: 6}
+    kept = [StoredGroup(summary=summary(group_id, version), ref=0) for group_id, version in sampled_by.items()]
+
+    assert _oldest_versions(kept) == {3: 1, 5: 2, 7: 2, 8: 6}
 
 
 async def test_groups_come_back_in_id_order_whatever_order_they_finish_in() -> None:

@@ -293,6 +293,27 @@ def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(na
         assert torch.isfinite(found).all()
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_no_loss_is_skipped_that_has_a_gradient_without_an_advantage(name: str) -> None:
+    config = loss_config(name, "token-mean")
+    log_probs = (-0.5 * torch.rand(4, 4, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    rows = replace(loss_rows(log_probs), advantages=torch.zeros(4, 4))
+
+    loss = policy_loss(rows, config.algorithm, actor_of(config, SCALE), SCALE).loss
+    (found,) = torch.autograd.grad(loss, log_probs, allow_unused=True)
+
+    has_gradient = found is not None and bool(found.any())
+    assert config.algorithm.pulls_at_zero_advantage or not has_gradient
+    assert name != "dro" or has_gradient
+
+
+@pytest.mark.parametrize(
+    ("changes", "pulls"), [({}, False), ({"kl_loss_coef": 0.1}, True), ({"entropy_coef": 0.1}, True)]
+)
+def test_terms_beside_the_loss_pull_without_an_advantage(changes: dict[str, float], *, pulls: bool) -> None:
+    assert Config.model_validate({"algorithm": changes}).algorithm.pulls_at_zero_advantage == pulls
+
+
 SEPARABLE = [name for name in POLICY_LOSSES if name not in ("clip_cov", "kl_cov")]
 
 

@@ -76,6 +76,21 @@ def test_values_and_gradients_are_those_of_whole_logits(
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "num_kept"), [(torch.float32, 4), (torch.bfloat16, 8)])
+def test_logits_of_one_chunk_in_float32_are_kept_for_the_backward_and_no_more(
+    dtype: torch.dtype, num_kept: int
+) -> None:
+    hidden, weight = torch.randn(17, 8, dtype=dtype).requires_grad_(), torch.randn(23, 8, dtype=dtype)
+    rows = torch.arange(17)
+
+    log_probs, *_ = token_log_probs(
+        hidden, weight, targets_of(rows, rows, 17), HeadOptions(temperature=1.0, chunk_rows=4)
+    )
+
+    _, _, _, _, *kept = log_probs.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert sum(logits.shape[0] for logits in kept) == num_kept
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 999),

@@ -43,6 +43,7 @@ from rayapp.learner.memory.speed import (
     train,
 )
 from rayapp.learner.memory.token_budget import compare_with_plan
+from scripts import fit_table
 from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
 SHAPE = ModelShape(
@@ -255,6 +256,13 @@ def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None
     assert plan.fits
     assert plan.server.num_sequences >= 8
     assert not list(late_generation(shape, config, gpu, plan.server))
+
+
+def test_the_table_of_cards_and_models_is_that_of_the_plan() -> None:
+    page = Path("docs/scale.md").read_text()
+
+    assert fit_table.table() in page, "stale: run python -m scripts.fit_table"
+    assert "| 24 GB | 0.5B | 3B | 7B (2) |" in page
 
 
 def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

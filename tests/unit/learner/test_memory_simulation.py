@@ -35,6 +35,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
         kl: float = 0.0,
         teacher: str = "",
         prompt_tokens: int = 1024,
+        quantization: str = "none",
         **learner: Any,
     ) -> Config:
         architecture = json.loads((ARCHITECTURES / f"{name}.json").read_text())
@@ -42,7 +43,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
         (tmp_path / "config.json").write_text(json.dumps(architecture))
         return Config.model_validate(
             {
-                "model": {"path": str(tmp_path)},
+                "model": {"path": str(tmp_path), "quantization": quantization},
                 "algorithm": {"kl_loss_coef": kl},
                 "distillation": {"teacher": str(tmp_path), "kl_over": teacher} if teacher else {},
                 "rollout": {"group_size": 8, "max_prompt_tokens": prompt_tokens, "max_completion_tokens": 3072},
@@ -65,6 +66,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "first-layer-recomputed": {"activation_checkpointing": 1},
     "adapters": {"lora": {"rank": 32}, "activation_checkpointing": True},
+    "four-bits": {"quantization": "nf4", "lora": {"rank": 32}, "activation_checkpointing": True},
+    "four-bits-and-reference": {"quantization": "nf4", "lora": {"rank": 32}, "kl": 0.01},
     "offloaded": {"cpu_offload": True, "activation_checkpointing": True},
     "reference": {"kl": 0.01, "activation_checkpointing": True},
     "teacher": {"teacher": "sampled", "activation_checkpointing": True},

@@ -70,6 +70,30 @@ def test_a_shared_prompt_and_a_repeated_completion_are_computed_once() -> None:
     assert pack(sequences, share_prefixes=False).num_tokens == 48
 
 
+@pytest.mark.parametrize(
+    ("num_sequences", "num_shared", "is_shared"),
+    [(2, 3, False), (2, 4, True), (3, 1, False), (3, 2, True), (5, 1, True)],
+)
+def test_a_prefix_is_computed_once_if_that_saves_four_tokens(
+    num_sequences: int, num_shared: int, *, is_shared: bool
+) -> None:
+    sequences = [np.array([9] * num_shared + [number] * 2, np.int32) for number in range(num_sequences)]
+
+    num_tokens = pack([sequences], share_prefixes=True).num_tokens
+
+    assert num_tokens == num_sequences * (2 if is_shared else 2 + num_shared) + is_shared * num_shared
+
+
+def test_prompts_with_and_without_recorded_experts_are_not_counted_as_shared() -> None:
+    items = [item(row, 0, [7] * 20, [row] * 3) for row in range(2)]
+    experts = np.zeros((23, 2, 1), np.uint8)
+    mixed = [items[0], replace(items[1], trajectory=replace(items[1].trajectory, routed_experts=experts))]
+
+    assert len(split(items, max_tokens=30, share_prefixes=True)) == 1
+    for order in (mixed, mixed[::-1]):
+        assert len(split(order, max_tokens=30, share_prefixes=True)) == 2
+
+
 def test_groups_never_share_even_equal_prompts() -> None:
     same = np.array([1, 2, 3, 4, 5, 6], np.int32)
     assert pack([[same], [same]], share_prefixes=True).num_tokens == 12

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
-from rayapp.learner.shares import Share, deal
+from rayapp.learner.shares import Share, deal, groups_per_minibatch
 from support import make
 
 PROMPT = 100
@@ -39,6 +39,26 @@ def test_a_plug_in_loss_may_pull_at_trajectories_without_an_advantage() -> None:
     assert not config().pulls_at_zero_advantage
     assert config(policy_loss="mine").pulls_at_zero_advantage
     assert all(tokens(shares, equal) for shares in deal(equal, config(policy_loss="mine"), 2))
+
+
+@pytest.mark.parametrize("estimator", ["gdpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "mine"])
+def test_groups_of_equal_rewards_teach_under_estimators_that_look_beyond_the_group(estimator: str) -> None:
+    equal = [summary(position, [10, 10], rewards=[1.0, 1.0]) for position in range(2)]
+
+    looking = config().model_copy(
+        update={"algorithm": config().algorithm.model_copy(update={"adv_estimator": estimator})}
+    )
+
+    assert not all(tokens(shares, equal) for shares in deal(equal, config(), 2))
+    assert all(tokens(shares, equal) for shares in deal(equal, looking, 2))
+
+
+@given(num_groups=st.integers(1, 200), num_minibatches=st.integers(1, 9))
+def test_a_step_has_no_more_mini_batches_than_the_config_says(num_groups: int, num_minibatches: int) -> None:
+    size = groups_per_minibatch(num_groups, num_minibatches)
+
+    assert -(-num_groups // size) <= num_minibatches
+    assert size == 1 or -(-num_groups // (size - 1)) > num_minibatches
 
 
 GROUPS = st.lists(st.lists(st.integers(1, 2000), min_size=2, max_size=6), min_size=1, max_size=12)

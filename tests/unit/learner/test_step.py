@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from actors.learner import Learner
 from rayapp.config.algorithm import AlgorithmSection
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
 from rayapp.core.trajectories import summarize_group
@@ -66,7 +66,8 @@ def learner_of(model: Path, changes: dict[str, Any] | None = None) -> Iterator[L
     }
     for section, keys in (changes or {}).items():
         values[section] = values.get(section, {}) | keys
-    learner = Learner(make.config(model, **values), 0, 1, "", 0)
+    own = values.pop("model", {})
+    learner = Learner(with_values(make.config(model, **values), model=own), 0, 1, "", 0)
     try:
         yield learner
     finally:
@@ -773,10 +774,14 @@ def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_a_checkpoint_of_adapters_holds_them_alone_and_goes_on_to_the_last_digit(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, quantization: str
 ) -> None:
-    changes = {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}
+    changes = {
+        "model": {"quantization": quantization},
+        "learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1},
+    }
     with learner_of(tiny_model, changes) as learner:
         step(learner, 1, two_groups(1))
         save(learner, str(tmp_path / "c"), 1)

@@ -208,7 +208,7 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) ->
 
 def test_each_picture_lies_once_beside_the_trajectories_and_is_read_again(tmp_path: Path) -> None:
     shown, red = Picture(sha256="ab" * 32, start=0, end=1), b"red"
-    told = dataclasses.replace(make.trajectory(), media=(shown,))
+    told = dataclasses.replace(make.trajectory([1, 2]), media=(shown,))
     group = dataclasses.replace(make.group(told), pictures={shown.sha256: red})
     path = tmp_path / "trajectories" / "step=000001.parquet"
     path.parent.mkdir()

@@ -133,9 +133,11 @@ def test_hostile_length_costs_little() -> None:
         "~~~~\n" + "~~~\n" * 30_000,
         "async" + "\n" * 100_000,
         "def \n" * 30_000,
+        '```python\n"""\n```\n' * 10_000,
+        '```python\n"""\n' + "~~~\n" * 30_000,
         " " * 100_000 + "x",
     ],
-    ids=["tildes", "ticks", "fences", "closings", "async", "defs", "spaces"],
+    ids=["tildes", "ticks", "fences", "closings", "async", "defs", "strings", "string", "spaces"],
 )
 def test_a_long_text_without_code_is_read_in_linear_time(text: str) -> None:
     with takes_at_most_s(2):  # quadratic: minutes
@@ -175,6 +177,34 @@ def test_a_fence_in_a_docstring_belongs_to_the_code(fence: str) -> None:
     assert extract_program(f"So:\n```python\n{source}print(f(1))\n```\n") == f"{source}print(f(1))\n"
     assert extract_code(f"{source[9:]}```\nDone.", "f", prefill="```python\ndef f(x):") == source
     assert extract_code(source, "f") == source
+
+
+IN_STRINGS = [
+    'def f(x):\n  """Return x.\n  ```\n  f(1)\n  ```\n  """\n  return x\n',
+    'def f(x):\n   """Return x.\n   ```python\n   f(1)\n   ```\n   """\n   return x\n',
+    "def f(x):\n    s = '''\n```\ncode\n```\n'''\n    return s\n",
+    'def f(x):\n    return """\n```\n"""\n',
+    'def f(x):\n    """\n~~~\n"""\n    a = """\n```\n```\n"""\n    return a\n',
+]
+
+
+@pytest.mark.parametrize("source", IN_STRINGS)
+@pytest.mark.parametrize(
+    "text", ["```python\n{}```", "So:\n```python\n{}```\nDone.", "```\n{}```\n", "~~~python\n{}~~~\n", "{}"]
+)
+def test_a_fence_in_a_string_closes_no_block(source: str, text: str) -> None:
+    assert extract_code(text.format(source), "f") == source
+    assert extract_module(text.format(source), "f") == source
+    assert (extract_program(text.format(source)) or "").strip() == source.strip()
+
+
+@pytest.mark.parametrize(
+    ("info", "is_python"),
+    [("python", True), ("Python3", True), ("{.python}", True), ("python:main.py", True), ('py title="x"', True),
+     ("python, runnable", True), ("{.cpp}", False), ("pythonic", False), ("c++", False)],
+)  # fmt: skip
+def test_the_language_of_a_block_is_read_in_many_forms(info: str, is_python: bool) -> None:
+    assert (extract_code(f"```{info}\ndef f(x): 1\n```", "f") is not None) == is_python
 
 
 @pytest.mark.parametrize("text", ["{}    ```\nThat's it.", "{}  ```", "<answer>\n```python\n{}```\n</answer>",

@@ -194,3 +194,18 @@ def test_a_data_uri_is_read_and_nothing_else_is() -> None:
     ):
         with pytest.raises(InputError):
             from_data_uri(uri)
+
+
+def test_the_command_shows_a_row_and_writes_its_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rayapp.cli.main import run
+
+    path = written(tmp_path, row(images=[stored(picture(size=(4, 6)))]))
+
+    assert run(["data", "view", str(path), "--save", str(tmp_path / "seen")]) == 0
+
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("user: [picture 4 x 6, ")
+    assert told[0].endswith("…]Which colour?")
+    assert told[1:3] == ["data_source: openai/gsm8k", "ground_truth: 1"]
+    assert (tmp_path / "seen" / "row0-0.png").read_bytes() == picture(size=(4, 6))
+    assert run(["data", "view", str(path), "--row", "1"]) == 2

@@ -54,6 +54,13 @@ export function seconds(value) {
   return value < 90 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
 }
 
+// Pictures that the policy read, as small images that open in full.
+export function pictures(run, hashes) {
+  if (!hashes?.length) return null;
+  const address = (sha256) => `api/runs/${run}/picture?sha256=${sha256}`;
+  return h("div", {class: "pictures"}, hashes.map((sha256, i) => h("a", {href: address(sha256), target: "_blank", rel: "noreferrer"}, h("img", {src: address(sha256), alt: `Picture ${i + 1}`, loading: "lazy"}))));
+}
+
 export function chip(text, kind = "") {
   return h("span", {class: `chip ${kind}`.trim()}, visible(text));
 }

@@ -1,7 +1,7 @@
 // One group: the prompt, and its completions side by side.
 
 import {askRun} from "./api.js";
-import {chip, explained, facts, groupName, h, number, rewardBadge, seconds, statusChip, visible, WORDS} from "./dom.js";
+import {chip, explained, facts, groupName, h, number, pictures, rewardBadge, seconds, statusChip, visible, WORDS} from "./dom.js";
 import {lastGroups} from "./groups.js";
 import {go, link} from "./route.js";
 
@@ -10,7 +10,7 @@ const SORTS = {index: "as sampled", best: "best first", worst: "worst first", lo
 export async function groupPage({run, query}) {
   const group = await askRun(run, "group", {step: query.step, group: query.group});
   const sort = query.sort in SORTS ? query.sort : "index";
-  return h("div", {}, heading(group, query, sort), summary(group), promptBlock(group),
+  return h("div", {}, heading(group, query, sort), summary(group), pictures(run, group.pictures), promptBlock(group),
     h("h2", {}, `${group.trajectories.length} completions`),
     h("div", {class: "completions"}, ordered(group.trajectories, sort).map((one) => completion(one, group, query))));
 }

@@ -1,7 +1,7 @@
 // One trajectory, turn by turn, its sampled tokens coloured.
 
 import {askRun} from "./api.js";
-import {chip, facts, groupName, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {chip, facts, groupName, h, number, pictures, rewardBadge, seconds, statusChip, visible} from "./dom.js";
 import {go, link} from "./route.js";
 import {legend, SCALES, tokenSpans} from "./tokens.js";
 
@@ -11,7 +11,7 @@ export async function trajectoryPage({run, query}) {
   const one = await askRun(run, "trajectory", {step: query.step, group: query.group, index: query.index});
   const scales = Object.entries(SCALES).filter(([, scale]) => scale.has(one));
   const colour = scales.some(([name]) => name === query.colour) ? query.colour : "log_prob";
-  return h("div", {}, heading(one, query), summary(one),
+  return h("div", {}, heading(one, query), summary(one), pictures(run, one.pictures),
     one.reward_detail ? h("p", {class: "note"}, visible(one.reward_detail)) : null,
     one.is_tokenized ? bar(one, scales, colour, query) : noTokenizer(),
     h("ol", {class: "turns"}, one.turns.map((turn) => turnBlock(turn, one, colour))), outputBlock(one));

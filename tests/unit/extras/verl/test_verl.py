@@ -251,7 +251,10 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "rayapp sets it from run.seed"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "log-probs must be"),
-        ("actor_rollout_ref.rollout.quantization=fp8", "rollout_correction.level is none"),
+        (
+            "actor_rollout_ref.rollout.quantization=fp8 algorithm.rollout_correction.rollout_is=sequence",
+            "rollout_correction.level is sequence",
+        ),
         ("actor_rollout_ref.rollout.quantization=int4", "use fp8_per_block"),
         ("actor_rollout_ref.rollout.response_length=99", "must equal data.max_response_length, which is 1024"),
         ("distillation.enabled=True", "no teacher_models.*model_path is set"),

@@ -1,0 +1,135 @@
+"""Adapters on weights in 4 bits: the learner computes what a dense model of the rounded weights computes."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.learner.policy import _compile
+from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
+from rayapp.learner.state.packed import PackedLinear
+from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, rounded, shape_of, unpack
+from support import family_trial as trial
+from support.family_check import VOCABULARY, plain_model, subject_of
+
+LORA = {"rank": 4, "alpha": 16}
+
+
+def packed_config(folder: Path, **learner: Any) -> Config:
+    config = trial.trial_config(folder, **{"lora": LORA, **learner})
+    return config.model_copy(update={"model": config.model.model_copy(update={"quantization": "nf4"})})
+
+
+def rounded_copy(model: Path, folder: Path) -> Path:
+    """Return a copy of the model that has the rounded weights in float32."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: rounded(name, t).float() for name, t in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_rounding_is_that_of_the_paper_row_by_row() -> None:
+    from bitsandbytes import functional
+
+    weight = torch.randn(6, 192, generator=torch.Generator().manual_seed(0))
+    levels = functional.get_4bit_type("nf4", device="cpu")
+    blocks = weight.view(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    nearest = ((blocks / scales)[..., None] - levels).abs().argmin(-1)
+
+    assert torch.equal(unpack(pack(weight), torch.float32), (levels[nearest] * scales).view(6, 192))
+    assert pack(weight).numel() == BYTES_PER_VALUE * weight.numel()
+    assert torch.equal(pack(weight)[2:5], pack(weight[2:5]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_log_probs_and_gradients_are_those_of_a_dense_model_of_the_rounded_weights(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    trial.save_tiny(subject_of(name).architecture, model)
+    config, groups = packed_config(model), trial.trial_groups(VOCABULARY)
+    dense = rounded_copy(model, tmp_path / "dense")
+    expected = trial.plain_scores(plain_model(dense, config.max_model_tokens), groups)
+
+    with trial.learner_of(config) as learner:
+        linears = [m for m in learner.model.modules() if isinstance(m, PackedLinear)]
+        assert len(linears) == 7 * 2
+        found = trial.learner_scores(learner, groups)
+        adapters = trial.adapter_gradients(learner, expected)
+        sent = dict(
+            sent_weights(learner.model, config.learner.lora.model_copy(update={"send": "merged"}), [torch.float32])
+        )
+        assert weight_shapes(learner.model) == [(n, t.shape) for n, t in sent.items()]
+        export_hf(config, learner.model, tmp_path / "final", learner.ranks)
+
+    assert adapters is not None
+    assert trial.log_prob_error(found, expected) < trial.MAX_LOG_PROB_ERROR
+    assert trial.gradient_error(found, adapters) < trial.MAX_GRADIENT_ERROR
+    # B is 0, so that what is sent and written are the rounded weights.
+    weights = load_file(dense / "model.safetensors")
+    assert all(torch.equal(tensor, weights[n]) for n, tensor in sent.items())
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    assert all(torch.equal(tensor, weights[n].bfloat16()) for n, tensor in final.items())
+
+
+def test_recomputed_and_compiled_layers_have_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial.save_tiny(subject_of("qwen2").architecture, tmp_path)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    _compile.cache_clear()
+    groups, scores = trial.trial_groups(VOCABULARY), []
+    for changes in ({}, {"activation_checkpointing": True}, {"compile": True}):
+        with trial.learner_of(packed_config(tmp_path, **changes)) as learner:
+            scores.append(trial.learner_scores(learner, groups))
+    _compile.cache_clear()
+
+    plain, *others = (each.gradients for each in scores)
+    assert all(torch.equal(plain[name], other[name]) for other in others for name in plain)
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    trial.save_tiny(subject_of("qwen3_moe").architecture, tmp_path)
+
+    with (
+        pytest.raises(
+            InputError, match=r"Qwen3MoeForCausalLM has model\.layers\.0\.mlp\.experts\.\w+ .* can't be packed"
+        ),
+        trial.learner_of(packed_config(tmp_path)),
+    ):
+        pass
+
+
+def test_without_bitsandbytes_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **others: Any) -> Any:
+        if name == "bitsandbytes":
+            raise ImportError("No module named 'bitsandbytes'")
+        return real(name, *args, **others)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=r"pip install 'rayapp\[nf4\]'"):
+        pack(torch.zeros(1, 64))
+
+
+def test_only_matrices_of_layers_are_packed() -> None:
+    assert is_packed("model.layers.0.self_attn.q_proj.weight", (128, 64))
+    assert not is_packed("model.layers.0.self_attn.q_proj.weight", (128, 96))
+    assert not is_packed("model.layers.0.self_attn.q_proj.bias", (128,))
+    assert not is_packed("model.embed_tokens.weight", (128, 64))
+    assert not is_packed("lm_head.weight", (128, 64))
+    assert shape_of(pack(torch.ones(3, 128))) == (3, 128)
+
+
+def test_four_bits_need_adapters() -> None:
+    with pytest.raises(ValueError, match=r"learner\.lora\.rank is 0: .* Set learner\.lora\.rank"):
+        Config.model_validate({"model": {"quantization": "nf4"}})
