@@ -133,8 +133,11 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
         return
     (check_model if has_weights else check_architecture)(config)
     from rayapp.learner.policy import build_causal_lm
+    from rayapp.storage.models.pictures import load_pictures, reads_pictures
 
     build_causal_lm(config.model, config.learner, config.max_model_tokens)  # build the model without its weights
+    if has_weights and reads_pictures(config.model):
+        load_pictures(config.model)  # the engine, too, starts only with the processor
     teacher = frozen_models(config).get("teacher")
     if has_weights and teacher is not None and teacher.model.path.startswith("s3://"):
         check_remote_model(teacher.model.path)

@@ -16,7 +16,12 @@ from typing import Any
 
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
-from rayapp.engine.weights.reload_workarounds import is_tied, mend_after_reload, mend_reload
+from rayapp.engine.weights.reload_workarounds import (
+    expect_unsent_towers,
+    is_tied,
+    mend_after_reload,
+    mend_reload,
+)
 
 
 class WeightUpdateExtension:
@@ -68,6 +73,8 @@ class WeightUpdateExtension:
         if hasattr(model, "arrivals"):
             return
         mend_reload(model)
+        if self.model_runner.model_config.is_multimodal_model:
+            expect_unsent_towers()
         model.arrivals, load_weights = Arrivals(), model.load_weights
         model.load_weights = lambda weights: load_weights(model.arrivals.counted(weights))
 

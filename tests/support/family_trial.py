@@ -275,7 +275,7 @@ async def engine_errors(configs: tuple[Config, Config], groups: list[Group], fin
         at_start = await _error(engine, groups, first[1])
         after = []
         for version, (bucket, expected) in enumerate((second, first), start=1):
-            await _load(engine, version, bucket)
+            await load_weights(engine, version, bucket)
             after.append(await _error(engine, groups, expected))
     finally:
         engine.close()
@@ -287,14 +287,18 @@ def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tup
     with learner_of(config) as learner:
         if final is not None:
             export_hf(config, learner.model, final, learner.ranks)
-        tensors = list(sent_weights(learner.model, config.learner.lora, [torch.bfloat16]))
+        bucket = bucket_of(list(sent_weights(learner.model, config.learner.lora, [torch.bfloat16])))
         log_probs = [row for group in groups for row in log_probs_of(learner, group)]
+    return bucket, log_probs
+
+
+def bucket_of(tensors: list[tuple[str, Tensor]]) -> WeightBucket:
     # Leave room for alignment: `pack` starts each tensor on a cache line.
     num_bytes = sum(tensor.numel() * tensor.element_size() + 64 for _, tensor in tensors)
-    return next(pack(tensors, num_bytes)), log_probs
+    return next(pack(tensors, num_bytes))
 
 
-async def _load(engine: VllmEngine, version: int, bucket: WeightBucket) -> None:
+async def load_weights(engine: VllmEngine, version: int, bucket: WeightBucket) -> None:
     with tempfile.NamedTemporaryFile() as file:
         bucket.data.tofile(file.name)
         await engine.begin_update("memory")

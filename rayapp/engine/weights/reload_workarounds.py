@@ -6,6 +6,7 @@ delete the function.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -59,6 +60,13 @@ def copy_convolutions(model: Any) -> None:
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
         if unpacked is not None and "conv_weights" in dict(mixer.named_buffers(recurse=False)):
             mixer.conv_weights.copy_(unpacked)
+
+
+def expect_unsent_towers() -> None:
+    """Drop vLLM's warning, at every sync, of each layer of a vision tower: learners don't send a frozen one. The check
+    of what arrived covers the weights that they send."""
+    layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    layerwise.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
 
 def is_tied(model_config: Any) -> bool:

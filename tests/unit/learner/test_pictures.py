@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from rayapp.config.config import with_values
+from rayapp.config.config import Config, with_values
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError, LearnerError
+from rayapp.core.types import Fork, Group, Prompt
 from rayapp.learner.families.pictures import PictureReader, split_items
 from rayapp.learner.family import check_family
 from rayapp.learner.memory.plan import plan_learner
@@ -25,11 +27,13 @@ from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.step import PolicyLearner
+from rayapp.learner.supervised import log_probs_of
 from rayapp.storage.models.families import refuse_pictures
 from support import family_trial as trial
 from support.picture_trial import (
     CONFIGS,
     PLACEHOLDER,
+    Writer,
     architecture_of,
     group_of,
     groups_of,
@@ -38,6 +42,7 @@ from support.picture_trial import (
     pictures_of_one_size,
     plain_inputs,
     process,
+    words,
 )
 
 
@@ -183,3 +188,46 @@ def test_a_family_whose_pictures_cannot_be_trained_is_refused_by_name(models: di
     with pytest.raises(InputError, match="model_type 'qwen2_vl' can't be trained"):
         check_family(other, config.model, config.learner, config.max_model_tokens)
     assert "a qwen2_vl can't be trained on pictures" in refuse_pictures({"model_type": "qwen2_vl"})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_branches_of_a_trajectory_show_their_own_pictures(models: dict[str, Path], family: str) -> None:
+    """An agent replaces the second picture by another of its size: the branches share the first one."""
+    pictures: dict[str, bytes] = {}
+    whole = Writer(family, pictures).text(words(1, 3)).picture(2, 2, seed=1).text(words(2, 2))
+    after = len(whole.ids) - 1
+    alone = []
+    for seed in (2, 3):
+        start = len(whole.ids)
+        branch = Writer(family, pictures, [*whole.ids[: after + 1]], [*whole.mask[: after + 1]], [*whole.media[:1]])
+        for writer in (whole, branch):
+            writer.picture(3, 1, seed=seed).text(words(3, 2)).text(words(4 + seed, 4), is_response=True)
+        alone.append(branch.trajectory(0.0))
+    forked = replace(whole.trajectory(0.0), forks=(Fork(start=start, after=after),))
+    prompt = Prompt(task="t", text="", token_ids=forked.token_ids[: after + 1])
+    as_tree, apart = (
+        Group(group_id=0, prompt=prompt, trajectories=rows, pictures=pictures) for rows in ((forked,), tuple(alone))
+    )
+    with learner_of(models[family], share_prefixes=True) as learner:
+        [found] = log_probs_of(learner, as_tree)
+    with learner_of(models[family], share_prefixes=False) as learner:
+        expected = log_probs_of(learner, apart)
+
+    assert np.abs(found - np.concatenate(expected)).max() < trial.MAX_LOG_PROB_ERROR
+    assert np.abs(expected[0] - expected[1]).max() > 1e-2
+
+
+def test_adapters_have_the_gradient_of_the_padded_forward(models: dict[str, Path]) -> None:
+    groups = groups_of("qwen2_5_vl")
+    plain: Any = AutoModelForImageTextToText.from_pretrained(models["qwen2_5_vl"], dtype="float32")
+    with learner_of(models["qwen2_5_vl"], lora={"rank": 4}) as learner:
+        found = trial.learner_scores(learner, groups)
+        scores = trial.plain_scores(plain, groups, **plain_inputs("qwen2_5_vl", groups))
+        expected = trial.adapter_gradients(learner, scores)
+    assert expected is not None
+    assert trial.gradient_error(found, expected) < 2 * trial.MAX_GRADIENT_ERROR
+
+
+def test_adapters_with_a_trained_tower_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.freeze_vision is false"):
+        Config.model_validate({"model": {"freeze_vision": False}, "learner": {"lora": {"rank": 4}}})
