@@ -36,6 +36,7 @@ from rayapp.core.errors import (
     ProcessUnavailableError,
     RayappError,
 )
+from rayapp.core.timing import Profile
 from rayapp.core.types import (
     Completion,
     FloatArray,
@@ -49,7 +50,6 @@ from rayapp.core.types import (
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.rollout.order import GroupRequest
-from rayapp.runs.profiles import Profile
 from rayapp.sandbox.leases import Fate, Lease
 
 T = TypeVar("T")

@@ -23,11 +23,11 @@ from actors.spawn import free_address
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
 from rayapp.core.logs import about, label_logs
+from rayapp.core.timing import Profile
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
-from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.nf4 import shape_of
 

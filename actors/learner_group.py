@@ -22,10 +22,10 @@ from rayapp.core.errors import (
     RayappError,
     WeightSyncError,
 )
+from rayapp.core.timing import Profile
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
-from rayapp.runs.profiles import Profile
 
 T = TypeVar("T")
 

@@ -28,10 +28,10 @@ from rayapp.rollout.order import (
     evaluation_seed,
     neighbours,
 )
+from rayapp.rollout.overlong import shape_group
 from rayapp.rollout.sources import Sources, open_sources
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.providers import local_provider, remote_providers
-from rayapp.tasks.verdict import shape_group
 
 log = logging.getLogger(__name__)
 LATE_S = 60.0  # after a group's deadline; this process then counts as stalled

@@ -21,12 +21,12 @@ from rayapp.core.aio import News, as_they_end
 from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.core.logs import about, label_logs
 from rayapp.core.protocols import OnTokens
+from rayapp.core.timing import Profile
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.vllm_arguments import gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
-from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]

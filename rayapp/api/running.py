@@ -113,15 +113,21 @@ def evaluate(
     def work() -> Evaluation:
         import pyarrow.parquet as pq
 
-        from rayapp.driver.evaluation import run_evaluation
-
         with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as scratch:
             folder = Path(out) if out is not None else Path(scratch) / "eval"
-            with giving(job.objects), with_checkpoint_as_model(with_values(job.config, **changed)) as ready:
-                metrics = run_evaluation(ready, folder)
+            with giving(job.objects):
+                metrics = evaluation_of(with_values(job.config, **changed), folder)
             return Evaluation(metrics=metrics, table=pq.read_table(folder / "evaluations", partitioning=None))
 
     return work_apart(work)
+
+
+def evaluation_of(config: Config, out: Path | None) -> dict[str, float]:
+    """Evaluate the config's model, which may be a checkpoint of a run. Return the metrics."""
+    from rayapp.driver.evaluation import run_evaluation
+
+    with with_checkpoint_as_model(config) as ready:
+        return run_evaluation(ready, out)
 
 
 @contextmanager

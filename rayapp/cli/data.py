@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayapp.core.errors import InputError, StorageExistsError
+from rayapp.core.logs import progress_bar
 
 if TYPE_CHECKING:
     from rayapp.tasks.data.preparing import Preparation
@@ -193,31 +191,3 @@ def view(
 
     for line in shown_row(file, row, save):
         typer.echo(line)
-
-
-_STEPS = 10
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that shows progress: call it with (split, rows done, rows in all)."""
-    if not sys.stderr.isatty():
-        yield _print_tenths
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bars:
-        tasks = {}
-
-        def show(split: str, done: int, total: int) -> None:
-            if split not in tasks:
-                tasks[split] = bars.add_task(split, total=total)
-            bars.update(tasks[split], completed=done)
-
-        yield show
-
-
-def _print_tenths(split: str, done: int, total: int) -> None:
-    if total and done * _STEPS // total != (done - 1) * _STEPS // total:
-        print(f"{split}: {done} of {total}", file=sys.stderr, flush=True)

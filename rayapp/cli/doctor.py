@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import typer
 
 from rayapp.cli.arguments import (
-    EXIT_FAILED,
     ModelConfig,
     OptionalConfigFile,
     Overrides,
@@ -29,7 +28,7 @@ from rayapp.cli.machine import GIB, Finding, free_shared_memory, gpu_names, inst
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
-from rayapp.core.errors import LearnerError, StorageError, UserError
+from rayapp.core.errors import EXIT_FAILED, LearnerError, StorageError, UserError
 from rayapp.core.files import Location
 from rayapp.core.logs import visible
 from rayapp.core.machine import available_memory

@@ -18,8 +18,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR, say_at_once
-from rayapp.core.errors import BudgetSpentError, RayappError, UserError, first_line
+from rayapp.cli.arguments import say_at_once
+from rayapp.core.errors import (
+    EXIT_BUDGET_SPENT,
+    EXIT_FAILED,
+    EXIT_USER_ERROR,
+    BudgetSpentError,
+    RayappError,
+    UserError,
+    first_line,
+)
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 # Commands and groups, each with its Typer (`module:variable` here, or `extras.ROOM.module:variable`) and the first

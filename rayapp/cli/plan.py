@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
+from rayapp.cli.arguments import ConfigFile, ModelConfig, Overrides, with_model_config
 from rayapp.config.bundles import CAPABILITIES, bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats
-from rayapp.core.errors import InputError
+from rayapp.core.errors import EXIT_FAILED, InputError
 from rayapp.core.machine import available_memory
 from rayapp.learner.memory.host import plan_host, plan_node
 from rayapp.learner.memory.plan import GpuPlan, plan_gpu, plan_model_servers, without_autos

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, GivenText, read_answers, verdict_fields
-from rayapp.core.errors import InputError
+from rayapp.cli.arguments import GivenText, read_answers, verdict_fields
+from rayapp.core.errors import EXIT_FAILED, InputError
 
 if TYPE_CHECKING:
     from rayapp.core.protocols import Task

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides, say_at_once
+from rayapp.cli.arguments import ConfigFile, Overrides, say_at_once
+from rayapp.core.errors import EXIT_FAILED
 from rayapp.core.names import load_extra
 
 app = typer.Typer()
@@ -87,16 +88,14 @@ def evaluate(
     import json
 
     say_at_once("importing torch and Ray, then checking model and data")
-    from rayapp.api.running import with_checkpoint_as_model
+    from rayapp.api.running import evaluation_of
     from rayapp.config.loading import load_config
-    from rayapp.driver.evaluation import run_evaluation
 
     options = [f"model.path={json.dumps(model)}"] if model else []
     options += [f"eval.samples_per_task={samples}"] if samples else []
     # A benchmark's prompts are answered in a single turn without tools, whatever the config's agent is.
     options += [f"tasks=[{json.dumps(f'benchmark:{benchmark}')}]", *_NO_DATA] if benchmark else []
-    with with_checkpoint_as_model(load_config(config, [*(overrides or ()), *options])) as ready:
-        metrics = run_evaluation(ready, out)
+    metrics = evaluation_of(load_config(config, [*(overrides or ()), *options]), out)
     typer.echo(json.dumps(metrics, indent=2))
 
 

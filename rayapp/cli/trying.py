@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED
-from rayapp.core.errors import InputError
+from rayapp.core.errors import EXIT_FAILED, InputError
 from rayapp.core.files import write_text
 
 app = typer.Typer(help="Try a tool without training.", no_args_is_help=True)

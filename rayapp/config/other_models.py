@@ -190,8 +190,7 @@ CriterionText = Annotated[str, Field(min_length=1)]
 
 
 class JudgeSection(ClientSection):
-    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify. Its answers are
-    kept in judgements/ of the run folder, so that the same request is not sent to the same model again."""
+    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
     name: str = Field(pattern=NAME)
     """Unique name, used in reward.judges, metrics and reward terms."""

@@ -70,6 +70,9 @@ def readable_error(error: BaseException) -> str:
         return "(its message can't be read)"
 
 
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_BUDGET_SPENT = 1, 2, 3  # exit codes of commands
+
+
 class RayappError(Exception):
     """Base of the errors that rayapp itself raises."""
 

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 
+_STEPS = 10  # lines of progress without a terminal
 _COLOUR = r"\x1b\[[0-9;]*m"
 # C0 and C1 controls except newline and tab; marks that reorder text or end a line; surrogates, which can't be encoded.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -180,3 +181,28 @@ def label_logs(run_name: str) -> None:
         for old in [f for f in handler.filters if isinstance(f, Labels)]:
             handler.removeFilter(old)
         handler.addFilter(Labels(run_name))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows progress: call it with (split, rows done, rows in all)."""
+    if not sys.stderr.isatty():
+        yield _print_tenths
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def show(split: str, done: int, total: int) -> None:
+            if split not in tasks:
+                tasks[split] = bars.add_task(split, total=total)
+            bars.update(tasks[split], completed=done)
+
+        yield show
+
+
+def _print_tenths(split: str, done: int, total: int) -> None:
+    if total and done * _STEPS // total != (done - 1) * _STEPS // total:
+        print(f"{split}: {done} of {total}", file=sys.stderr, flush=True)

@@ -1,16 +1,24 @@
-"""Detect stalled work inside a process (`InHand`), and measure where wall time goes (`Stopwatch`, `Phases`).
+"""Detect stalled work inside a process (`InHand`), and measure where time goes (`Stopwatch`, `Phases`, `Profile`).
 
 The driver's supervision replaces a stalled process like one that hangs.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 from rayapp.core.errors import StalledError
 from rayapp.core.types import GroupSummary
+
+# The learner profiles the first micro-batches of each pass, the engine its first iterations: traces stay small.
+MOST_MICRO_BATCHES, MOST_ITERATIONS = 8, 64
+_MAX_TRACE_BYTES = 64 << 20
+_OF_FIRST_RANK = re.compile(r"rank-?0\..*trace\.json\.gz$")
 
 
 class InHand:
@@ -120,3 +128,28 @@ class Phases(Stopwatch):
             "throughput/response_tokens_per_s": num_response / step_s,
             "throughput/generated_tokens_per_s": num_response / generate_s if generate_s > 0 else 0.0,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    process: str  # e.g. `learner-0`
+    trace: bytes  # Chrome's, gzipped
+    covers: str  # e.g. `8 of 24 micro-batches`
+
+
+def read_trace(file: Path) -> bytes:
+    """Return a trace file's bytes. ValueError: it is too large to be kept."""
+    if (size := file.stat().st_size) > _MAX_TRACE_BYTES:
+        raise ValueError(
+            f"the trace is too large: it has {size >> 20} MiB, and the maximum is {_MAX_TRACE_BYTES >> 20} MiB"
+        )
+    return file.read_bytes()
+
+
+def take_engine_trace(folder: Path) -> bytes:
+    """Return the trace of an engine's first rank, and delete the files that vLLM wrote. ValueError: there is none."""
+    try:
+        return read_trace(max(path for path in folder.iterdir() if _OF_FIRST_RANK.search(path.name)))
+    finally:
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)

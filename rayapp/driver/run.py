@@ -17,6 +17,7 @@ from rayapp.core.errors import (
     RayappError,
     StorageFullError,
 )
+from rayapp.core.timing import Profile
 from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
@@ -25,7 +26,7 @@ from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder, note_machine
 from rayapp.runs.layout import PROFILES
-from rayapp.runs.profiles import Profile, write_profile
+from rayapp.runs.profiles import write_profile
 from rayapp.runs.tracking.trackers import RunTracker
 
 

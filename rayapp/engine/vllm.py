@@ -27,7 +27,7 @@ from rayapp.config.config import Config, with_number_formats
 from rayapp.config.engine_args import check_names
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
-from rayapp.core.timing import InHand
+from rayapp.core.timing import MOST_ITERATIONS, InHand, Profile, take_engine_trace
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
 from rayapp.engine.vllm_arguments import (
@@ -51,7 +51,6 @@ from rayapp.engine.vllm_output import (
 )
 from rayapp.engine.vllm_pictures import check_expansion, engine_prompt
 from rayapp.engine.weights.buckets import SharedWeights
-from rayapp.runs.profiles import MOST_ITERATIONS, Profile, take_engine_trace
 from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -17,11 +17,11 @@ from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ClusterSection, ModelSection, ServerSection, TrainSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
+from rayapp.core.timing import MOST_ITERATIONS
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.vllm_pictures import picture_args
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import Transport, choose_transport
-from rayapp.runs.profiles import MOST_ITERATIONS
 from rayapp.storage.models.nf4 import kernels
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"

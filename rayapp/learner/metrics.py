@@ -21,7 +21,7 @@ import torch
 from rayapp.config.config import Config
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError
-from rayapp.core.timing import Stopwatch
+from rayapp.core.timing import MOST_MICRO_BATCHES, Profile, Stopwatch, read_trace
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
 from rayapp.learner.algo.losses import LossRows
@@ -29,7 +29,6 @@ from rayapp.learner.batch import MicroBatch, stack_rows
 from rayapp.learner.memory.shape import Gpu, ModelShape, gpu_here, model_shape
 from rayapp.learner.memory.speed import attention_flops, product_flops
 from rayapp.learner.step_plan import StepTable
-from rayapp.runs.profiles import MOST_MICRO_BATCHES, Profile, read_trace
 
 if TYPE_CHECKING:
     from torch import Tensor

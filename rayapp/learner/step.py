@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rayapp.config.algorithm import NEEDS_LOG_PROBS
 from rayapp.config.config import Config
+from rayapp.core.timing import Profile
 from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs, kl_penalty_of, response_mask, token_kl
 from rayapp.learner.algo.distillation import VerdictReader, teacher_advantages
@@ -79,7 +80,6 @@ from rayapp.learner.step_plan import (
     row_advantages,
     zero_advantages,
 )
-from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 

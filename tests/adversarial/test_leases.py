@@ -105,6 +105,31 @@ def seen(sandbox_answer: str) -> tuple[dict[str, object], dict[str, int]]:
 
 
 @pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("on_image", [False, True], ids=["machine", "image"])
+@pytest.mark.parametrize("num_files", [0, 1])
+async def test_the_number_of_a_new_file_does_not_tell_whether_the_lease_before_made_files(
+    on_image: bool, num_files: int, images: MachineImages
+) -> None:
+    levels = ("ns+proc",)
+    provider = images.provider(images.plain, levels=levels) if on_image else LocalProvider(levels=levels, max_slots=1)
+    make_files = "import os\nmade = [os.fstat(os.open('/tmp', os.O_TMPFILE | os.O_RDWR)).st_ino for _ in range({})]\n"
+    read = list[int]()
+    try:
+        for code in [make_files.format(num_files), f"{make_files.format(1)}print(made[0])"] * 8:
+            sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60)
+            ran = await sandbox.run_code(code, timeout_s=60)
+            await sandbox.kill()
+            read += map(int, ran.stdout.split())
+    except IsolationUnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        await provider.close()
+
+    assert len(read) == 8
+    assert len(set(read)) > 1
+
+
+@pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("level", [*LEVELS, *LOOPBACK_LEVELS])
 @pytest.mark.parametrize("on_image", [False, True], ids=["machine", "image"])
 async def test_no_lease_finds_anything_of_the_one_before(

@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3007, "api": 827, "cli": 2760, "config": 3114, "core": 3128, "driver": 2647, "engine": 2241,
-    "extras": 13744, "learner": 7815, "rollout": 6859, "runs": 2429, "sandbox": 6974, "storage": 1771, "tasks": 5661,
+    "actors": 3007, "api": 833, "cli": 2734, "config": 3113, "core": 3190, "driver": 2648, "engine": 2240,
+    "extras": 13743, "learner": 7814, "rollout": 6913, "runs": 2396, "sandbox": 6979, "storage": 1771, "tasks": 5614,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

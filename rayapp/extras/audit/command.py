@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED
+from rayapp.core.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +85,7 @@ async def _audited(
 ) -> list[TaskReport]:
     import os
 
-    from rayapp.cli.data import progress_bar
+    from rayapp.core.logs import progress_bar
     from rayapp.extras.audit.checks import audit as run_audit
     from rayapp.extras.audit.subjects import subjects_of
     from rayapp.rollout.sources import answer_rewards

@@ -1,7 +1,6 @@
-"""One judge: scores a response, or compares two responses. Answers come from the judge's server or from a cache.
+"""One judge: scores a response, or compares two responses.
 
 Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
-                                            '-- cache: judgements/<ab>/<digest>.json of the run folder
 """
 
 from __future__ import annotations

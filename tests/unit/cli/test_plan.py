@@ -108,7 +108,7 @@ def test_the_plan_names_the_cost_of_a_run_and_a_cap_that_it_exceeds(capsys: pyte
     assert run([*command, "budget.gpu_hour=2.5", "budget.node_hour=1", "budget.cap=10"]) == 0
     printed = capsys.readouterr().out
     assert " h on 8 GPUs in 1 node(s), " in printed
-    assert "USD at 21.00 an hour" in printed
+    assert " at 21.00 an hour" in printed
     assert "more than budget.cap (10): the run would end after about 0.5 h" in printed
     assert run(command) == 0
     assert "an hour" not in capsys.readouterr().out

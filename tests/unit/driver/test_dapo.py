@@ -24,8 +24,8 @@ from rayapp.driver.loop import train_step
 from rayapp.driver.store import StoredGroup, TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
 from rayapp.learner.step_plan import loss_scale, make_table
+from rayapp.rollout.overlong import overlong_penalty, shape_group
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.tasks.verdict import overlong_penalty, shape_group
 from support import make
 
 
@@ -140,7 +140,7 @@ async def test_failures_in_groups_that_are_dropped_count_and_stop_the_run() -> N
 
 def test_dynamic_sampling_is_refused_where_equal_rewards_teach_something() -> None:
     for estimator in ("gdpo", "remax", "reinforce_plus_plus"):
-        with pytest.raises(ValueError, match="learns from these groups too"):
+        with pytest.raises(ValueError, match="learns from these too"):
             Config.model_validate({"algorithm": {"adv_estimator": estimator, "dynamic_sampling": {"enabled": True}}})
 
 

@@ -14,6 +14,7 @@ import torch
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.core.timing import MOST_ITERATIONS, take_engine_trace
 from rayapp.engine import vllm_arguments
 from rayapp.engine.vllm_arguments import (
     WHOLE_GIB_OF_CACHE,
@@ -22,7 +23,6 @@ from rayapp.engine.vllm_arguments import (
     set_process_environment,
     vllm_args,
 )
-from rayapp.runs.profiles import MOST_ITERATIONS, take_engine_trace
 
 
 def cache_bytes(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, **sections: Any) -> int | None:

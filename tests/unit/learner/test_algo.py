@@ -43,6 +43,7 @@ from rayapp.learner.algo.losses import (
     correction_weights,
     coupled_gradients,
     make_actor_config,
+    mean_weight,
     policy_loss,
 )
 from rayapp.learner.batch import TrainItem, stack_rows
@@ -293,20 +294,6 @@ def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(na
         assert torch.isfinite(found).all()
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_no_loss_is_skipped_that_has_a_gradient_without_an_advantage(name: str) -> None:
-    config = loss_config(name, "token-mean")
-    log_probs = (-0.5 * torch.rand(4, 4, generator=torch.Generator().manual_seed(0))).requires_grad_()
-    rows = replace(loss_rows(log_probs), advantages=torch.zeros(4, 4))
-
-    loss = policy_loss(rows, config.algorithm, actor_of(config, SCALE), SCALE).loss
-    (found,) = torch.autograd.grad(loss, log_probs, allow_unused=True)
-
-    has_gradient = found is not None and bool(found.any())
-    assert config.algorithm.pulls_at_zero_advantage or not has_gradient
-    assert name != "dro" or has_gradient
-
-
 @pytest.mark.parametrize(
     ("changes", "pulls"), [({}, False), ({"kl_loss_coef": 0.1}, True), ({"entropy_coef": 0.1}, True)]
 )
@@ -364,11 +351,19 @@ def test_each_loss_says_whether_it_pulls_at_trajectories_without_an_advantage(na
     assert known.pulls_at_zero_advantage == (pulls or known.is_batch_coupled)
 
 
+@pytest.mark.parametrize(("weight", "mean"), [(0.0, 1.0), (1e-9, 1.0), (0.5, 0.5)])
+def test_weights_that_are_all_zero_are_not_normalised(weight: float, mean: float) -> None:
+    given = {"rollout_correction": {"level": "token", "threshold": 2.0}}
+    algorithm = Config.model_validate({"algorithm": given}).algorithm
+
+    assert mean_weight(torch.full((2, 3), weight), torch.ones(2, 3), algorithm) == mean
+
+
 def test_ppo_clips_at_the_configured_bounds() -> None:
     clips = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5}
     config = Config.model_validate({"algorithm": clips})
-    ratios, mask = torch.tensor([[0.5, 0.95, 1.25, 1.4, 1.6]]), torch.ones(1, 5)
-    for advantage, slopes in ((1.0, [0.5, 0.95, 1.25, 0, 0]), (-1.0, [0, 0.95, 1.25, 1.4, 0])):
+    ratios, mask = torch.tensor([[0.8, 0.95, 1.25, 1.4, 1.6]]), torch.ones(1, 5)
+    for advantage, slopes in ((1.0, [0.8, 0.95, 1.25, 0, 0]), (-1.0, [0, 0.95, 1.25, 1.4, 0])):
         log_probs = ratios.log().requires_grad_()
         zeros, worth = torch.zeros(1, 5), torch.full((1, 5), advantage)
         rows = LossRows(log_probs=log_probs, old_log_probs=zeros, rollout_log_probs=zeros, advantages=worth, mask=mask)

@@ -26,6 +26,7 @@ from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config, with_values
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
+from rayapp.core.timing import MOST_MICRO_BATCHES
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
@@ -35,7 +36,6 @@ from rayapp.learner.memory.shape import GPUS, model_shape
 from rayapp.learner.metrics import MfuMeter, mfu_meter
 from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
-from rayapp.runs.profiles import MOST_MICRO_BATCHES
 from support import make
 from support.learners import save_llama
 

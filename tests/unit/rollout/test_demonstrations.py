@@ -40,12 +40,15 @@ def read(chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Reads rows as a run of that tokenizer does, from a JSONL file."""
     monkeypatch.setattr(demonstrations, "load_tokenizer", lambda *_: chat_tokenizer)
 
-    def read_rows(*rows: Any, template: str = CHATML, **data: Any) -> demonstrations.Demonstrations:
+    def read_rows(
+        *rows: Any, template: str = CHATML, drops: bool = False, **warmup: Any
+    ) -> demonstrations.Demonstrations:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "template.jinja").write_text(template)
         agent = {"chat_template": str(tmp_path / "template.jinja")} if template else {}
-        section = {"num_steps": 1, "files": [str(file)], "max_tokens": 300}
+        section = {"num_steps": 1, "files": [str(file)], "max_tokens": 300} | warmup
+        data = {"filter_overlong_prompts": drops}
         config = Config.model_validate({"agent": agent, "data": data, "warmup": section})
         return read_demonstrations(config, config.warmup.files)
 
@@ -128,10 +131,10 @@ def test_a_row_that_can_not_be_learned_from_is_named(read: Read, row: Any, messa
 
 def test_longer_rows_are_left_out_and_counted_where_that_is_asked_for(read: Read) -> None:
     short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a" * 400, "completion": "b"}
-    found = read(short, long, filter_overlong_prompts=True)
+    found = read(short, long, drops=True)
     assert (len(found.rows), found.num_left_out) == (1, 1)
     with pytest.raises(InputError, match=r"all 1 rows are longer than warmup\.max_tokens = 300"):
-        read(long, filter_overlong_prompts=True)
+        read(long, drops=True)
 
 
 def test_a_model_without_a_chat_template_says_so_with_the_row(read: Read) -> None:

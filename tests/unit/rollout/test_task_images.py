@@ -45,8 +45,8 @@ def config_of(tmp_path: Path, *images: str, **local: object) -> Config:
 
 def pinned(config: Config, tmp_path: Path) -> dict[str, str]:
     made = with_pinned_images(config.sandbox, each_once(images_of_prompts(config)), tmp_path / "images.json")
-    assert made.sandbox.local is not None
-    return dict(made.sandbox.local.images)
+    assert made.local is not None
+    return dict(made.local.images)
 
 
 @needs_image_programs

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.runs import profiles
-from rayapp.runs.profiles import Profile, read_trace, write_profile
+from rayapp.core import timing
+from rayapp.core.timing import Profile, read_trace
+from rayapp.runs.profiles import write_profile
 
 
 def test_the_traces_of_a_step_are_in_its_folder(tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_the_traces_of_a_step_are_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "_MAX_TRACE_BYTES", 3)
+    monkeypatch.setattr(timing, "_MAX_TRACE_BYTES", 3)
     (file := tmp_path / "trace").write_bytes(b"abcd")
     with pytest.raises(ValueError, match="too large"):
         read_trace(file)

@@ -194,7 +194,7 @@ class Namespaces:
         # With atime, reading a file would count as a change.
         self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
-        self._inodes.has_moved()
+        self._inodes.begin()
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
         self._ruleset = landlock.create_ruleset()
         landlock.allow(self._ruleset, "/", landlock.READ_ONLY)

@@ -79,7 +79,7 @@ class ImageMount:
             landlock.allow_port(self._ruleset, loopback.PORT)
         closing = seccomp.installation(_filter)
         self.steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
-        self._inodes.has_moved()
+        self._inodes.begin()
         self._is_stale, self._untouched = False, self._facts()
 
     def _mount_root(self, tree: str) -> None:
