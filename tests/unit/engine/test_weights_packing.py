@@ -108,3 +108,12 @@ def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_se
     # Every gather is waited for: rank 0 never postpones a gather that other ranks have finished.
     gathered = [position for position, line in enumerate(log) if "gather" in line]
     assert all(log[position + 1] == "wait for default" for position in gathered)
+
+
+def test_over_cuda_ipc_a_bucket_is_one_message_and_one_wait(packers: ModuleType, streams: Streams) -> None:
+    messages = [
+        (chunk.names, streams.log.count("wait for default"))
+        for chunk in packers.packed_ipc_producer(weights(), "gpu", lambda item: item[1], EMBEDDING)
+    ]
+
+    assert messages == [(["embedding"], 1), ([f"w{number}" for number in range(5)], 2), (["w5"], 3)]
