@@ -159,6 +159,7 @@ QUERIES = (
     "?q=" + "a" * 60_000,
     *(f"?step=1&group=0&index={one}&other_step=1&other_group=0&other_index={one + 1}" for one in (0, 2)),
 )
+VIEWED = ("config", "panels", "facets", "groups", "group", "trajectory", "picture")
 BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     "gateway": {
         "/{session}/v1/chat/completions": (*MESSAGES, *FIELDS),
@@ -180,7 +181,7 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
             f"/api/runs{rest}": QUERIES
             for rest in (
                 "",
-                *(f"/{{run}}/{name}" for name in ("config", "panels", "facets", "groups", "group", "trajectory")),
+                *(f"/{{run}}/{name}" for name in VIEWED),
             )
         },
     },
