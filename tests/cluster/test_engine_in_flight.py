@@ -20,12 +20,7 @@ from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, pack
 from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 BLOCK_TOKENS, NUM_BLOCKS = 32, 20
 

@@ -19,12 +19,7 @@ import yaml
 
 from support.ports import free_port
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 800.0
 FREE_CPUS = 0.35

@@ -21,11 +21,7 @@ from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 

@@ -30,11 +30,7 @@ from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_FLOAT32_DIFFERENCE = 1e-4
 """A tensor that a sync left as it was moves log-probs by far more, whichever it is."""

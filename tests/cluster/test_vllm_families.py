@@ -6,12 +6,7 @@ import pytest
 
 from support.family_check import checks_of, subject_of
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FAMILIES = (
     "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4",

@@ -20,12 +20,7 @@ from rayapp.rollout.gateway.server import Gateway
 from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE, save_llama
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_paths(

@@ -23,12 +23,7 @@ from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 
 def make_config(tiny_model: Path) -> Config:

@@ -30,12 +30,7 @@ from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
 from support.ports import free_port
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 TIMEOUT_S = 120.0
 BUCKET_BYTES = 100_000

@@ -16,12 +16,7 @@ import yaml
 from rayapp.core.types import RolloutStatus
 from support.whole_runs import groups_of, records, wait_until, write_rows
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 DEADLINE_S = 600.0
 ROOT = Path(__file__).parents[2]
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"

@@ -23,12 +23,7 @@ from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import settings_from_environment
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BUCKET = "runs"
 DEADLINE_S = 400.0

@@ -22,12 +22,7 @@ import yaml
 
 from support.whole_runs import records, wait_until
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS = 5
 CHECKPOINT_EVERY = 2
