@@ -210,7 +210,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     section = config.learner
     if compiles:
         fuse(causal_lm, is_asked=section.compile is True)
-    model = policy_of(causal_lm, config, trainable=trainable)
+    model = policy_of(causal_lm, config.model, config.learner, trainable=trainable)
     if section.expert_parallel_size > 1:
         split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
@@ -220,15 +220,14 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     return model
 
 
-def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
+def policy_of(causal_lm: Any, section: ModelSection, learner: LearnerSection, *, trainable: bool) -> PolicyModel:
     """Add adapters, freeze and pack other parameters, before sharding. Frozen ones get the compute dtype; trained ones
     stay float32."""
-    learner = config.learner
     if trainable:
         recompute(causal_lm, learner.num_recomputed(len(causal_lm.get_decoder().layers)))
     model = PolicyModel(causal_lm)
     model.eval().requires_grad_(trainable)
-    if config.model.freeze_vision:
+    if section.freeze_vision:
         freeze_tower(causal_lm)
     if trainable:
         training_mode(causal_lm)
@@ -237,7 +236,7 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
     if trainable and learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, learner.lora)
-    if config.model.quantization == "nf4":
+    if section.quantization == "nf4":
         pack_linears(causal_lm)
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():

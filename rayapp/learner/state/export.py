@@ -121,7 +121,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
             name: weight.to(dtype).cpu() for name, weight in adapter_weights(model.causal_lm, config.learner.lora)
         }
         if ranks.rank == 0:
-            write_adapter(folder / "adapter", adapter, config)
+            write_adapter(folder / "adapter", adapter, rank=config.learner.lora.rank, base=config.model.path)
 
 
 def _gathered_file(

@@ -151,17 +151,16 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(f"the model can't be written to {path.parent}: {error}") from error
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
+def write_adapter(folder: Path, tensors: dict[str, Tensor], *, rank: int, base: str) -> None:
     """Write an adapter, as `adapter_weights` yields it, in peft's form; else CheckpointError."""
     from peft import LoraConfig
 
     write_file(folder / "adapter_model.safetensors", tensors)
-    rank = config.learner.lora.rank
     LoraConfig(
         r=rank,
         lora_alpha=rank,  # the scale is multiplied into the tensors
         target_modules=sorted({name.removeprefix(PEFT_PREFIX).partition(ADAPTER)[0] for name in tensors}),
-        base_model_name_or_path=config.model.path,
+        base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     ).save_pretrained(str(folder))
 
