@@ -79,4 +79,4 @@ def test_a_template_that_writes_only_parts_gets_texts_as_parts(chat_tokenizer: A
 
     text = chat.render([{"role": "system", "content": "Be brief."}, pictured])
 
-    assert text == "system:Be brief.\nuser:<image>Which?\nassistant:"
+    assert text == "system:Be brief.user:<image>Which?assistant:"
