@@ -51,6 +51,7 @@ BENCHMARKS = {
     "weight_sync": Benchmark(arguments=(MODEL,), is_default=True),
     "agent_vllm": Benchmark(),
     "code_tests": Benchmark(is_default=True),
+    "sandbox_fusion": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
     "images": Benchmark(),
     "memory": Benchmark(),

@@ -1,7 +1,7 @@
 """`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
 
 run      one file, as model-written code would run         the code's exit status; 124 when it was stopped
-serve    offer sandboxes over MCP                          until Ctrl-C or SIGTERM
+serve    offer sandboxes over MCP and as SandboxFusion     until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider        exit 0 nothing left, 1 something is, 2 wrong key
 """
 
@@ -81,7 +81,8 @@ KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
 @app.command(
     epilog="Examples:\n\n"
     f"  {KEY_VARIABLE}=secret rayapp sandbox serve\n\n"
-    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --host 0.0.0.0"
+    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --host 0.0.0.0\n\n"
+    "  rayapp sandbox serve --no-key          (for verl's reward.sandbox_fusion.url, which sends no key)"
 )
 def serve(
     config: OptionalConfigFile = None,
@@ -96,7 +97,7 @@ def serve(
     ] = False,
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
-    """Serve sandboxes to other programs as MCP tools at /mcp."""
+    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit."""
     sandboxes = loaded_config(config, overrides).sandbox
     key = "" if no_key else os.environ.get(api_key_env, "")
     if not key and not no_key:
@@ -114,8 +115,9 @@ def serve(
 
 _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
-MCP     {address}/mcp
-counts  {address}/health and {address}/metrics"""
+MCP            {address}/mcp
+SandboxFusion  {address}/run_code and {address}/submit
+counts         {address}/health and {address}/metrics"""
 
 
 async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:

@@ -36,6 +36,7 @@ from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
 from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
 from rayapp.extras.repositories.task import as_answer, changed_files, read_answer
 from rayapp.extras.service.app import _application, serving
+from rayapp.extras.service.fusion import fusion_routes
 from rayapp.extras.service.mcp_tools import ServerLimits
 from rayapp.extras.view.run import ViewedRun
 from rayapp.extras.view.server import make_app
@@ -244,7 +245,7 @@ async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
             "accept": "application/json, text/event-stream",
         }
         none: Any = None
-        app = _application(none, ServerLimits(), none, none, "127.0.0.1")
+        app = _application(none, ServerLimits(), none, none, "127.0.0.1", fusion_routes()(none))
         yield Asked({each.path for each in app.routes if isinstance(each, Route)}, partial(ask, address, headers))
 
 

@@ -1,8 +1,9 @@
-"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP.
+"""The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and HTTP.
 
-POST/GET/DELETE /mcp   streamable HTTP of MCP
-GET /metrics           metrics of requests and pool, for Prometheus
-GET /health            the pool's metrics; the only route without a key
+POST/GET/DELETE /mcp     streamable HTTP of MCP
+POST /run_code, /submit  SandboxFusion's protocol (`fusion.py`)
+GET /metrics             metrics of requests and pool, for Prometheus
+GET /health              the pool's metrics; the only route without a key
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
 request's body, and counts the answer.
@@ -29,6 +30,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.http import listen
 from rayapp.extras.service.calls import CALL_HEADER, Calls
+from rayapp.extras.service.fusion import fusion_routes
 from rayapp.extras.service.mcp_tools import SandboxTools, ServerLimits
 from rayapp.extras.service.sessions import Sessions
 from rayapp.sandbox.pool.build import open_pool
@@ -117,7 +119,9 @@ def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, call
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
     server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
     # Answers are JSON, not an event stream, because each call has one answer and clients limit the size of events.
-    return server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
+    app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
+    app.router.routes.extend(fusion_routes(sessions, calls))
+    return app
 
 
 class _Guard:

@@ -32,7 +32,7 @@ class Sessions:
     """The sessions of one server and their sandboxes."""
 
     def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
-        self._sandboxes = sandboxes
+        self.sandboxes = sandboxes
         self._lease_timeout_s = lease_timeout_s
         self._bound: dict[str, _Bound] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -42,7 +42,7 @@ class Sessions:
         return sum(bound.sandbox is not None for bound in self._bound.values())
 
     def once(self, spec: SandboxSpec) -> SandboxLease:
-        return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
+        return self.sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
 
     async def sandbox(self, session: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
         """Return the session's sandbox.

@@ -102,6 +102,10 @@ class How:
 
 
 ELSEWHERE = (
+    How(
+        begins="python -m verl.trainer.main_ppo",
+        why_not="trains with verl; tests/contracts/test_sandbox_fusion.py scores",
+    ),
     How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
     How(begins="rayapp train --verl", test="tests/unit/extras/verl/test_verl.py"),
     How(begins="rayapp train configs/coding_cpu.yaml --smoke", test="tests/e2e/test_smoke.py"),

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 FILES = {"md", "py", "yaml", "lock", "json", "jsonl", "parquet", "db", "txt"}
 OTHERS = {
+    "reward.sandbox_fusion.url",
+    "reward.sandbox_fusion.max_concurrent",
     "reward.custom_reward_function.path",
     "data.train_batch_size",
     "data.image_key",
