@@ -37,7 +37,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
         tiny_model,
         algorithm={"rollout_correction": {"level": "token"}},
         rollout={"max_prompt_tokens": 56, "max_completion_tokens": 200},
-        server={"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"},
+        server={"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8", "dtype": "bfloat16"},
     )
     started = await VllmEngine.start(config)
     yield started

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rayapp.config.config import Config, with_number_formats
+from rayapp.config.learner import LoraSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
@@ -193,10 +194,8 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
             for group in file.groups:
                 held = _from_checkpoint(causal_lm, trained, set(group), learner_folder)
                 frozen = read_whole(causal_lm, sources, files, {name for name in group if name not in held})
-                if config.model.quantization == "nf4":
-                    frozen = {name: rounded(name, weight) for name, weight in frozen.items()}
-                held |= frozen
-                tensors |= hub_tensors(causal_lm, _exported_group(causal_lm, held, group, config))
+                held |= _as_held(causal_lm, frozen, config)
+                tensors |= hub_tensors(causal_lm, _exported_group(causal_lm, held, group, config.learner.lora))
             write_file(out / file.name, tensors)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
@@ -204,6 +203,14 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
             "incomplete, was saved without `model` (checkpoint.save_contents), or belongs to another model."
         ) from error
     layout.describe(out)
+
+
+def _as_held(causal_lm: Any, frozen: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Round weights that don't learn as the learners did, which keep them in `learner.compute_dtype` or in 4 bits."""
+    if config.model.quantization == "nf4":
+        return {name: rounded(name, weight) for name, weight in frozen.items()}
+    buffers, held_in = persistent_buffers(causal_lm), DTYPES[config.learner.compute_dtype]
+    return {name: weight if name in buffers else weight.to(held_in) for name, weight in frozen.items()}
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
@@ -220,7 +227,9 @@ def _weight_of(name: str) -> str:
     return f"{module}.weight" if is_adapter else name
 
 
-def _exported_group(causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], config: Config) -> dict[str, Tensor]:
+def _exported_group(
+    causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], lora: LoraSection
+) -> dict[str, Tensor]:
     """Return the group with adapters merged in, parameters in float32."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
@@ -233,11 +242,8 @@ def _exported_group(causal_lm: Any, held: dict[str, Tensor], group: Iterable[str
         if module not in adapted:
             whole[name] = held[name].float()
             continue
-        own, frozen = f"{module}{BASE}.{kind}", held[name]
-        if config.model.quantization == "none":
-            # Round to the compute dtype, because the learner adds adapters to weights that it keeps in this dtype.
-            frozen = frozen.to(DTYPES[config.learner.compute_dtype])
-        whole[name] = merged_weight(held | {own: frozen.float()}, own, config.learner.lora)
+        own = f"{module}{BASE}.{kind}"
+        whole[name] = merged_weight(held | {own: held[name].float()}, own, lora)
     return whole
 
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
+from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Reward, SandboxSpec
 from rayapp.extras.providers.daytona import DaytonaProvider
 from rayapp.extras.providers.e2b import E2BProvider
 from rayapp.extras.providers.mcp import McpProvider
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.pool.build import PoolHere, build_pool
-from rayapp.sandbox.pool.client import PoolClient, PoolLease
+from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from support.faults.outcome import Outcome
 from support.faults.programs import Program, draw_program, square_prompt, square_task
@@ -111,7 +112,7 @@ class _Counting:
         self._client = client
         self.num_leases = 0
 
-    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
+    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> AbstractAsyncContextManager[Sandbox]:
         self.num_leases += 1
         return self._client.lease(spec, timeout_s=timeout_s)
 

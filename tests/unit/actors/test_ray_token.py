@@ -85,8 +85,8 @@ def test_a_node_that_registers_late_is_waited_for_and_one_whose_raylet_has_ended
     with own_ray._own_session_and_time_to_start(lines.append):
         found = services.get_node("address", "id")
         (tmp_path / "raylet").symlink_to("/bin/true")
-        services.ConsolePopen([str(tmp_path / "raylet")]).wait()
-        with pytest.raises(RuntimeError):
+        services.ConsolePopen([str(tmp_path / "raylet"), f"--session_dir={tmp_path}"]).wait()
+        with pytest.raises(own_ray._RayletEndedError):
             services.get_node("address", "id")
 
     assert found == {"node": 1}

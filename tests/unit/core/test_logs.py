@@ -102,7 +102,7 @@ def test_steps_are_lines_of_strict_json(lines: Any) -> None:
     console.note("Ray dashboard: http://127.0.0.1:8265")
     console.log(4, STEP)
 
-    note, step = lines()
+    note, *_, step = lines()
     assert note["message"] == "Ray dashboard: http://127.0.0.1:8265"
     assert step["message"].startswith("step  4/10  reward +0.500")
     assert "NaN" not in json.dumps(step)

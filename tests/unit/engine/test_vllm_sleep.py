@@ -26,7 +26,7 @@ class Recorded:
 
     def __init__(self, *, is_v2: bool = True) -> None:
         self.calls: list[str] = []
-        self.model_config = SimpleNamespace(enable_sleep_mode=True, enable_return_routed_experts=False)
+        self.model_config = SimpleNamespace(enable_sleep_mode=True, enable_return_routed_experts=False, hf_config=None)
         self.vllm_config = SimpleNamespace(use_v2_model_runner=is_v2)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

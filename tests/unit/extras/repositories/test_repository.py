@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -569,10 +567,9 @@ async def findings(sandboxes: SandboxSource, task: RepositoryTask) -> list[str]:
     "leak",
     [
         lambda folder: (folder / "tests" / "test_hidden.py").read_text(),
-        lambda folder: base64.b64encode((folder / "solution" / "stats.py").read_bytes()).decode(),
         lambda folder: (folder / "solution" / "stats.py").read_text().replace("ordered", "xs").replace("middle", "m"),
     ],
-    ids=["hidden tests", "the solution in base64", "the solution with other names"],
+    ids=["hidden tests", "the solution with other names"],
 )
 async def test_an_audit_tells_a_leak_in_the_repository_itself(
     sandboxes: SandboxSource, folder: Path, leak: Callable[[Path], str]
@@ -587,13 +584,11 @@ async def test_an_audit_tells_a_leak_in_the_repository_itself(
 
 
 @real
-async def test_an_audit_adds_up_the_tests_of_a_repository_and_moves_the_clock(
-    sandboxes: SandboxSource, folder: Path
-) -> None:
+async def test_an_audit_adds_up_the_tests_of_a_repository(sandboxes: SandboxSource, folder: Path) -> None:
     (folder / "tests" / "test_hidden.py").write_text(
-        "from datetime import date\nfrom stats import mean\n\n"
+        "from stats import mean\n\n"
         "def test_slow():\n    __import__('time').sleep(1.2)\n    assert mean([1, 3]) == 2\n\n"
-        f"def test_year():\n    __import__('time').sleep(1.2)\n    assert date.today().year == {date.today().year}\n"  # noqa: DTZ011
+        "def test_as_slow():\n    __import__('time').sleep(1.2)\n    assert mean([1, 5]) == 3\n"
     )
     toml = folder / "task.toml"
     toml.write_text(re.sub(r"timeout_sec = \S+", "timeout_sec = 4.5", toml.read_text()))
@@ -601,7 +596,6 @@ async def test_an_audit_adds_up_the_tests_of_a_repository_and_moves_the_clock(
     found = await findings(sandboxes, load_repository(folder, "mine"))
 
     assert any(line.startswith("slow: all tests (slowest: test_hidden.py::test_") for line in found), found
-    assert found[-1].endswith("with the clock a year ahead: test_hidden.py::test_year")
 
 
 @real

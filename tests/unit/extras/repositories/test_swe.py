@@ -334,40 +334,24 @@ def test_the_files_of_a_diff_are_found() -> None:
     assert touched_by(diff) == {"x/old.py", "x/new.py", "plain.py"}
 
 
-DEPENDENT = (
-    "import time\nfrom stats import median\nseen = []\n\n\ndef test_a():\n    seen.append(median([1, 2]))\n"
-    "    assert seen == [1.5]\n\n\ndef test_b():\n    assert seen == [1.5]\n\n\n"
-    "def test_year():\n    assert time.gmtime().tm_year == YEAR and median([1, 2]) == 1.5\n"
-)
 OFFLINE = "import socket\n\n\ndef test_it():\n    socket.getaddrinfo('a.b', 1)\n"
 
 
 @real
-async def test_an_audit_finds_what_the_tests_of_an_issue_depend_on(
+async def test_an_audit_finds_an_issue_whose_tests_need_the_network(
     sandboxes: SandboxSource, tmp_path: Path, mirrors: Path
 ) -> None:
-    dependent = DEPENDENT.replace("YEAR", str(time.gmtime().tm_year))
-    rows = [row(mirrors)] + [
-        row(mirrors, instance_id=name, test_patch=new_file(f"tests/test_{name}.py", tests), PASS_TO_PASS=[])
-        | {"FAIL_TO_PASS": [f"tests/test_{name}.py::{test}" for test in names]}
-        for name, tests, names in (
-            ("dependent", dependent, ["test_a", "test_b", "test_year"]),
-            ("offline", OFFLINE, ["test_it"]),
-        )
-    ]
+    offline = row(
+        mirrors, instance_id="offline", test_patch=new_file("tests/test_offline.py", OFFLINE), PASS_TO_PASS=[]
+    )
+    rows = [row(mirrors), offline | {"FAIL_TO_PASS": ["tests/test_offline.py::test_it"]}]
     tasks = load_source(f"swe:{write(tmp_path, *rows)}?mirrors={mirrors}&sentinels=0")
     subjects = [replace(task_subject(task), cheats=(), trivial=(), nothing=()) for task in tasks]
-    reports = await audit(subjects, sandboxes, runs=1)
 
-    faults = dict.fromkeys(["cheatable", "flaky", "order_dependent", "time_dependent", "network_dependent"], False)
-    wanted = [
-        {"solvable": True},
-        {"solvable": True, "order_dependent": True, "time_dependent": True},
-        {"solvable": False, "network_dependent": True},
-    ]
-    assert [report.properties for report in reports] == [faults | each for each in wanted], reports
-    told = [finding.detail for finding in reports[1].findings]
-    assert any("fails in reverse: tests/test_dependent.py::test_b" in each for each in told)
+    sound, needs_network = await audit(subjects, sandboxes, runs=1)
+
+    assert sound.findings == ()
+    assert any("network" in f"{each.check} {each.detail}" for each in needs_network.findings), needs_network
 
 
 def new_file(path: str, text: str) -> str:
