@@ -39,7 +39,7 @@ LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room i
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
     "actors": 3007, "api": 833, "cli": 2739, "config": 3113, "core": 3190, "driver": 2648, "engine": 2255,
-    "extras": 14065, "learner": 7812, "rollout": 6913, "runs": 2396, "sandbox": 6979, "storage": 1771, "tasks": 5614,
+    "extras": 14065, "learner": 7818, "rollout": 6913, "runs": 2396, "sandbox": 6979, "storage": 1771, "tasks": 5614,
     "testing": 618, "tools": 1933,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
