@@ -57,9 +57,9 @@ async def test_vllm_reads_the_learners_tokens_and_samples_with_transformers_log_
     finally:
         engine.close()
 
-    expected = transformers_log_probs(str(tmp_path / "model"), text, shown, completion.token_ids)
-    assert np.abs(completion.log_probs - expected).max() < 1e-3
-    assert again.token_ids.tolist() == completion.token_ids.tolist()
+    for each in (completion, again):  # the second time vLLM has the pictures in its cache
+        expected = transformers_log_probs(str(tmp_path / "model"), text, shown, each.token_ids)
+        assert np.abs(each.log_probs - expected).max() < 1e-3
 
 
 def transformers_log_probs(path: str, text: str, shown: list[bytes], sampled: Any) -> Any:
