@@ -23,11 +23,11 @@ TEMPLATES = {
 }
 TEMPLATES["qwen3_vl"] = TEMPLATES["qwen2_5_vl"]
 _TEXT = {
-    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
     "intermediate_size": 128, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": None,
     "eos_token_id": 1, "tie_word_embeddings": True,
 }  # fmt: skip
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 _TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "patch_size": 14, "in_channels": 3}
 
 
@@ -68,10 +68,10 @@ def architecture_of(family: str, ids: dict[str, int]) -> Any:
         )  # fmt: skip
     own = {"window_size": 56, "fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {
         "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
-    more = {"head_dim": 16} if family == "qwen3_vl" else {}
+    more = {"head_dim": 32} if family == "qwen3_vl" else {}
     return CONFIG_MAPPING[family](
         text_config=text | _ROPE | more,
-        vision_config=_TOWER | own | {"out_hidden_size": 64},
+        vision_config=_TOWER | own | {"out_hidden_size": 128},
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
