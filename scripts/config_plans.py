@@ -29,6 +29,7 @@ PLANNED = {
     "coding_8gpu": ("qwen2.5-3b", "h100"),
     "coding_8gpu_async": ("qwen2.5-3b", "h100"),
     "coding_2x8gpu": ("qwen2.5-3b", "h100"),
+    "geometry3k_8gpu": ("qwen2.5-vl-7b", "h100"),
     "gsm8k_tool_8gpu": ("qwen2.5-3b", "h100"),
     "long_8gpu": ("qwen3-8b", "h100"),
     "moe_8gpu": ("qwen3-30b-a3b", "h200"),
@@ -36,7 +37,7 @@ PLANNED = {
 }
 """Config -> shape of its model, and its GPU."""
 FIRST, LAST = "# -- rayapp plan", "# --\n"
-WITHOUT_DATA = ("tasks=[sort_numbers]", "eval.tasks=[]", "agent.tool_file=''")
+WITHOUT_DATA = ("tasks=[sort_numbers]", "eval.tasks=[]", "agent.tool_file=''", "reward.custom=''")
 
 
 def planned(name: str) -> tuple[ModelShape, Config, Gpu]:

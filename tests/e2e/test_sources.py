@@ -78,7 +78,9 @@ def resumed(
 def killed_and_resumed(standing_ray: Any, file: Path, run: Path, before: Path, log: Path) -> Resumed:
     process = standing_ray.train(str(file), log=log)
     try:
-        wait_until(lambda: len(records(run)) >= KILL_AFTER, process, log.read_text)
+        # A checkpoint is written beside training: after step 3 that of step 2 may not be whole yet.
+        saved = run / "checkpoints" / "step=000002" / "manifest.json"
+        wait_until(lambda: len(records(run)) >= KILL_AFTER and saved.exists(), process, log.read_text)
     finally:
         process.kill()
         process.wait()

@@ -36,7 +36,6 @@ from rayapp.extras.judges.questions import read_answer as read_answer_of_judge
 from rayapp.extras.repositories.hidden_tests import all_hold, read_hidden_tests
 from rayapp.extras.repositories.task import as_answer, changed_files, read_answer
 from rayapp.extras.service.app import _application, serving
-from rayapp.extras.service.fusion import fusion_routes
 from rayapp.extras.service.mcp_tools import ServerLimits
 from rayapp.extras.view.run import ViewedRun
 from rayapp.extras.view.server import make_app
@@ -154,6 +153,23 @@ FIELDS = tuple(
         {"temperature": float("nan"), "min_p": 1e308, "seed": 1 << 200},
     )
 )
+PROGRAMS = (
+    *JSON_BOMBS,
+    body(code="1", files={"../x": "", "/etc/x": ""}),
+    body(code="1", files={f"f{i}": "A" * 100_000 for i in range(60)}),
+    body(code="1", files={"a": "!" * 4_000_000}),
+    body(code="(" * 1_000_000),
+    body(code="print('x' * 10**9)", stdin="1" * 3_000_000, run_timeout=1),
+    body(code="1", language="x" * 1_000_000, fetch_files=["x" * 600]),
+    body(code=HALF, run_timeout=1e400, memory_limit_MB=10**30),
+)
+SUBMISSIONS = (
+    *JSON_BOMBS,
+    body(completion="```python\n" * 300_000, config={"provided_data": {"inputs": [""], "outputs": [""]}}),
+    body(completion="print(1)", config={"provided_data": {"test": "[" * 500_000}}),
+    body(completion="print(1)", config={"provided_data": [{"id": HALF}] * 100_000}, id=3),
+    body(completion="1", config={"dataset_type": "MBPPDataset", "provided_data": {"test": ["assert f(1)" * 9999]}}),
+)
 QUERIES = (
     "",
     "?q=" + "(a%2B)%2B" * 500,
@@ -172,6 +188,9 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     },
     "sandbox service": {
         "/mcp": JSON_BOMBS,
+        "/run_code": PROGRAMS,
+        "/submit": SUBMISSIONS,
+        "/v1/ping": QUERIES,
         "/health": QUERIES,
         "/metrics": QUERIES,
     },
@@ -245,7 +264,7 @@ async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
             "accept": "application/json, text/event-stream",
         }
         none: Any = None
-        app = _application(none, ServerLimits(), none, none, "127.0.0.1", fusion_routes()(none))
+        app = _application(none, ServerLimits(), none, none, "127.0.0.1")
         yield Asked({each.path for each in app.routes if isinstance(each, Route)}, partial(ask, address, headers))
 
 
