@@ -267,6 +267,10 @@ class VllmEngine:
             await self._transfer("finish", self._engine.finish_weight_update())
             loaded = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
             self._num_loaded = int(min(loaded))
+        if self._placeholder is not None:
+            # A reload makes the workers forget the features of pictures, but not the scheduler, which would rely on
+            # them; a group's update makes neither forget features of a trained tower.
+            await self._transfer("forget pictures", self._engine.reset_encoder_cache())
         self.policy_version = version
         return self._num_loaded
 

@@ -63,10 +63,14 @@ def copy_convolutions(model: Any) -> None:
 
 
 def expect_unsent_towers() -> None:
-    """Drop vLLM's warning, at every sync, of each layer of a vision tower: learners don't send a frozen one. The check
+    """Drop vLLM's warnings, at every sync, of the layers of a vision tower: learners don't send a frozen one. The check
     of what arrived covers the weights that they send."""
-    layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    layerwise.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
+    told = {
+        "model_executor.model_loader.reload.layerwise": "Failed to load weights",
+        "v1.worker.gpu_model_runner": "Following weights were not loaded",
+    }
+    for module, warning in told.items():
+        logging.getLogger(f"vllm.{module}").addFilter(lambda record, text=warning: text not in record.getMessage())
 
 
 def is_tied(model_config: Any) -> bool:

@@ -47,6 +47,7 @@ CALLS = {
         "AsyncLLM.start_weight_update": "",
         "AsyncLLM.update_weights": "request",
         "AsyncLLM.finish_weight_update": "",
+        "AsyncLLM.reset_encoder_cache": "",
     },
     "v1/worker/gpu_worker.py": {
         "Worker.reload_weights": "",
