@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -70,7 +71,11 @@ def expect_unsent_towers() -> None:
         "v1.worker.gpu_model_runner": "Following weights were not loaded",
     }
     for module, warning in told.items():
-        logging.getLogger(f"vllm.{module}").addFilter(lambda record, text=warning: text not in record.getMessage())
+        logging.getLogger(f"vllm.{module}").addFilter(partial(_is_other, warning))
+
+
+def _is_other(warning: str, record: logging.LogRecord) -> bool:
+    return warning not in record.getMessage()
 
 
 def is_tied(model_config: Any) -> bool:
