@@ -352,7 +352,7 @@ class TimesOutOnce(httpx.AsyncHTTPTransport):
         if not self._is_first:
             return await super().handle_async_request(request)
         self._is_first = False
-        request.headers["x-stainless-read-timeout"] = "0.001"  # seconds, over before the engine is asked
+        request.headers["x-stainless-read-timeout"] = "0.000000001"  # seconds: over when the server looks
         call = asyncio.create_task(super().handle_async_request(request))
         await self._is_sampled.wait()
         call.cancel()
