@@ -31,7 +31,7 @@ from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, PEFT_PREFIX, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
-from rayapp.storage.models.nf4 import rounded, shape_of
+from rayapp.storage.models.nf4 import is_packed, rounded, shape_of
 
 FILE_BYTES = 5 * 10**9  # only a single larger group of tensors exceeds it
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -206,11 +206,16 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _as_held(causal_lm: Any, frozen: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Round weights that don't learn as the learners did, which keep them in `learner.compute_dtype` or in 4 bits."""
-    if config.model.quantization == "nf4":
-        return {name: rounded(name, weight) for name, weight in frozen.items()}
+    """Round weights that don't learn as the learners did, which keep them in 4 bits or in `learner.compute_dtype`."""
     buffers, held_in = persistent_buffers(causal_lm), DTYPES[config.learner.compute_dtype]
-    return {name: weight if name in buffers else weight.to(held_in) for name, weight in frozen.items()}
+    in_4_bits = config.model.quantization == "nf4"
+
+    def held(name: str, weight: Tensor) -> Tensor:
+        if name in buffers:
+            return weight
+        return rounded(name, weight) if in_4_bits and is_packed(name, weight.shape) else weight.to(held_in)
+
+    return {name: held(name, weight) for name, weight in frozen.items()}
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from rayapp.config.config import Config
+from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import InputError
 from rayapp.learner.policy import _compile
+from rayapp.learner.state.checkpoint import _state
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
+from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.state.packed import PackedLinear
 from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, rounded, shape_of, unpack
 from support import family_trial as trial
@@ -78,6 +82,21 @@ def test_log_probs_and_gradients_are_those_of_a_dense_model_of_the_rounded_weigh
     assert all(torch.equal(tensor, weights[n]) for n, tensor in sent.items())
     final = load_file(tmp_path / "final" / "model.safetensors")
     assert all(torch.equal(tensor, weights[n].bfloat16()) for n, tensor in final.items())
+
+
+def test_a_checkpoint_is_exported_as_the_learners_hold_it(tmp_path: Path) -> None:
+    trial.save_tiny(subject_of("llama").architecture, tmp_path / "model")
+    in_float32 = CheckpointSection(final_dtype="float32")
+    config = packed_config(tmp_path / "model", compute_dtype="bfloat16").model_copy(update={"checkpoint": in_float32})
+    with trial.learner_of(config) as learner:
+        save(_state(learner.model), checkpoint_id=tmp_path / "learner", no_dist=True)
+        export_hf(config, learner.model, tmp_path / "exported", learner.ranks)
+
+    checkpoint_to_hf(config, tmp_path / "learner", tmp_path / "made")
+
+    made, exported = (load_file(tmp_path / folder / "model.safetensors") for folder in ("made", "exported"))
+    assert made.keys() == exported.keys()
+    assert [name for name, tensor in exported.items() if not torch.equal(tensor, made[name])] == []
 
 
 def test_recomputed_and_compiled_layers_have_the_same_gradients(
