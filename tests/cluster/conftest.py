@@ -307,6 +307,32 @@ def run_ranks() -> Callable[..., None]:
     return run
 
 
+@pytest.fixture(scope="session")
+def run_two_ranks() -> Callable[..., list[Any]]:
+    """Call it with the text of a rank's program, whose arguments are rank, port and yours: what rank 0 prints after
+    RESULT, a line each."""
+
+    def run(program: str, *arguments: object, timeout_s: float) -> list[Any]:
+        port = str(free_port())
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(rank), port, *map(str, arguments)],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            outputs = [process.communicate(timeout=timeout_s)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+        lines = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
+        return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Call it with a seed: a file of three groups of four trajectories each, of random tokens and rewards."""

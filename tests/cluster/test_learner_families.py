@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.family_trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR
-from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -55,22 +53,11 @@ for name in sys.argv[4:]:
 '''
 
 
-def test_two_ranks_have_the_gradient_of_plain_attention(tmp_path: Path) -> None:
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), port, str(tmp_path), *FAMILIES],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=1500)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
-    found = [json.loads(line.removeprefix("RESULT ")) for line in outputs[0].splitlines() if line.startswith("RESULT ")]
+def test_two_ranks_have_the_gradient_of_plain_attention(
+    run_two_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    found = run_two_ranks(RANK, tmp_path, *FAMILIES, timeout_s=1500)
+
     assert len(found) == 2 * len(FAMILIES)
     wrong = [row for row in found if row[2] > MAX_LOG_PROB_ERROR or row[3] > MAX_GRADIENT_ERROR]
     assert wrong == []

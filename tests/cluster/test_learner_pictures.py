@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.family_trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR, save_tiny
 from support.picture_trial import architecture_of
-from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,23 +45,14 @@ for is_frozen in (True, False):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_two_ranks_have_the_gradient_of_the_padded_forward(tmp_path: Path, parts: int) -> None:
+def test_two_ranks_have_the_gradient_of_the_padded_forward(
+    run_two_ranks: Callable[..., list[Any]], tmp_path: Path, parts: int
+) -> None:
     save_tiny(architecture_of("qwen3_vl"), tmp_path)
-    given = [str(free_port()), "qwen3_vl", str(tmp_path), str(parts)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *given],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    results = [json.loads(line[7:]) for line in outputs[0].splitlines() if line.startswith("RESULT ")]
-    assert len(results) == 2, "\n".join(outputs)
+
+    results = run_two_ranks(RANK, "qwen3_vl", tmp_path, parts, timeout_s=500)
+
+    assert len(results) == 2
     for log_prob_error, gradient_error in results:
         assert log_prob_error < MAX_LOG_PROB_ERROR
         assert gradient_error < MAX_GRADIENT_ERROR

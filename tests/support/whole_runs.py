@@ -1,4 +1,4 @@
-"""What tests of whole runs share: rows to train on, a run's metrics and groups, and a wait for a process."""
+"""Helpers for tests of whole runs: rows to train on, a run's metrics and groups, and a wait for a process."""
 
 from __future__ import annotations
 
