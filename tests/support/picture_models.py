@@ -27,7 +27,7 @@ _TEXT = {
     "intermediate_size": 128, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": None,
     "eos_token_id": 1, "tie_word_embeddings": True,
 }  # fmt: skip
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 _TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "patch_size": 14, "in_channels": 3}
 
 
@@ -69,8 +69,10 @@ def architecture_of(family: str, ids: dict[str, int]) -> Any:
     own = {"window_size": 56, "fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {
         "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
     more = {"head_dim": 32} if family == "qwen3_vl" else {}
+    # Without this key vLLM computes the positions of Qwen2.5-VL, and transformers those of Qwen3-VL.
+    interleaved = {"mrope_interleaved": True} if family == "qwen3_vl" else {}
     return CONFIG_MAPPING[family](
-        text_config=text | _ROPE | more,
+        text_config=text | more | {"rope_parameters": _ROPE | interleaved},
         vision_config=_TOWER | own | {"out_hidden_size": 64},
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
