@@ -23,7 +23,7 @@ from rayapp.core.errors import (
     WeightSyncError,
 )
 from rayapp.core.timing import Profile
-from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
+from rayapp.core.types import FloatArray, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
 
@@ -86,14 +86,6 @@ class LearnerGroup:
             await asyncio.sleep(progress.EVERY_S)
             if text := await asyncio.to_thread(progress.told):
                 self.on_progress(text)
-
-    async def train_on(
-        self, step: int, summaries: tuple[GroupSummary, ...], groups: Sequence[Group]
-    ) -> dict[str, float]:
-        """Call `train_step` with groups that are in this process and not in the object store yet."""
-        import ray
-
-        return await self.train_step(step, summaries, [ray.put(group) for group in groups])
 
     async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
         """Take one optimizer step on demonstrations, distributed so that all ranks have about equally many tokens."""

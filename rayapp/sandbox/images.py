@@ -92,11 +92,6 @@ class Reference:
     def template(self) -> str:
         return f"{PREFIX}{self}"
 
-    @property
-    def is_pinned(self) -> bool:
-        """True if no registry can change the image that this name means."""
-        return bool(self.digest) or self.kind != "registry"
-
     def pinned(self, digest: str) -> Reference:
         return replace(self, digest=digest)
 

@@ -1,6 +1,6 @@
 """Pictures: names by content, limits, decoding, and their places among tokens.
 
-    encoded bytes --sha256_of--> name       Picture(sha256, start, end) -- a run of tokens, made by the processor
+    encoded bytes --hash_bytes--> name      Picture(sha256, start, end) -- a run of tokens, made by the processor
     p q [v v v v] r  --compact-->  p q v r  -- the engine's form, in which one placeholder stands for a picture
 
 Only `opened` and `size_of` need Pillow. `size_of` decodes the whole picture, so a damaged or hostile file must be read
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +29,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 KINDS = {b"\x89PN": "png", b"\xff\xd8\xff": "jpg", b"GIF": "gif", b"RIF": "webp"}
 IMAGE_PART = {"type": "image"}
 """Part of a message's content where a chat template writes its placeholder."""
-
-
-def sha256_of(encoded: bytes) -> str:
-    return hashlib.sha256(encoded).hexdigest()
 
 
 def check_bytes(encoded: bytes) -> bytes:
@@ -89,8 +84,12 @@ def compact(token_ids: Sequence[int], media: Media, placeholder: int) -> list[in
 def write_pictures(folder: Path, groups: Sequence[Group]) -> None:
     """Write each picture of the groups to `folder`, under its SHA-256, unless it is there already."""
     for sha256, encoded in {name: data for group in groups for name, data in group.pictures.items()}.items():
-        path = folder / sha256
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with aside(path) as pending:
-                pending.write_bytes(encoded)
+        if not (folder / sha256).exists():
+            keep(folder / sha256, encoded)
+
+
+def keep(path: Path, encoded: bytes) -> None:
+    """Write the file whole, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with aside(path) as pending:
+        pending.write_bytes(encoded)

@@ -13,7 +13,8 @@ from rayapp.config.config import Config
 from rayapp.core.errors import EngineError
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.storage.media import opened, sha256_of
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import opened
 from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from support.picture_models import picture, save_picture_model
@@ -46,7 +47,7 @@ async def test_vllm_reads_the_learners_tokens_and_samples_with_transformers_log_
     shown, sizes = [picture(), picture((0, 0, 255), (112, 56))], [(56, 56), (112, 56)]
     ids, media = processor.expand(tokenizer.encode(text, add_special_tokens=False), shown, sizes)
     sampling = SamplingParams(
-        max_tokens=8, temperature=1.0, seed=1, media=media, pictures={sha256_of(each): each for each in shown}
+        max_tokens=8, temperature=1.0, seed=1, media=media, pictures={hash_bytes(each): each for each in shown}
     )
     engine = await VllmEngine.start(config)
     try:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.storage.media import opened, sha256_of
 from rayapp.core.types import Media, Picture
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import opened
 from rayapp.storage.models.families import refuse_pictures
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class PictureProcessor:
             encoded, size = next(shown)
             start = len(expanded)
             expanded += self.run(*size)
-            media.append(Picture(sha256=sha256_of(encoded), start=start, end=len(expanded)))
+            media.append(Picture(sha256=hash_bytes(encoded), start=start, end=len(expanded)))
         return expanded, tuple(media)
 
 
@@ -92,11 +93,6 @@ def load_pictures(model: ModelSection) -> PictureProcessor:
     if why := refuse_pictures(_architecture(model)):
         raise ConfigError(f"model.path {model.path!r}: {why}")
     return _loaded(str(model.path), trust_remote_code=model.trust_remote_code)
-
-
-def placeholder_id(model: ModelSection) -> int:
-    """Return the id of the token that stands for a picture before the processor expands it."""
-    return int(_architecture(model)["image_token_id"])
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,6 @@ is decoded once in a text process, which has limits of time and memory, so a hos
 
 from __future__ import annotations
 
-import hashlib
 import re
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, one_line
-from rayapp.core.files import aside
 from rayapp.core.types import Media
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, sha256_of, size_of
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, size_of
 from rayapp.storage.models.pictures import PictureProcessor
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
@@ -62,7 +61,7 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
 
 
 def described(picture: bytes, size: tuple[int, int]) -> str:
-    return f"[picture {size[0]} x {size[1]}, {len(picture):,} bytes, sha256 {sha256_of(picture)[:12]}…]"
+    return f"[picture {size[0]} x {size[1]}, {len(picture):,} bytes, sha256 {hash_bytes(picture)[:12]}…]"
 
 
 def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -178,16 +177,14 @@ class PictureFiles:
                 f"picture {url!r:.80} is an address: download it and name the file, or set data.image_urls: true, "
                 "which fetches https:// addresses"
             )
-        path = self.cache / "pictures" / hashlib.sha256(url.encode()).hexdigest()
+        path = self.cache / "pictures" / hash_bytes(url.encode())
         if not path.exists():
             try:
                 with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:
                     encoded = check_bytes(answer.read(MAX_BYTES + 1))
             except OSError as error:
                 raise InputError(f"picture {url!r:.80} can't be fetched: {one_line(error)}") from None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with aside(path) as pending:
-                pending.write_bytes(encoded)
+            keep(path, encoded)
         return path.read_bytes()
 
 

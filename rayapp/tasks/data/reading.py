@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 from rayapp.core.errors import InputError
 from rayapp.core.types import Media
-from rayapp.storage.media import IMAGE_PART, KINDS, sha256_of
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import IMAGE_PART, KINDS
 from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
 from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_files, read_group, read_groups
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
@@ -199,7 +200,7 @@ class TrainingData:
         if self._encode is None:
             return row
         shown = self._shown(row.messages, raw, self._groups[group], where)
-        row = replace(row, messages=shown.messages, pictures={sha256_of(each): each for each in shown.encoded})
+        row = replace(row, messages=shown.messages, pictures={hash_bytes(each): each for each in shown.encoded})
         ids, media = self._encode_row(shown, row.agent_name, where)
         limit = self._options.max_prompt_tokens
         if limit is not None:

@@ -17,7 +17,8 @@ import pytest
 
 from rayapp.core.errors import InputError
 from rayapp.core.types import Media, Picture
-from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri, sha256_of
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri
 from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
@@ -36,7 +37,7 @@ class FourTokens:
             if token == PLACEHOLDER:
                 data, (width, _) = next(shown)
                 expanded += [PLACEHOLDER] * width
-                media.append(Picture(sha256=sha256_of(data), start=start, end=len(expanded)))
+                media.append(Picture(sha256=hash_bytes(data), start=start, end=len(expanded)))
             else:
                 expanded.append(token)
         return expanded, tuple(media)
@@ -84,7 +85,7 @@ def test_a_row_with_bytes_gets_the_tokens_of_its_pictures_and_their_places(tmp_p
     assert found.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
     assert found.prompt_ids == (7, 7, 7, 7, 1, 7, 7, 7, 7, 7, 7)
     assert [(each.start, each.end) for each in found.media] == [(0, 4), (5, 11)]
-    assert found.pictures == {sha256_of(red): red, sha256_of(wide): wide}
+    assert found.pictures == {hash_bytes(red): red, hash_bytes(wide): wide}
     assert compact(found.prompt_ids, found.media, PLACEHOLDER) == [7, 1, 7]
 
 
