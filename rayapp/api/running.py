@@ -53,7 +53,7 @@ def train(
         overrides: settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
         tasks: names, files, or task objects (`rayapp.CodingTask`) that replace the config's tasks.
         reward: function that scores answers to data rows, or its name.
-        agent: single_turn_agent, tool_agent, or the name of a plug-in.
+        agent: single_turn_agent, tool_agent or external_agent.
         on_step: function (or coroutine function) of a step's number and metrics, called before the next step.
 
     UserError: an argument or setting can't be used. KeyboardInterrupt: finished steps are saved.
