@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.api.arguments import ConfigLike, GivenRun, Overrides, RewardLike, TaskLike, make_job
+from rayapp.api.arguments import ConfigLike, Overrides, RewardLike, TaskLike, make_job
 from rayapp.api.run import Run
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
@@ -23,6 +23,7 @@ from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_to
 if TYPE_CHECKING:
     import pandas as pd
 
+    from rayapp.config.foreign_keys import GivenRun
     from rayapp.driver.loop import OnStep
 
 
