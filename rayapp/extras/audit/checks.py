@@ -17,7 +17,6 @@ from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.hunt import holds_expression, places_of, texts_in_sandbox
 from rayapp.extras.audit.subject import Attempt, Score, Subject, TestResult
 
 Check = Literal[
@@ -84,7 +83,7 @@ class Auditor:
         self._slow(await self._run_tests(seed=0))
         share, guess = await self._trivial()
         cheats = await self._cheats(max(0.0, nothing))
-        await self._oracle()
+        self._oracle()
         return TaskReport(
             task=subject.name,
             kind=subject.kind,
@@ -194,22 +193,26 @@ class Auditor:
                 self._found("cheat", f"an answer that {cheat.name} earns {reward.value:g}")
         return f"{paid}/{len(self.subject.cheats)}" if self.subject.cheats else ""
 
-    async def _oracle(self) -> None:
+    def _oracle(self) -> None:
         subject = self.subject
-        is_told = bool(subject.expression) and holds_expression(subject.prompt, subject.expression)
-        if is_told or places_of(subject.secrets, {"prompt": subject.prompt}, subject.public):
-            self._found("oracle", "the prompt contains text of the solution or of the hidden tests")
-        if subject.workspace is None:
-            return
-        try:
-            texts = await texts_in_sandbox(subject.workspace, subject.public_words, self.sandboxes)
-        except SandboxConfigError:
-            raise
-        except SandboxError as error:
-            self._found("verdict", f"the search for leaks failed: {type(error).__name__}: {error}")
-            return
-        for path in places_of(subject.secrets, texts, subject.public):
-            self._found("oracle", f"{path} in the agent's sandbox contains text of the solution or of the hidden tests")
+        workspace = subject.workspace.files if subject.workspace is not None else {}
+        texts = {f"{path} in the agent's workspace": text for path, text in workspace.items()}
+        for place, text in {"the prompt": subject.prompt, **texts}.items():
+            if _holds(text, subject.secrets) or (place == "the prompt" and holds_expression(text, subject.expression)):
+                self._found("oracle", f"{place} contains text of the solution or of the hidden tests")
+
+
+def _holds(text: str, secrets: Sequence[str]) -> bool:
+    """Return True if a text contains one of the secrets, ignoring white space."""
+    bare = "".join(text.split())
+    return any("".join(secret.split()) in bare for secret in secrets)
+
+
+def holds_expression(text: str, expression: str) -> bool:
+    """Return True if a text contains the whole expression, ignoring white space; False for an empty expression."""
+    parts = re.findall(r"\w+|[^\w\s]", expression)
+    pattern = r"(?<![\w.])" + r"\s*".join(map(re.escape, parts)) + r"(?!\w)"
+    return bool(parts) and re.search(pattern, text) is not None
 
 
 def _is_solved(reward: Reward) -> bool:

@@ -18,7 +18,6 @@ read_answer = load_extra("repositories.task:read_answer")
 why_failed = load_extra("repositories.named_tests:why_failed")
 SOLVE: str = load_extra("repositories.scripts:SOLVE")
 PATCH: str = load_extra("repositories.swe:PATCH")
-_MIN_SECRET_CHARS = 25
 _MIN_PASSAGE_CHARS = 50
 _HOOK = "import os\nos._exit(0)\n"
 _PASSES_ALL = (
@@ -56,9 +55,7 @@ def repository_subject(task: Any) -> Subject:
         limit_s=folder.timeout_s,
         is_limit_of_all=True,
         secrets=tuple(_secrets(task)),
-        public=_replaced(task),
         workspace=task.agent_start(),
-        public_words=(task.name,),
         notes={} if folder.solution else {"solution": "the task has no folder `solution`"},
     )
 
@@ -133,31 +130,17 @@ def _cheats(task: Any) -> Iterator[Attempt]:
 
 
 def _secrets(task: Any) -> Iterator[str]:
-    """Yield the secret lines, passages and files of the solution and of the hidden tests.
-
-    A line is secret if the repository lacks it, and a passage if the files that the solution replaces lack it, or for a
-    `solve.sh`, which doesn't name them, the whole repository. A diff's secrets are the passages that it adds.
-    """
-    base = task.folder.repository
-    shown, tests = "\n".join(base.values()), _tests(task)
+    """Yield the passages of the solution and of the hidden tests that the files in their place lack; for diffs and a
+    `solve.sh`, which name no such files, those that the whole repository lacks."""
+    base, solution = task.folder.repository, task.folder.solution
+    shown = "\n".join(base.values())
+    replaced = "\n".join(base.get(path, "") for path in solution)
     if task.folder.named is not None:
-        for text in (_added(task.folder.solution.get(PATCH, "")), *tests):
-            yield from _passages(text, shown)
-        return
-    lines = {line.strip() for text in (*task.folder.solution.values(), *tests) for line in text.splitlines()}
-    yield from sorted(line for line in lines if len(line) >= _MIN_SECRET_CHARS and line not in shown)
-    replaced = "\n".join(_replaced(task))
-    for path, text in task.folder.solution.items():
-        if path == SOLVE:
-            yield from _passages(text, shown)
-        elif text != base.get(path):
-            yield from (text, *_passages(text, replaced))
-    for text in tests:
-        yield from (text, *_passages(text, replaced))
-
-
-def _replaced(task: Any) -> tuple[str, ...]:
-    return tuple(task.folder.repository.get(path, "") for path in task.folder.solution)
+        solution, replaced = {SOLVE: _added(solution.get(PATCH, ""))}, shown
+    for path, text in solution.items():
+        yield from _passages(text, shown if path == SOLVE else replaced)
+    for text in _tests(task):
+        yield from _passages(text, replaced)
 
 
 def _passages(text: str, known: str) -> Iterator[str]:

@@ -77,12 +77,9 @@ class Subject:
     limit_s: float = 0.0  # Seconds for one test, or for all together; 0 without a limit.
     is_limit_of_all: bool = False
     secrets: tuple[str, ...] = ()  # Texts of the solution and the hidden tests, too long to occur elsewhere by chance.
-    public: tuple[str, ...] = ()  # Texts whose Python functions are not secret.
     expression: str = ""  # Whole solution as an expression, which must not be in the prompt, even if it is short.
     cannot_run: str = ""  # Reason why the task can't be audited; empty if it can be.
     workspace: AgentStart | None = None  # Workspace that an agent starts with; None if no agent can play this task.
-    # Words that are not secret; the search for leaks reads files that contain them.
-    public_words: tuple[str, ...] = field(default=())
     notes: Mapping[str, str] = field(default_factory=dict)  # Check -> reason why it is restricted for this task.
 
 

@@ -63,7 +63,6 @@ def coding_subject(task: CodingTask) -> Subject:
         secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
         workspace=task.agent_start(),
         expression=task.reference.strip() if _is_telling(task.reference) else "",
-        public_words=(f"def {name}",),
         notes=_notes(task),
     )
 

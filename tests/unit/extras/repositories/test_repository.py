@@ -563,24 +563,17 @@ async def findings(sandboxes: SandboxSource, task: RepositoryTask) -> list[str]:
 
 
 @real
-@pytest.mark.parametrize(
-    "leak",
-    [
-        lambda folder: (folder / "tests" / "test_hidden.py").read_text(),
-        lambda folder: (folder / "solution" / "stats.py").read_text().replace("ordered", "xs").replace("middle", "m"),
-    ],
-    ids=["hidden tests", "the solution with other names"],
-)
+@pytest.mark.parametrize("leak", ["tests/test_hidden.py", "solution/stats.py"])
 async def test_an_audit_tells_a_leak_in_the_repository_itself(
-    sandboxes: SandboxSource, folder: Path, leak: Callable[[Path], str]
+    sandboxes: SandboxSource, folder: Path, leak: str
 ) -> None:
     (folder / "environment" / ".cache").mkdir()
-    (folder / "environment" / ".cache" / "old.txt").write_text(leak(folder))
+    (folder / "environment" / ".cache" / "old.txt").write_text((folder / leak).read_text())
 
     (told,) = await findings(sandboxes, load_repository(folder, "mine"))
 
     assert told.startswith("oracle: ")
-    assert ".cache/old.txt in the agent's sandbox contains text" in told
+    assert ".cache/old.txt in the agent's workspace contains text" in told
 
 
 @real
