@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from rayapp.core.names import load_extra
-from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Reward
-from rayapp.extras.audit.subject import PROSE, Attempt, Subject, TestResult, cheats, score_of
-from rayapp.tasks.verdict import LEASE_TIMEOUT_S
+from rayapp.extras.audit.subject import PROSE, Attempt, Subject, cheats, score_of
 
 # Another extra, reached by name. Its tasks have the type Any here.
 as_answer = load_extra("repositories.task:as_answer")
-read_answer = load_extra("repositories.task:read_answer")
-why_failed = load_extra("repositories.named_tests:why_failed")
 SOLVE: str = load_extra("repositories.scripts:SOLVE")
 PATCH: str = load_extra("repositories.swe:PATCH")
 _MIN_PASSAGE_CHARS = 50
@@ -51,41 +45,11 @@ def repository_subject(task: Any) -> Subject:
         nothing=(*PROSE, Attempt(name="nothing changed", text=as_answer({}))),
         trivial=tuple(_trivial(task)),
         cheats=tuple(_cheats(task)),
-        run_tests=partial(_run_hidden_tests, task),
         limit_s=folder.timeout_s,
-        is_limit_of_all=True,
         secrets=tuple(_secrets(task)),
         workspace=task.agent_start(),
         notes={} if folder.solution else {"solution": "the task has no folder `solution`"},
     )
-
-
-async def _run_hidden_tests(task: Any, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestResult, ...]:
-    if task.folder.named is not None:
-        return await _run_named_tests(task, task.folder.named, answer, sandboxes)
-    tests = task.folder.tests
-    repository = task.with_changes(read_answer(answer) or {})
-    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        if task.folder.script is not None:
-            reward, seconds = await task.judge_by_script(repository, sandbox)
-            problem = "" if reward.value >= 1.0 else reward.detail or f"it earns {reward.value:g}"
-            return (TestResult(name="tests/test.sh", problem=problem, seconds=seconds),)
-        outcomes = await task.run_tests(repository, sandbox, tests)
-    return tuple(
-        TestResult(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
-        for test, outcome in zip(tests, outcomes, strict=True)
-    )
-
-
-async def _run_named_tests(task: Any, tests: Any, answer: str, sandboxes: SandboxSource) -> tuple[TestResult, ...]:
-    files = read_answer(answer) or {}
-    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        run = await task.run_named_tests(tests, files, sandbox)
-    if isinstance(run, Reward):
-        return (TestResult(name="test_patch", problem=run.detail, seconds=0.0),)
-    # Report one duration for all tests together, because the time limit is for all of them.
-    seconds = run.seconds / len(tests.names)
-    return tuple(TestResult(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
 
 
 def _tests(task: Any) -> Sequence[str]:

@@ -72,7 +72,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
         ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "src/done.py in the agent's workspace"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: the prompt contains text"),
-        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests (slowest: test 1, 4"),
+        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: the verdict on the solution takes"),
     ],
     ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
 )  # fmt: skip
@@ -158,7 +158,7 @@ async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: Sandb
     assert (good.solution, good.cheats, good.findings) == ("2/2", "0/11", ())
     (told,) = wrong.findings
     assert told.check == "solution"
-    assert "test 2, input '30 4\\n': wrong output" in told.detail
+    assert "the solution fails 2 of 2 times: it earns 0 (scored: wrong output)" in told.detail
     assert [finding.check for finding in constant.findings] == ["trivial"]
     assert (constant.trivial, constant.trivial_answer) == (1.0, "print('0')")
 

@@ -577,7 +577,9 @@ async def test_an_audit_tells_a_leak_in_the_repository_itself(
 
 
 @real
-async def test_an_audit_adds_up_the_tests_of_a_repository(sandboxes: SandboxSource, folder: Path) -> None:
+async def test_an_audit_tells_a_solution_whose_tests_take_most_of_their_time(
+    sandboxes: SandboxSource, folder: Path
+) -> None:
     (folder / "tests" / "test_hidden.py").write_text(
         "from stats import mean\n\n"
         "def test_slow():\n    __import__('time').sleep(1.2)\n    assert mean([1, 3]) == 2\n\n"
@@ -588,7 +590,7 @@ async def test_an_audit_adds_up_the_tests_of_a_repository(sandboxes: SandboxSour
 
     found = await findings(sandboxes, load_repository(folder, "mine"))
 
-    assert any(line.startswith("slow: all tests (slowest: test_hidden.py::test_") for line in found), found
+    assert any(line.startswith("slow: the verdict on the solution takes") for line in found), found
 
 
 @real
