@@ -1,7 +1,7 @@
 """E2B: its cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager.
 
-    E2BProvider -> ServiceProvider (deadlines, late answers) -> SdkService    (dialect e2b: the SDK's control plane)
-                                                             '-> KruiseService (dialect kruise: see below)
+    E2BProvider -> ServiceProvider (deadlines) -> SdkService    (dialect e2b: the SDK's control plane)
+                                               '-> KruiseService (dialect kruise: see below)
 
 Both services reach the inside of a sandbox through the SDK; docs/sandbox-providers.md lists its versions.
 
@@ -165,7 +165,6 @@ class E2BChannel(SdkChannel):
 
 _PAGE = 100
 _CALL_TIMEOUT_S = 15.0
-_LATE_ANSWER_S = 30.0
 # Longest waits of OpenKruise's server, always sent because it would else wait forever.
 _CLAIM_TIMEOUT_S, _READY_TIMEOUT_S = 30, 60
 _MIN_TTL_S = 30
@@ -216,7 +215,7 @@ class KruiseService:
                 f"{_EXTENSION}/wait-ready-timeout-seconds": str(_READY_TIMEOUT_S),
             },
         }
-        answer = await self._call("POST", "/sandboxes", json=body, timeout_s=timeout_s + _LATE_ANSWER_S)
+        answer = await self._call("POST", "/sandboxes", json=body, timeout_s=timeout_s)
         made = _object(answer)
         sandbox_id = made.get("sandboxID")
         if not isinstance(sandbox_id, str) or not sandbox_id:
@@ -356,8 +355,7 @@ class SdkService:
                 allow_internet_access=False,  # completions could look up their answers
                 lifecycle={"on_timeout": "kill"},
                 idempotency_key=key,
-                # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
-                request_timeout=timeout_s + _LATE_ANSWER_S,
+                request_timeout=timeout_s,
                 **self._options,
             )
         return Connection(

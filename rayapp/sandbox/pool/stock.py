@@ -162,7 +162,7 @@ class Stock:
     async def _create(self, spec: SandboxSpec) -> None:
         wait_s = self.rules.create_timeout_s + self.rules.grace_s
         try:
-            # The provider ends a sandbox that arrives after this; a sweep ends one whose answer was lost.
+            # A sweep ends a sandbox that arrives after this, or whose answer was lost.
             async with asyncio.timeout(wait_s):
                 with self._asking():
                     sandbox = await self.provider.create(
