@@ -97,8 +97,7 @@ class ExternalSection(FrozenModel):
     free: sample without the form (metric agent/structured_dropped). guide: sample only tokens that the form allows, and
     train the distribution over them (metric agent/structured_guided)."""
     inside: bool = False
-    """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
-    policy."""
+    """Run the program in a local sandbox for this trajectory, from which it can reach only the policy."""
 
 
 class AgentSection(FrozenModel):

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import importlib
 import math
-import uuid
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -24,11 +23,10 @@ from rayapp.config.sandbox import DaytonaConfig
 from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import DAYTONA, SdkChannel, ServiceProvider, error_of, raised_as
 from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
-from rayapp.sandbox.verdict.program import command_of, shell_command
+from rayapp.sandbox.verdict.program import command_of
 
 _NAMES = ("daytona", "daytona_sdk")
 _CREATE = "create"
@@ -73,22 +71,6 @@ class DaytonaChannel(SdkChannel):
         return await run_session(
             "daytona", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes
         )
-
-    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
-        await self.guard(process.create_session(session), "create_session")
-        # The program runs in a subshell, because the session's shell must stay alive. Input is not echoed as output.
-        command = sdk().SessionExecuteRequest(
-            command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
-        )
-        ran = await self.guard(process.execute_session_command(session, command), "execute_session_command")
-
-        async def say(text: str) -> None:
-            await self.guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
-
-        started(say)
-        logs = process.get_session_command_logs_async(session, ran.cmd_id, hear, lambda text: None)
-        await self.guard(logs, "listen to a relay")
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         sandbox = await self._sandbox()

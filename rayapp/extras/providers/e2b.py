@@ -40,7 +40,6 @@ from rayapp.core.errors import (
 )
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import (
     E2B,
@@ -53,7 +52,7 @@ from rayapp.extras.providers.service import (
 )
 from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
-from rayapp.sandbox.verdict.program import command_of, shell_command
+from rayapp.sandbox.verdict.program import command_of
 
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]  # Function of the HTTP headers for one sandbox.
 
@@ -125,23 +124,6 @@ class E2BChannel(SdkChannel):
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
         return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
-
-    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        run = self._sandbox.commands.run(
-            shell_command(program), background=True, stdin=True, on_stdout=hear, timeout=0, retain_output=False
-        )
-        handle = await self.guard(run, "start a relay")
-
-        async def say(text: str) -> None:
-            await self.guard(handle.send_stdin(text), "say to a relay")
-
-        started(say)
-        try:
-            await self.guard(handle.wait(), "listen to a relay")
-        except e2b.CommandExitException:
-            return
-        finally:
-            await handle.disconnect()
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         try:
