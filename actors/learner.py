@@ -56,7 +56,7 @@ class ServersClient:
         self.num_loaded = 0  # tensors of the last update, the same on every server
 
     def announce(self, version: int, source: LearnerSource) -> None:
-        """Set the version that the next `finish_weight_update` sends, with the checksums that `source` has by then."""
+        """Set the version that the next `finish_weight_update` sends, with the checksums of `source`."""
         self._version, self._source = version, source
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class ServersClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         assert self._source is not None, "announce comes first"
-        checksums, num_sent = self._source.checksums, self._source.num_tensors
+        checksums, num_sent = self._source.sums.read(), self._source.sums.num_tensors
         refs = [server.actor.finish_update.remote(self._version, checksums) for server in self._servers]
         loaded = self._all("finish_update", refs)
         if set(loaded) != {num_sent}:
@@ -287,7 +287,7 @@ class Learner:
             self._sender.send()
         seconds = time.monotonic() - started
         num_loaded = float(self._client.num_loaded)
-        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_loaded": num_loaded}
+        return {"bytes": float(source.sums.num_bytes), "seconds": seconds, "num_loaded": num_loaded}
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state to host memory and start to write it; call `checkpoint_done` next. Collective."""
