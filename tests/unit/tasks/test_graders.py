@@ -40,6 +40,7 @@ for line in sys.stdin:
 """
 PrimeCode = Callable[[dict[str, Any], str], bool]
 
+
 @pytest.fixture(scope="module")
 def prime_code() -> Iterator[PrimeCode]:
     """Yields a function: whether prime_code accepts a program for these tests."""
@@ -63,13 +64,16 @@ def prime_code() -> Iterator[PrimeCode]:
         yield pays
         process.stdin.close()
 
+
 def prints(text: str) -> str:
     return f"import sys\nsys.stdout.write({text!r})"
+
 
 def livecodebench(expected: str, actual: str) -> bool:
     """The rule of LiveCodeBench's testing_util.py for standard output."""
     wanted, found = ([line.strip() for line in text.strip().split("\n")] for text in (expected, actual))
     return len(wanted) == len(found) and all(map(_same_line, wanted, found))
+
 
 def _same_line(wanted: str, found: str) -> bool:
     try:
@@ -77,10 +81,12 @@ def _same_line(wanted: str, found: str) -> bool:
     except InvalidOperation:
         return False
 
+
 digits = st.from_regex(r"0{0,2}[0-9]{1,3}", fullmatch=True)
 decimals = st.from_regex(r"-?0?[0-9]{1,2}\.[0-9]{1,9}", fullmatch=True)
 words = st.sampled_from(["YES", "yes", "*", "a-b", "#1:"])
 space = st.sampled_from([" ", "  ", "   "])
+
 
 @st.composite
 def outputs_of(draw: st.DrawFn, word: st.SearchStrategy[str], most_words: int, pads: str = " ") -> tuple[str, str]:
@@ -92,6 +98,7 @@ def outputs_of(draw: st.DrawFn, word: st.SearchStrategy[str], most_words: int, p
     pad = draw(st.sampled_from(["\n", pads + "\n"]))
     return "\n".join(told) + "\n", pad[:-1] + pad.join(changed) + pad
 
+
 def nearly(word: str) -> str:
     """The same number written differently, or a slightly different one."""
     try:
@@ -99,12 +106,14 @@ def nearly(word: str) -> str:
     except ValueError:
         return word.lower()
 
+
 @bounded
 @given(outputs=st.one_of(outputs_of(digits, 3, "\n"), outputs_of(decimals, 1), outputs_of(words, 3)))
 async def test_programs_are_paid_as_prime_code_pays_them(prime_code: PrimeCode, outputs: tuple[str, str]) -> None:
     expected, actual = outputs
 
     assert same_output(expected, "lines", actual) is prime_code({"inputs": [""], "outputs": [expected]}, prints(actual))
+
 
 @pytest.mark.parametrize(
     ("expected", "actual", "ours"),
@@ -125,15 +134,18 @@ async def test_where_programs_are_paid_otherwise_than_by_prime_code(
     assert same_output(expected, "lines", actual) is ours
     assert prime_code({"inputs": [""], "outputs": [expected]}, prints(actual)) is not ours
 
+
 @bounded
 @given(outputs=outputs_of(st.one_of(digits, decimals, words), 3))
 async def test_programs_are_paid_as_livecodebench_pays_them(outputs: tuple[str, str]) -> None:
     assert same_output(outputs[0], "decimals", outputs[1]) is livecodebench(*outputs)
 
+
 @pytest.mark.parametrize("outputs", [("inf", "Infinity"), ("1_000", "1000"), ("٣", "3")])
 async def test_where_programs_are_paid_otherwise_than_by_livecodebench(outputs: tuple[str, str]) -> None:
     assert livecodebench(*outputs)
     assert not same_output(outputs[0], "decimals", outputs[1])
+
 
 values = st.sampled_from(
     ["x", "x + 1", "[x, x]", "(x, x)", "[x]", "x / 2", "str(x)", "x == 1", "None", "1 // x", "{x: x}", "{x}", "[]"]
@@ -159,16 +171,19 @@ methods = st.sampled_from(
 )
 numbers = st.lists(st.integers(0, 3), min_size=1, max_size=3)
 
+
 async def is_paid(sandboxes: SandboxSource, truth: dict[str, Any], code: str) -> bool:
     verdict = await CodeProblem(ground_truth=json.dumps(truth)).score(f"```python\n{code}```", sandboxes, seed=0)
     assert verdict.valid, verdict
     return verdict.value == 1.0
+
 
 def evaluated(value: str, x: int) -> Any:
     try:
         return eval(value, {"x": x})
     except ZeroDivisionError:
         return None
+
 
 @few
 @given(form=st.one_of(forms, methods), wanted=values, value=values, xs=numbers)
@@ -184,6 +199,7 @@ async def test_functions_are_paid_as_prime_code_pays_them(
 
     assert await is_paid(sandboxes, truth, code) is prime_code(truth, code), truth
 
+
 @few
 @given(form=forms, wanted=values, value=values, xs=numbers, is_mbpp=st.booleans())
 async def test_functions_are_paid_as_human_eval_and_mbpp_pay_them(
@@ -197,6 +213,7 @@ async def test_functions_are_paid_as_human_eval_and_mbpp_pay_them(
 
     assert await is_paid(sandboxes, {"test_list": asserts} if is_mbpp else truth, code) is runs(f"{code}\n{ends}")
 
+
 def runs(program: str) -> bool:
     """The rule of both: the program with the asserts below it ends without an exception."""
     try:
@@ -204,6 +221,7 @@ def runs(program: str) -> bool:
     except (Exception, SystemExit):
         return False
     return True
+
 
 @pytest.mark.parametrize(
     ("expected", "value", "is_paid"),
