@@ -158,7 +158,7 @@ async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: Sandb
     assert (good.solution, good.cheats, good.findings) == ("2/2", "0/11", ())
     (told,) = wrong.findings
     assert told.check == "solution"
-    assert "the solution fails 2 of 2 times: it earns 0 (scored: wrong output)" in told.detail
+    assert "the solution fails 2 of 2 times: it earns 0 (scored: wrong output: input '30 4\\n'" in told.detail
     assert [finding.check for finding in constant.findings] == ["trivial"]
     assert (constant.trivial, constant.trivial_answer) == (1.0, "print('0')")
 
