@@ -315,18 +315,6 @@ class SdkService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # With this key, a creation that is repeated (by the SDK, or after a lost answer) returns the same sandbox.
-        key = str(uuid.uuid4())
-        try:
-            return await self._create(spec, labels, ttl_s, timeout_s, key)
-        except SandboxUnavailableError as error:
-            if type(error) is not SandboxUnavailableError:
-                raise
-            return await self._create(spec, labels, ttl_s, timeout_s, key)
-
-    async def _create(
-        self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float, timeout_s: float, key: str
-    ) -> Connection:
         template = await self._template(spec.template)
         with raised_as(control_error, "create"):
             made = await AsyncSandbox.create(
@@ -336,7 +324,8 @@ class SdkService:
                 envs=dict(spec.env),
                 allow_internet_access=False,  # completions could look up their answers
                 lifecycle={"on_timeout": "kill"},
-                idempotency_key=key,
+                # With this key, a creation that the SDK repeats returns the same sandbox.
+                idempotency_key=str(uuid.uuid4()),
                 request_timeout=timeout_s,
                 **self._options,
             )
