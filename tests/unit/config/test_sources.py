@@ -75,7 +75,7 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
         ({"agent": {"max_turns": 2}}, "unknown key sources[0].agent.max_turns; did you mean sources.agent.max_assist"),
         (
             {"agent": {"name": "x"}},
-            "sources[0].agent.name: 'x' is unknown. Use one of auto, tool_agent",
+            "sources[0].agent.name = 'x': must be one of auto, tool_agent",
         ),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but single_turn_agent"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be set for a source: learners"),
