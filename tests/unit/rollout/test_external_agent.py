@@ -489,7 +489,7 @@ def test_arguments_are_filled_in_once() -> None:
         ),
         (
             {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
-            "an external agent has tools of its own",
+            "external_agent plays these tasks, and doesn't use these tools",
         ),
     ],
 )
