@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template, special_ids
+from rayapp.storage.base import hash_bytes
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.files import fetch_files
+from rayapp.tasks.data.pictures import COLUMNS, Pictured, PictureRows, picture_rows
 from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
 Render = Callable[..., str]  # (messages, add_generation_prompt) -> text of the chat template
+Found = tuple[str, Trajectory, Mapping[str, bytes]]  # file and row, demonstration, its pictures by SHA-256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +40,7 @@ class Demonstrations:
     """The demonstrations of all rows, in the order of the files."""
 
     rows: list[Trajectory] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> encoded bytes
     num_left_out: int = 0  # longer than warmup.max_tokens, with data.filter_overlong_prompts
 
 
@@ -48,15 +53,16 @@ def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
     else:
         template = load_template(config.agent.chat_template) if config.agent.chat_template else None
         paths = asyncio.run(fetch_files(files, config.data.cache_dir))
-        found = _of_files(paths, files, tokenizer, template)
+        found = _of_files(paths, files, tokenizer, template, picture_rows(config))
     return _within_limit(found, config.max_demonstration_tokens, drops=config.data.filter_overlong_prompts)
 
 
-def _within_limit(found: Iterator[tuple[str, Trajectory]], limit: int, *, drops: bool) -> Demonstrations:
+def _within_limit(found: Iterator[Found], limit: int, *, drops: bool) -> Demonstrations:
     result = Demonstrations()
-    for where, row in found:
+    for where, row, pictures in found:
         if row.num_tokens <= limit:
             result.rows.append(row)
+            result.pictures |= pictures
         elif drops:
             result.num_left_out += 1
         else:
@@ -72,7 +78,7 @@ def _within_limit(found: Iterator[tuple[str, Trajectory]], limit: int, *, drops:
     return result
 
 
-def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
+def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[Found]:
     tasks = load_tasks(names)
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
@@ -94,21 +100,59 @@ def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[tuple[
         for number, text in enumerate(task.demonstrated_completions, start=1):
             completion = tokenizer.encode(text, add_special_tokens=False) + end
             where = f"demonstration {number} of task {task.name}"
-            yield where, _trajectory([(prompt.token_ids.tolist(), False), (completion, True)], text)
+            yield where, _trajectory([(prompt.token_ids.tolist(), False), (completion, True)], text), {}
 
 
 def _of_files(
-    paths: Sequence[Path], names: Sequence[str], tokenizer: ChatTokenizer, template: str | None
-) -> Iterator[tuple[str, Trajectory]]:
+    paths: Sequence[Path],
+    names: Sequence[str],
+    tokenizer: ChatTokenizer,
+    template: str | None,
+    pictures: PictureRows | None,
+) -> Iterator[Found]:
     for path, name in zip(paths, names, strict=True):
         for number, row in enumerate(_raw_rows(path)):
             where = f"{name}: row {number}"
             try:
-                found = list(_of_row(row, tokenizer, template))
+                if isinstance(row, dict) and any(row.get(column) for column in COLUMNS):
+                    given, shown = _shown(row, pictures, path.parent, where)
+                    found = [
+                        _with_pictures(each, shown, pictures, where) for each in _of_row(given, tokenizer, template)
+                    ]
+                else:
+                    shown, found = Pictured(()), list(_of_row(row, tokenizer, template))
             except (ValueError, TypeError, KeyError) as error:
                 raise InputError(f"{where}: {error}") from error
             for trajectory in found:
-                yield where, trajectory
+                yield where, trajectory, {hash_bytes(each): each for each in shown.encoded}
+
+
+def _shown(
+    row: dict[str, Any], pictures: PictureRows | None, folder: Path, where: str
+) -> tuple[dict[str, Any], Pictured]:
+    """Return a row with parts for pictures in its messages, and the pictures."""
+    keys = [key for key in ("prompt", "completion", "messages") if isinstance(row.get(key), list)]
+    if pictures is None or not keys:
+        needed = "messages, in which they have places" if pictures else "a model that reads pictures"
+        raise ValueError(f"the row has images, which need {needed}")
+    lists = [[{"content": "", **message} for message in _messages(row, key)] for key in keys]
+    shown = pictures.read([message for each in lists for message in each], row, folder, where)
+    rest = iter(shown.messages)
+    return row | {key: list(islice(rest, len(each))) for key, each in zip(keys, lists, strict=True)}, shown
+
+
+def _with_pictures(found: Trajectory, shown: Pictured, pictures: PictureRows | None, where: str) -> Trajectory:
+    """Return the demonstration with the tokens of its pictures, which are not learned."""
+    assert pictures is not None, "`_shown` has read them"
+    is_place = found.token_ids == pictures.processor.token_id
+    number = int(is_place.sum())  # an earlier sequence of the conversation shows only the first ones
+    first = Pictured((), shown.encoded[:number], shown.sizes[:number])
+    ids, media = pictures.place(found.token_ids.tolist(), first, where)
+    is_text, mask = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
+    for each in media:
+        is_text[each.start : each.end] = False
+    mask[is_text] = found.response_mask[~is_place]
+    return replace(_trajectory_of(np.array(ids, np.int32), mask, found.completion_text), media=media)
 
 
 def _raw_rows(path: Path) -> Iterator[Any]:

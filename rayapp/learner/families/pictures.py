@@ -236,6 +236,7 @@ class Tower:
 
     def __init__(self, causal_lm: Any) -> None:
         self._causal_lm = causal_lm
+        self.num_tokens = 0  # whose features have been computed
         self._kept: dict[str, tuple[Tensor, ...]] = {}
         """Features of frozen towers by the pictures' SHA-256, until `forget`."""
 
@@ -279,6 +280,7 @@ class Tower:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._is_frozen):
             found = self._causal_lm.get_image_features(**{name: tensor.to(device) for name, tensor in inputs.items()})
         features = torch.cat(tuple(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())
+        self.num_tokens += len(features[0])
         if self._is_frozen:
             self._kept[sha256] = features
         return features

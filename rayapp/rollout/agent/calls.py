@@ -13,27 +13,41 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rayapp.core.aio import guarded
-from rayapp.core.errors import RayappError
+from rayapp.core.errors import InputError, RayappError
 from rayapp.core.trajectories import storable
 from rayapp.core.types import CallRecord
 from rayapp.rollout.agent.text import cut, readable
 from rayapp.rollout.recorder import AgentLimits
+from rayapp.storage.media import Shown
+from rayapp.tasks.data.pictures import decoded_sizes
 from rayapp.tools.base import MAX_CALLS, RawCall, Tool, ToolCallParser, ToolFailedError, ToolOutput
 from rayapp.tools.toolset import ToolSet, ToolStates, infrastructure, read_arguments
 
 log = logging.getLogger(__name__)
 
 
-async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits) -> CallRecord:
-    """Run or refuse one call. Only failed infrastructure raises."""
+Pictures = tuple[Shown, ...]
+
+
+async def run_call(
+    call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits, reads_pictures: bool = True
+) -> tuple[CallRecord, Pictures]:
+    """Run or refuse one call. Return its record, and the pictures after its text. Only failed infrastructure raises."""
     started_at_s, started = time.time(), time.perf_counter()
     record = CallRecord(name=call.name, arguments=call.arguments, output="", started_at_s=started_at_s)
+    pictures: Pictures = ()
     try:
-        record = await _checked(call, record, tools, states)
+        record, pictures = await _checked(call, record, tools, states)
+        if pictures and not reads_pictures:
+            note = f"[{len(pictures)} pictures are left out: this model reads only text]"
+            record, pictures = replace(record, output=f"{record.output}\n{note}".lstrip()), ()
+        await decoded_sizes(pictures)
     except ToolFailedError as failed:
-        record = replace(record, output=f"Error: {failed}", failure=failed.kind)
+        record, pictures = replace(record, output=f"Error: {failed}", failure=failed.kind), ()
+    except InputError as error:
+        record, pictures = replace(record, output=f"Error: {error}", failure="picture"), ()
     output = cut(readable(record.output), limits.max_tool_output_chars, limits.cut_side)
-    return replace(record, output=output, duration_s=time.perf_counter() - started)
+    return replace(record, output=output, duration_s=time.perf_counter() - started), pictures
 
 
 def too_many(call: RawCall, limits: AgentLimits) -> CallRecord:
@@ -42,7 +56,9 @@ def too_many(call: RawCall, limits: AgentLimits) -> CallRecord:
     return CallRecord(name=call.name, arguments=call.arguments, output=text, failure="too_many_calls")
 
 
-async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: ToolStates) -> CallRecord:
+async def _checked(
+    call: RawCall, record: CallRecord, tools: ToolSet, states: ToolStates
+) -> tuple[CallRecord, Pictures]:
     if call.problem:
         raise ToolFailedError(f"this tool call can't be read: {call.problem}", "malformed")
     tool = tools.get(call.name)
@@ -55,7 +71,9 @@ async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: To
     return await _executed(tool, states, arguments, record)
 
 
-async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object], record: CallRecord) -> CallRecord:
+async def _executed(
+    tool: Tool, states: ToolStates, arguments: dict[str, object], record: CallRecord
+) -> tuple[CallRecord, Pictures]:
     try:
         async with asyncio.timeout(tool.timeout_s):
             output = _usable(await guarded(lambda: tool.execute(states[record.name], arguments)))
@@ -70,7 +88,9 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
         states.answer = output.answer
-    return replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
+    pictures = tuple(map(Shown, output.pictures))
+    record = replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
+    return record, pictures
 
 
 def _usable(output: ToolOutput) -> ToolOutput:

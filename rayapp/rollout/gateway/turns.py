@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp.core.syntax import spoken
-from rayapp.core.types import CallRecord, Completion, RequestId
+from rayapp.core.types import CallRecord, Completion, Media, RequestId
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.gateway.conversation import Ask, Choice, Found, Said, ToolCall
@@ -25,7 +25,10 @@ class Wanted:
     format: Format
     after: int  # recorded token before the new part of the prompt; -1 if all is new
     read_ids: list[int]  # the new part
+    read_media: Media  # pictures of the new part
     prompt_ids: list[int]  # the whole prompt
+    media: Media  # pictures of the whole prompt
+    pictures: Mapping[str, bytes]  # SHA-256 -> encoded bytes of these pictures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ def note_results(tree: Recorder, found: Found, messages: Sequence[Said]) -> None
 def new_prompt_ids(
     chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]
 ) -> list[int]:
-    """Return the token ids of the prompt after the recorded token `found.after`."""
+    """Return the token ids of the prompt after the recorded token `found.after`, with a placeholder for a picture."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)
     if found.turn is None:

@@ -9,25 +9,32 @@ is decoded once in a text process, which has limits of time and memory, so a hos
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import http.client
+import ipaddress
 import re
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.config import Config
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, size_of
-from rayapp.storage.models.pictures import PictureProcessor
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, Shown, check_bytes, from_data_uri, keep, sizes_of
+from rayapp.storage.models.pictures import PictureProcessor, load_pictures, reads_pictures
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
 COLUMNS = ("images", "image")
 MARK = "<image>"
 _DECODE_CPU_S = 10.0
 _FETCH_S = 30.0
+_MOST_SIZES = 4096
 Message = Mapping[str, Any]
+Size = tuple[int, int]  # width and height
 
 
 def listed(row: Mapping[str, Any]) -> list[Any]:
@@ -101,13 +108,85 @@ def _parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
     return found
 
 
+_decoding = TextProcess(cpu_limit_s=_DECODE_CPU_S)
+atexit.register(_decoding.close)
+_sizes: dict[str, Size] = {}  # of the pictures that were decoded last, by SHA-256
+
+
+async def decoded_sizes(pictures: Sequence[Shown]) -> dict[str, Size]:
+    """Return the pictures' sizes by SHA-256. New pictures are decoded in a text process, within one limit of time.
+
+    Raises:
+        InputError: one is damaged or too large, or decoding them takes too long.
+    """
+    new = {each.sha256: each.encoded for each in pictures if each.sha256 not in _sizes}
+    known = {each.sha256: _sizes[each.sha256] for each in pictures if each.sha256 in _sizes}
+    try:
+        found = await _decoding.call(sizes_of, list(new.values())) if new else []
+    except (TextTooCostlyError, TextReadingFailedError) as error:
+        raise InputError(f"a picture can't be decoded: {error}") from None
+    made = {sha256: (width, height) for sha256, (width, height) in zip(new, found, strict=True)}
+    while len(_sizes) > _MOST_SIZES:
+        del _sizes[next(iter(_sizes))]
+    _sizes.update(made)
+    return known | made
+
+
+async def placed(processor: PictureProcessor | None, ids: list[int], shown: Sequence[Shown]) -> tuple[list[int], Media]:
+    """Return the ids with the tokens of the pictures, whose placeholders they have, and the pictures' places.
+
+    Raises:
+        InputError: a picture can't be used, or the chat template wrote another number of placeholders.
+    """
+    if not shown:
+        return ids, ()
+    if processor is None:
+        raise InputError("the messages have pictures, but the policy reads only text")
+    sizes = await decoded_sizes(shown)
+    # In a thread: the processor takes milliseconds for the first picture of a size.
+    return await asyncio.to_thread(
+        processor.expand, ids, [each.encoded for each in shown], [sizes[each.sha256] for each in shown]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Pictured:
     """Messages of a row with its pictures."""
 
     messages: tuple[Message, ...]
     encoded: tuple[bytes, ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[Size, ...] = ()
+
+
+class _Checked(http.client.HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        address = self.sock.getpeername()[0]
+        if not urllib.request.getproxies() and not ipaddress.ip_address(address).is_global:
+            self.close()
+            raise OSError(f"{self.host} has the address {address}, which is not public")
+
+
+class _Connection(http.client.HTTPSConnection, _Checked):
+    """A connection to a public address. It is checked after the name is resolved, so names can't hide another one."""
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+_fetching = urllib.request.OpenerDirector()
+"""Opens only https:// addresses of public hosts, also after redirects."""
+for _handler in (
+    urllib.request.ProxyHandler(),
+    _Https(),
+    urllib.request.HTTPRedirectHandler(),
+    urllib.request.HTTPDefaultErrorHandler(),
+    urllib.request.HTTPErrorProcessor(),
+    urllib.request.UnknownHandler(),
+):
+    _fetching.add_handler(_handler)
 
 
 @dataclass(slots=True)
@@ -118,9 +197,8 @@ class PictureFiles:
     """Folder for fetched pictures."""
     fetches: bool = False
     """True fetches https:// addresses."""
-    _child: TextProcess = field(default_factory=lambda: TextProcess(cpu_limit_s=_DECODE_CPU_S))
 
-    def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, tuple[int, int]]:
+    def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, Size]:
         """Return the encoded bytes, and width and height.
 
         Args:
@@ -134,7 +212,7 @@ class PictureFiles:
         data = stored["bytes"]
         encoded = check_bytes(data) if data is not None else self._from(stored["path"], folder)
         try:
-            width, height = self._child.run(size_of, encoded)
+            [(width, height)] = _decoding.run(sizes_of, [encoded])
         except (TextTooCostlyError, TextReadingFailedError) as error:
             raise InputError(f"picture {index} can't be decoded: {error}") from None
         return encoded, (width, height)
@@ -154,9 +232,6 @@ class PictureFiles:
             for i, (each, is_kept) in enumerate(zip(row["images"], kept, strict=True))
         ]
         return row | {"images": pictures}
-
-    def close(self) -> None:
-        self._child.close()
 
     def _from(self, name: str, folder: Path) -> bytes:
         if name.startswith("data:"):
@@ -180,7 +255,7 @@ class PictureFiles:
         path = self.cache / "pictures" / hash_bytes(url.encode())
         if not path.exists():
             try:
-                with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:
+                with _fetching.open(url, timeout=_FETCH_S) as answer:
                     encoded = check_bytes(answer.read(MAX_BYTES + 1))
             except OSError as error:
                 raise InputError(f"picture {url!r:.80} can't be fetched: {one_line(error)}") from None
@@ -190,6 +265,14 @@ class PictureFiles:
 
 def _is_address(name: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None and not name.startswith("file://")
+
+
+def picture_rows(config: Config) -> PictureRows | None:
+    """Return the reader of pictures for the config's model, which is local; None if it reads only text."""
+    if not reads_pictures(config.model):
+        return None
+    files = PictureFiles(config.data.cache_dir, fetches=config.data.image_urls)
+    return PictureRows(load_pictures(config.model), files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pytest
 from rayapp.core.errors import InputError
 from rayapp.core.types import Media, Picture
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri
+from rayapp.storage.media import compact, from_data_uri
 from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
-from support.picture_models import picture
+from support.picture_models import bomb, picture
 
 PLACEHOLDER = 7
 
@@ -111,17 +109,6 @@ def test_a_mark_in_a_row_without_pictures_is_text() -> None:
     message = {"role": "user", "content": "Close the tag <image>."}
 
     assert with_parts([message], 0) == (message,)
-
-
-def bomb() -> bytes:
-    """A PNG of few bytes that says it has more pixels than are allowed."""
-    side = int(MAX_PIXELS**0.5) + 100
-    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons(tmp_path: Path) -> None:
