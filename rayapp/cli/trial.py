@@ -219,9 +219,8 @@ async def _play(tools: ToolSet, trial: ToolTrial, calls: Sequence[RawCall]) -> b
     records: list[CallRecord] = []
     async with tools.trajectory(_kwargs(trial, tools)) as states:
         for call in calls:
-            record, pictures = await run_call(call, tools=tools, states=states, limits=limits)
-            records.append(record)
-            print(json.dumps(_shown(record) | ({"pictures": len(pictures)} if pictures else {})), flush=True)
+            records.append(await run_call(call, tools=tools, states=states, limits=limits))
+            print(json.dumps(_shown(records[-1])), flush=True)
         end = {"verdicts": await states.rewards(), "answer": states.answer}
     print(json.dumps(end))
     return not any(record.failure for record in records)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template, special_ids
-from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import by_sha256
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.files import fetch_files
@@ -113,37 +112,33 @@ def _of_files(
     for path, name in zip(paths, names, strict=True):
         for number, row in enumerate(_raw_rows(path)):
             where = f"{name}: row {number}"
+            read = partial(_shown, row=row, pictures=pictures, folder=path.parent, where=where)
             try:
-                if isinstance(row, dict) and any(row.get(column) for column in COLUMNS):
-                    given, shown = _shown(row, pictures, path.parent, where)
-                    found = [
-                        _with_pictures(each, shown, pictures, where) for each in _of_row(given, tokenizer, template)
-                    ]
-                else:
-                    shown, found = Pictured(()), list(_of_row(row, tokenizer, template))
+                found = list(_of_row(row, tokenizer, template, read))
             except (ValueError, TypeError, KeyError) as error:
                 raise InputError(f"{where}: {error}") from error
-            for trajectory in found:
-                yield where, trajectory, {hash_bytes(each): each for each in shown.encoded}
+            for trajectory, shown in found:
+                yield (where, *_with_pictures(trajectory, shown, pictures, where))
 
 
 def _shown(
-    row: dict[str, Any], pictures: PictureRows | None, folder: Path, where: str
-) -> tuple[dict[str, Any], Pictured]:
-    """Return a row with parts for pictures in its messages, and the pictures."""
-    keys = [key for key in ("prompt", "completion", "messages") if isinstance(row.get(key), list)]
-    if pictures is None or not keys:
+    messages: Sequence[Mapping[str, Any]], *, row: Any, pictures: PictureRows | None, folder: Path, where: str
+) -> Pictured:
+    """Return the messages, with parts for the row's pictures."""
+    if not any(row.get(column) for column in COLUMNS):
+        return Pictured(tuple(messages))
+    if pictures is None or not messages:
         needed = "messages, in which they have places" if pictures else "a model that reads pictures"
         raise ValueError(f"the row has images, which need {needed}")
-    lists = [[{"content": "", **message} for message in _messages(row, key)] for key in keys]
-    shown = pictures.read([message for each in lists for message in each], row, folder, where)
-    rest = iter(shown.messages)
-    return row | {key: list(islice(rest, len(each))) for key, each in zip(keys, lists, strict=True)}, shown
+    return pictures.read([{"content": "", **message} for message in messages], row, folder, where)
 
 
-def _with_pictures(found: Trajectory, shown: Pictured, pictures: PictureRows | None, where: str) -> Trajectory:
-    """Return the demonstration with the tokens of its pictures, which are not learned."""
-    assert pictures is not None, "`_shown` has read them"
+def _with_pictures(
+    found: Trajectory, shown: Pictured, pictures: PictureRows | None, where: str
+) -> tuple[Trajectory, dict[str, bytes]]:
+    """Return the demonstration with the tokens of its pictures, which are not learned, and their bytes."""
+    if pictures is None or not shown.encoded:
+        return found, {}
     is_place = found.token_ids == pictures.processor.token_id
     number = int(is_place.sum())  # an earlier sequence of the conversation shows only the first ones
     first = Pictured((), shown.encoded[:number], shown.sizes[:number])
@@ -152,7 +147,8 @@ def _with_pictures(found: Trajectory, shown: Pictured, pictures: PictureRows | N
     for each in media:
         is_text[each.start : each.end] = False
     mask[is_text] = found.response_mask[~is_place]
-    return replace(_trajectory_of(np.array(ids, np.int32), mask, found.completion_text), media=media)
+    made = _trajectory_of(np.array(ids, np.int32), mask, found.completion_text)
+    return replace(made, media=media), by_sha256(first.encoded)
 
 
 def _raw_rows(path: Path) -> Iterator[Any]:
@@ -179,15 +175,17 @@ def _without_filled_in(value: Any) -> Any:
     return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
 
 
-def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
+def _of_row(
+    row: Any, tokenizer: ChatTokenizer, template: str | None, read: Callable[[list[Any]], Pictured]
+) -> Iterator[tuple[Trajectory, Pictured]]:
     if not isinstance(row, dict):
         raise TypeError(f"the row is a {type(row).__name__}: it must be an object with {KINDS}")
     has = {key for key, value in row.items() if value is not None}
     if {"token_ids", "response_mask"} <= has:
-        yield _of_tokens(row, tokenizer)
+        yield _of_tokens(row, tokenizer), read([])
         return
     if {"prompt", "completion"} <= has and isinstance(row["prompt"], str):
-        yield _of_texts(row, tokenizer)
+        yield _of_texts(row, tokenizer), read([])
         return
     if {"prompt", "completion"} <= has:
         asked, messages = _messages(row, "prompt"), _messages(row, "completion")
@@ -196,7 +194,8 @@ def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterato
     else:
         raise ValueError(f"the row has {', '.join(sorted(has)) or 'no fields'}: it must have {KINDS}")
     render = partial(_render, tokenizer, template, row.get("tools") or None)
-    yield from _of_conversation([*asked, *messages], len(asked), render, tokenizer)
+    shown = read([*asked, *messages])
+    yield from ((each, shown) for each in _of_conversation(shown.messages, len(asked), render, tokenizer))
 
 
 def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:

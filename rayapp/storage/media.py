@@ -100,6 +100,10 @@ def compact(token_ids: Sequence[int], media: Media, placeholder: int) -> list[in
     return [*kept, *token_ids[end:]]
 
 
+def by_sha256(pictures: Iterable[bytes]) -> dict[str, bytes]:
+    return {hash_bytes(check_bytes(each)): each for each in pictures}
+
+
 def pictures_of(rows: Iterable[Trajectory], pictures: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the encoded bytes, by SHA-256, of the pictures in the trajectories."""
     return {each.sha256: pictures[each.sha256] for row in rows for each in row.media}

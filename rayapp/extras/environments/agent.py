@@ -41,8 +41,7 @@ from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import VERDICT, Agent, Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder, failed
-from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import Shown, pictured
+from rayapp.storage.media import by_sha256, pictured
 from rayapp.tasks.data.pictures import placed
 from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolContext, ToolOutput, ToolSchema
 
@@ -134,11 +133,12 @@ class EpisodePlayer:
         try:
             async with self._episodes.episode() as episode:
                 observation = await episode.reset(task.columns)
-                ids, media = await self._prompt_ids(task, observation)
+                pictures = by_sha256(observation.pictures)
+                ids, media = await self._prompt_ids(task, observation.text, pictures)
                 prompt = AgentPrompt(
                     token_ids=tuple(ids),
                     media=media,
-                    pictures={hash_bytes(each): each for each in observation.pictures},
+                    pictures=pictures,
                     tools_kwargs={name: {"create_kwargs": {"episode": episode}} for name in self._tools},
                     first_turn=1,  # `group._CohortPlace.fill` has sent a request as turn 0 of this trajectory
                 )
@@ -152,11 +152,13 @@ class EpisodePlayer:
             return _failed(played, RolloutStatus.ERROR_TASK, error)
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
-    async def _prompt_ids(self, task: EnvironmentTask, observation: ToolOutput) -> tuple[list[int], Media]:
+    async def _prompt_ids(
+        self, task: EnvironmentTask, observation: str, pictures: Mapping[str, bytes]
+    ) -> tuple[list[int], Media]:
         # Neutralize control tokens: an environment's text is as untrusted as a tool's result.
-        told = self._loop.chat.harmless({"role": "user", "content": readable(observation.text)})["content"]
-        ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told, len(observation.pictures)))
-        ids, media = await placed(self._loop.pictures, ids, list(map(Shown, observation.pictures)))
+        told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
+        ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told, len(pictures)))
+        ids, media = await placed(self._loop.pictures, ids, list(pictures), pictures)
         if len(ids) > self._max_prompt_tokens:
             raise InputError(
                 f"row {task.index}: the prompt with the environment's first message has {len(ids)} tokens, but "

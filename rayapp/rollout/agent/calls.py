@@ -18,7 +18,7 @@ from rayapp.core.trajectories import storable
 from rayapp.core.types import CallRecord
 from rayapp.rollout.agent.text import cut, readable
 from rayapp.rollout.recorder import AgentLimits
-from rayapp.storage.media import Shown
+from rayapp.storage.media import by_sha256
 from rayapp.tasks.data.pictures import decoded_sizes
 from rayapp.tools.base import MAX_CALLS, RawCall, Tool, ToolCallParser, ToolFailedError, ToolOutput
 from rayapp.tools.toolset import ToolSet, ToolStates, infrastructure, read_arguments
@@ -26,28 +26,23 @@ from rayapp.tools.toolset import ToolSet, ToolStates, infrastructure, read_argum
 log = logging.getLogger(__name__)
 
 
-Pictures = tuple[Shown, ...]
-
-
 async def run_call(
     call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits, reads_pictures: bool = True
-) -> tuple[CallRecord, Pictures]:
-    """Run or refuse one call. Return its record, and the pictures after its text. Only failed infrastructure raises."""
+) -> CallRecord:
+    """Run or refuse one call. Only failed infrastructure raises."""
     started_at_s, started = time.time(), time.perf_counter()
     record = CallRecord(name=call.name, arguments=call.arguments, output="", started_at_s=started_at_s)
-    pictures: Pictures = ()
     try:
-        record, pictures = await _checked(call, record, tools, states)
-        if pictures and not reads_pictures:
-            note = f"[{len(pictures)} pictures are left out: this model reads only text]"
-            record, pictures = replace(record, output=f"{record.output}\n{note}".lstrip()), ()
-        await decoded_sizes(pictures)
-    except ToolFailedError as failed:
-        record, pictures = replace(record, output=f"Error: {failed}", failure=failed.kind), ()
-    except InputError as error:
-        record, pictures = replace(record, output=f"Error: {error}", failure="picture"), ()
+        record = await _checked(call, record, tools, states)
+        if record.pictures and not reads_pictures:
+            note = f"[{len(record.pictures)} pictures are left out: this model reads only text]"
+            record = replace(record, output=f"{record.output}\n{note}".lstrip(), pictures=())
+        await decoded_sizes({sha256: states.pictures[sha256] for sha256 in record.pictures})
+    except (ToolFailedError, InputError) as failed:
+        kind = failed.kind if isinstance(failed, ToolFailedError) else "picture"
+        record = replace(record, output=f"Error: {failed}", failure=kind, pictures=())
     output = cut(readable(record.output), limits.max_tool_output_chars, limits.cut_side)
-    return replace(record, output=output, duration_s=time.perf_counter() - started), pictures
+    return replace(record, output=output, duration_s=time.perf_counter() - started)
 
 
 def too_many(call: RawCall, limits: AgentLimits) -> CallRecord:
@@ -56,9 +51,7 @@ def too_many(call: RawCall, limits: AgentLimits) -> CallRecord:
     return CallRecord(name=call.name, arguments=call.arguments, output=text, failure="too_many_calls")
 
 
-async def _checked(
-    call: RawCall, record: CallRecord, tools: ToolSet, states: ToolStates
-) -> tuple[CallRecord, Pictures]:
+async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: ToolStates) -> CallRecord:
     if call.problem:
         raise ToolFailedError(f"this tool call can't be read: {call.problem}", "malformed")
     tool = tools.get(call.name)
@@ -71,9 +64,7 @@ async def _checked(
     return await _executed(tool, states, arguments, record)
 
 
-async def _executed(
-    tool: Tool, states: ToolStates, arguments: dict[str, object], record: CallRecord
-) -> tuple[CallRecord, Pictures]:
+async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object], record: CallRecord) -> CallRecord:
     try:
         async with asyncio.timeout(tool.timeout_s):
             output = _usable(await guarded(lambda: tool.execute(states[record.name], arguments)))
@@ -88,9 +79,10 @@ async def _executed(
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
         states.answer = output.answer
-    pictures = tuple(map(Shown, output.pictures))
+    shown = by_sha256(output.pictures)
+    states.pictures |= shown
     record = replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
-    return record, pictures
+    return replace(record, pictures=tuple(shown))
 
 
 def _usable(output: ToolOutput) -> ToolOutput:

@@ -14,7 +14,7 @@ from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, Too
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.syntax import answer_of, spoken
 from rayapp.core.types import CallRecord, Completion, Media, RequestId, RolloutStatus, SamplingParams, Trajectory
-from rayapp.rollout.agent.calls import Pictures, read_calls, run_call, too_many
+from rayapp.rollout.agent.calls import read_calls, run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Recorder
 from rayapp.storage.media import MOST_PICTURES, pictured
@@ -74,14 +74,15 @@ class _Play:
     prompt: AgentPrompt
     recorder: Recorder = field(init=False)
     _read_ids: Sequence[int] = field(init=False)  # before the next turn: the prompt, or the last results
-    _shown: dict[str, bytes] = field(init=False)  # SHA-256 -> encoded bytes of pictures that the policy has read
+    _shown: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> encoded bytes of pictures, also unread ones
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.prompt.token_ids, self.prompt.media)
-        self._read_ids, self._shown = self.prompt.token_ids, dict(self.prompt.pictures)
+        self._read_ids = self.prompt.token_ids
 
     async def run(self, states: ToolStates) -> RolloutStatus:
-        limits = self.loop.limits
+        limits, self._shown = self.loop.limits, states.pictures
+        self._shown |= self.prompt.pictures
         while True:
             completion, calls = await self._speak()
             if completion.finish_reason == "length":
@@ -91,15 +92,14 @@ class _Play:
             is_last = len(self.recorder.turns) >= limits.max_assistant_turns
             if is_last and not any(self.loop.tools.ends_episode(call.name) for call in calls):
                 return RolloutStatus.MAX_TURNS
-            records, pictures = await self._run_calls(calls, states)
+            records = await self._run_calls(calls, states)
             self.recorder.add_calls(records)
             if states.answer is not None:
                 return RolloutStatus.COMPLETED
             if is_last:
                 return RolloutStatus.MAX_TURNS
-            suffix, media = await self._suffix(completion, records, pictures)
-            num_pictures = len(self.recorder.media(self.recorder.size - 1)) + len(media)
-            if self._left() <= len(suffix) or num_pictures > MOST_PICTURES:
+            suffix, media = await self._suffix(completion, records)
+            if self._left() <= len(suffix) or len(self._shown) > MOST_PICTURES:
                 # Don't append results that leave no room for another turn: the policy could not answer them.
                 return RolloutStatus.TRUNCATED
             self.recorder.add_read(suffix, media)
@@ -117,10 +117,8 @@ class _Play:
         chat = self.loop.chat
         return spoken(chat.turn_text(completion.token_ids.tolist()), chat.end_of(self._read_ids))
 
-    async def _suffix(
-        self, completion: Completion, records: Sequence[CallRecord], pictures: Sequence[Pictures]
-    ) -> tuple[list[int], Media]:
-        results = [pictured(record.output, len(own)) for record, own in zip(records, pictures, strict=True)]
+    async def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> tuple[list[int], Media]:
+        results = [pictured(record.output, len(record.pictures)) for record in records]
         names = [record.name if self.loop.tools.get(record.name) else "unknown" for record in records]
         try:
             chat, sampled = self.loop.chat, completion.token_ids.tolist()
@@ -128,23 +126,19 @@ class _Play:
                 ids = chat.continuation_ids(sampled, [{"role": "user", "content": result} for result in results])
             else:
                 ids = chat.suffix_ids(sampled, results, names)
-            shown = [each for own in pictures for each in own]
-            self._shown |= {each.sha256: each.encoded for each in shown}
-            return await placed(self.loop.pictures, ids, shown)
+            shown = [sha256 for record in records for sha256 in record.pictures]
+            return await placed(self.loop.pictures, ids, shown, self._shown)
         except Exception as error:  # boundary: the template is a program and may fail on a tool's text
             why = f"the chat template can't render the tool results or the environment's text: {error}"
             raise ToolFailedError(why, "template") from error
 
-    async def _run_calls(
-        self, calls: Sequence[RawCall], states: ToolStates
-    ) -> tuple[tuple[CallRecord, ...], tuple[Pictures, ...]]:
+    async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:
         limits, tools, reads_pictures = self.loop.limits, self.loop.tools, self.loop.pictures is not None
         first, rest = calls[: limits.max_calls_per_turn], calls[limits.max_calls_per_turn :]
-        ended = await side_by_side(
+        records = await side_by_side(
             run_call(call, tools=tools, states=states, limits=limits, reads_pictures=reads_pictures) for call in first
         )
-        ended += [(too_many(call, limits), ()) for call in rest]
-        return tuple(record for record, _ in ended), tuple(pictures for _, pictures in ended)
+        return (*records, *(too_many(call, limits) for call in rest))
 
     def _left(self) -> int:
         return self.loop.limits.max_response_tokens - (self.recorder.size - len(self.prompt.token_ids))

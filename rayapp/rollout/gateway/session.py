@@ -52,7 +52,7 @@ from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, new_prompt_ids, note_results
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
-from rayapp.storage.media import MOST_PICTURES, Shown, moved
+from rayapp.storage.media import MOST_PICTURES, moved
 from rayapp.tasks.data.pictures import placed
 
 if TYPE_CHECKING:
@@ -328,15 +328,16 @@ class Session:
 
     async def _wanted(self, ask: Ask, messages: Sequence[Said]) -> Wanted:
         num_chars = self._check_size(messages)
-        shown = self._checked_pictures(messages)
+        pictures = self._checked_pictures(messages)
         chat_format = await self._format(ask)
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         note_results(self.tree, found, messages)
         self._note_drift(chat_format.key, messages, found)
         ids = await self._beside(num_chars, lambda: new_prompt_ids(chat_format, found, messages, sampled_ids))
-        new = [] if found.turn is None and found.after >= 0 else pictures_of(messages[found.num_messages :])
-        read_ids, media = await self._placed(ids, new) if new else (ids, ())
+        is_sent_again = found.turn is None and found.after >= 0
+        shown = [] if is_sent_again else [each.sha256 for each in pictures_of(messages[found.num_messages :])]
+        read_ids, media = await self._placed(ids, shown, pictures) if shown else (ids, ())
         before = self.tree.context(found.after)
         return Wanted(
             format=chat_format,
@@ -345,25 +346,27 @@ class Session:
             read_media=media,
             prompt_ids=before + read_ids,
             media=(*self.tree.media(found.after), *moved(media, len(before))),
-            pictures={each.sha256: each.encoded for each in shown},
+            pictures=pictures,
         )
 
-    async def _placed(self, ids: list[int], shown: Sequence[Shown]) -> tuple[list[int], Media]:
+    async def _placed(
+        self, ids: list[int], shown: Sequence[str], pictures: Mapping[str, bytes]
+    ) -> tuple[list[int], Media]:
         try:
             async with self._thread:
-                return await placed(self.formats.pictures, ids, shown)
+                return await placed(self.formats.pictures, ids, shown, pictures)
         except InputError as error:
             raise RefusedError("invalid", str(error)) from None
 
-    def _checked_pictures(self, messages: Sequence[Said]) -> list[Shown]:
-        """Return the call's pictures. RefusedError: they are too many, or all calls' have too many bytes."""
+    def _checked_pictures(self, messages: Sequence[Said]) -> dict[str, bytes]:
+        """Return the bytes of a call's pictures by SHA-256. RefusedError: they are too many, or too large together."""
         shown = pictures_of(messages)
         if len(shown) > MOST_PICTURES:
             raise RefusedError("invalid", f"the call has {len(shown)} pictures: at most {MOST_PICTURES} are allowed")
         self._shown |= {each.sha256: len(each.encoded) for each in shown}
         if sum(self._shown.values()) > SESSION_PICTURE_BYTES:
             raise RefusedError("too_large", f"the session's pictures have more than {SESSION_PICTURE_BYTES:,} bytes")
-        return shown
+        return {each.sha256: each.encoded for each in shown}
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
         if found.after >= 0:

@@ -24,7 +24,7 @@ from rayapp.config.config import Config
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, Shown, check_bytes, from_data_uri, keep, sizes_of
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, sizes_of
 from rayapp.storage.models.pictures import PictureProcessor, load_pictures, reads_pictures
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
@@ -113,40 +113,35 @@ atexit.register(_decoding.close)
 _sizes: dict[str, Size] = {}  # of the pictures that were decoded last, by SHA-256
 
 
-async def decoded_sizes(pictures: Sequence[Shown]) -> dict[str, Size]:
-    """Return the pictures' sizes by SHA-256. New pictures are decoded in a text process, within one limit of time.
-
-    Raises:
-        InputError: one is damaged or too large, or decoding them takes too long.
-    """
-    new = {each.sha256: each.encoded for each in pictures if each.sha256 not in _sizes}
-    known = {each.sha256: _sizes[each.sha256] for each in pictures if each.sha256 in _sizes}
+async def decoded_sizes(pictures: Mapping[str, bytes]) -> dict[str, Size]:
+    """Return the sizes of pictures by SHA-256. New ones are decoded in a text process, within one limit of time.
+    InputError: one is damaged or too large, or decoding takes too long."""
+    found = {sha256: _sizes[sha256] for sha256 in pictures if sha256 in _sizes}
+    new = {sha256: encoded for sha256, encoded in pictures.items() if sha256 not in found}
     try:
-        found = await _decoding.call(sizes_of, list(new.values())) if new else []
+        sizes = await _decoding.call(sizes_of, list(new.values())) if new else []
     except (TextTooCostlyError, TextReadingFailedError) as error:
         raise InputError(f"a picture can't be decoded: {error}") from None
-    made = {sha256: (width, height) for sha256, (width, height) in zip(new, found, strict=True)}
+    found |= {sha256: (width, height) for sha256, (width, height) in zip(new, sizes, strict=True)}
+    _sizes.update(found)
     while len(_sizes) > _MOST_SIZES:
         del _sizes[next(iter(_sizes))]
-    _sizes.update(made)
-    return known | made
+    return found
 
 
-async def placed(processor: PictureProcessor | None, ids: list[int], shown: Sequence[Shown]) -> tuple[list[int], Media]:
-    """Return the ids with the tokens of the pictures, whose placeholders they have, and the pictures' places.
-
-    Raises:
-        InputError: a picture can't be used, or the chat template wrote another number of placeholders.
-    """
+async def placed(
+    processor: PictureProcessor | None, ids: list[int], shown: Sequence[str], pictures: Mapping[str, bytes]
+) -> tuple[list[int], Media]:
+    """Return the ids with the tokens of the pictures named by `shown` in the places of their placeholders, and these
+    places. InputError: a picture can't be used, or the chat template wrote another number of placeholders."""
     if not shown:
         return ids, ()
     if processor is None:
         raise InputError("the messages have pictures, but the policy reads only text")
-    sizes = await decoded_sizes(shown)
+    encoded = [pictures[sha256] for sha256 in shown]
+    sizes = await decoded_sizes(dict(zip(shown, encoded, strict=True)))
     # In a thread: the processor takes milliseconds for the first picture of a size.
-    return await asyncio.to_thread(
-        processor.expand, ids, [each.encoded for each in shown], [sizes[each.sha256] for each in shown]
-    )
+    return await asyncio.to_thread(processor.expand, ids, encoded, [sizes[sha256] for sha256 in shown])
 
 
 @dataclass(frozen=True, slots=True)
