@@ -45,15 +45,12 @@ async def open_pictures(sampling: SamplingParams) -> list[Any]:
 def engine_prompt(
     prompt_ids: Sequence[int], sampling: SamplingParams, pictures: Sequence[Any], placeholder: int | None
 ) -> dict[str, Any]:
-    """Return vLLM's prompt, with the opened pictures. Raises EngineError: the model reads only text, or the policy has
-    sampled the token in whose place vLLM would show the next picture."""
+    """Return vLLM's prompt, with the opened pictures. Raises EngineError: the model reads no pictures."""
     media = sampling.media
     if not media:
         return {"prompt_token_ids": list(prompt_ids)}
     if placeholder is None:
         raise EngineError("the prompt has pictures, but the served model reads only text")
-    if compact(prompt_ids[: media[-1].end], media, placeholder).count(placeholder) > len(media):
-        raise EngineError("the policy sampled the placeholder of pictures before a picture, so vLLM can't place both")
     return {
         "prompt_token_ids": compact(prompt_ids, media, placeholder),
         "multi_modal_data": {"image": list(pictures)},

@@ -79,10 +79,11 @@ async def run_group(
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        place = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own, pictures)
+        place = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), problem, own)
 
         async def scored() -> Trajectory:
             played = await guarded(lambda: _played(agent, problem, place), _failed_play)
+            pictures.update(place.pictures)
             played = replace(played, media=(*place.media_of(played.token_ids), *played.media))
             return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
 
@@ -142,8 +143,7 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
     played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
-    if missing := [each.sha256 for each in played.media if each.sha256 not in place.pictures]:
-        raise TypeError(f"it returned a trajectory with picture {missing[0]}, which none of its requests had")
+    pictures_of([played], place.pictures)  # all its pictures were in its requests
     gained = tool_rewards(played)
     for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
@@ -194,18 +194,13 @@ class _CohortPlace:
     """
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        request_id: RequestId,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        pictures: dict[str, bytes],
+        self, engine: RolloutEngine, request_id: RequestId, problem: Problem, sampling: SamplingParams
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self._engine = engine
-        self._prompt = prompt
-        self.pictures = pictures  # of the group; those that this trajectory's requests show are added
+        self._prompt = problem.prompt
+        self.pictures = dict(problem.pictures)
         self._is_taken = False
 
     async def generate(

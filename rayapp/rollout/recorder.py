@@ -12,8 +12,7 @@ Tokens are stored in the order of the turns, and `forks` lists each token that d
 it. Tokens that several turns read are stored once, even if an agent sends the whole conversation again. A sampled turn
 is always stored, even if it equals another turn.
 
-Pictures of one size stand for the same ids. So a token is stored as a key, its id and the number of its picture, and
-tokens of two pictures are never taken for each other.
+Pictures of one size stand for the same ids. So a token is stored as a key: its id and the number of its picture.
 """
 
 from __future__ import annotations
@@ -168,9 +167,10 @@ class Recorder:
 
     def add_read(self, token_ids: Sequence[int], media: Media = ()) -> None:
         """Append tokens that the policy reads but did not sample, with the pictures among them."""
-        self._append(self.size - 1, self._keys(token_ids, media), sampled=False)
+        self._append(self.size - 1, self.keys(token_ids, media), sampled=False)
 
-    def _keys(self, token_ids: Sequence[int], media: Media) -> Keys:
+    def keys(self, token_ids: Sequence[int] | Keys, media: Media = ()) -> Keys:
+        """Return the keys of tokens with pictures among them."""
         keys: Keys = np.array(token_ids, np.int64)
         for each in media:
             number, _ = self._pictures.setdefault(each.sha256, (len(self._pictures) + 1, each.end - each.start))
@@ -225,23 +225,16 @@ class Recorder:
         ids: list[int] = self._tokens["key"][self.turns[turn].start : self.turns[turn].end].tolist()
         return ids
 
-    def num_new(self, after: int, ids: Sequence[int], media: Media = ()) -> int:
-        """Return how many of the tokens `ids`, read after the token at `after`, the tree doesn't have yet."""
-        return len(ids) - self._known(after, self._keys(ids, media))[1]
+    def num_new(self, after: int, ids: Sequence[int] | Keys) -> int:
+        """Return how many of the tokens, ids or keys, read after the token at `after`, the tree doesn't have yet."""
+        return len(ids) - self._known(after, self.keys(ids))[1]
 
     def add_turn(
-        self,
-        after: int,
-        read_ids: Sequence[int],
-        completion: Completion,
-        *,
-        text: str,
-        started_at_s: float,
-        media: Media = (),
+        self, after: int, read_ids: Sequence[int] | Keys, completion: Completion, *, text: str, started_at_s: float
     ) -> tuple[int, int]:
-        """Record the tokens read after `after` (-1: a new conversation), with `media` among them, and the turn sampled
-        after them. Return the indices of the last read and the last sampled token."""
-        keys = self._keys(read_ids, media)
+        """Record the tokens, ids or keys, read after `after` (-1: a new conversation), and the turn sampled after them.
+        Return the indices of the last read and the last sampled token."""
+        keys = self.keys(read_ids)
         after, num_known = self._known(after, keys)
         prompt_end = self._append(after, keys[num_known:], sampled=False)
         last = self._append(prompt_end, completion.token_ids.astype(np.int64), completion.log_probs, sampled=True)

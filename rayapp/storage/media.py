@@ -13,7 +13,7 @@ import base64
 import binascii
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,13 @@ from rayapp.core.files import aside
 from rayapp.core.types import Group, Media, Trajectory
 from rayapp.storage.base import hash_bytes
 
-MAX_BYTES = 20 << 20
-"""Maximum bytes of an encoded picture."""
-MAX_PIXELS = 1 << 25
-"""Maximum pixels of a picture: 33 million, e.g. 8192 x 4096."""
-MOST_PICTURES = 128
-"""Maximum pictures of a prompt with all its turns, also for vLLM."""
+MAX_BYTES = 20 << 20  # of an encoded picture
+MAX_PIXELS = 1 << 25  # of a picture: 33 million, e.g. 8192 x 4096
+MOST_PICTURES = 128  # of a prompt, and of the later turns of a trajectory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # First bytes of a file -> its usual ending.
 KINDS = {b"\x89PN": "png", b"\xff\xd8\xff": "jpg", b"GIF": "gif", b"RIF": "webp"}
-IMAGE_PART = {"type": "image"}
-"""Part of a message's content where a chat template writes its placeholder."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A picture in a message."""
-
-    encoded: bytes = field(repr=False)
-    sha256: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha256", hash_bytes(check_bytes(self.encoded)))
+IMAGE_PART = {"type": "image"}  # part of a message's content where a chat template writes its placeholder
 
 
 def check_bytes(encoded: bytes) -> bytes:

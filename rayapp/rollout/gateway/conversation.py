@@ -18,11 +18,12 @@ from itertools import groupby
 from typing import Any, Literal
 
 from rayapp.core.types import FinishReason
-from rayapp.storage.media import IMAGE_PART, Shown
+from rayapp.storage.media import IMAGE_PART
 from rayapp.tools.base import ToolSchema
 
 _PER_MESSAGE = 500  # bytes of a kept message without its texts
 Key = tuple[object, ...]  # messages with equal keys count as the same
+Shown = tuple[str, bytes]  # SHA-256 and encoded bytes of a picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Said:
 
     role: str  # system, user, assistant or tool
     text: str
-    parts: tuple[str | Shown, ...] = ()  # texts and pictures in order; empty without pictures
+    parts: tuple[str | Shown, ...] = ()  # in order; empty without pictures
     calls: tuple[ToolCall, ...] = ()  # of the assistant
     call_id: str = ""  # of the call whose result this is
     # Key without call ids and blanks around the assistant's text, which clients change when they send a message back.
@@ -61,7 +62,7 @@ class Said:
     def __post_init__(self) -> None:
         # Compute the key now, in the thread that reads messages. On demand it would be computed on the event loop.
         words = (self.text.strip(), *(call.key for call in self.calls)) if self.role == "assistant" else (self.text,)
-        parts = tuple(part if isinstance(part, str) else (part.sha256,) for part in self.parts)
+        parts = tuple(part if isinstance(part, str) else part[:1] for part in self.parts)
         object.__setattr__(self, "key", (self.role, *words, *parts))
 
     @property
@@ -72,7 +73,7 @@ class Said:
 
 
 def pictures_of(messages: Sequence[Said]) -> list[Shown]:
-    return [part for said in messages for part in said.parts if isinstance(part, Shown)]
+    return [part for said in messages for part in said.parts if not isinstance(part, str)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,7 @@ class Replies:
 
     def add(self, reply_id: str, messages: tuple[Said, ...]) -> None:
         size = sum(_PER_MESSAGE + len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
-        size += sum(len(shown.encoded) for shown in pictures_of(messages))
+        size += sum(len(encoded) for _, encoded in pictures_of(messages))
         self._kept[reply_id] = messages, size
         self._num_chars += size
         while self._num_chars > self._max_chars:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rayapp.core.errors import InputError
-from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, Said, without_surrogates
+from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, Said, Shown, without_surrogates
 from rayapp.rollout.gateway.streams import StreamWriter
-from rayapp.storage.media import Shown, from_data_uri
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import from_data_uri
 from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine checks each stop text at every token
@@ -145,9 +146,10 @@ def _picture(part: Mapping[str, Any], where: str) -> Shown:
         case other:
             raise refuse(f"{where}: a picture must have its bytes in base64, not {other!r:.60}")
     try:
-        return Shown(from_data_uri(uri))
+        encoded = from_data_uri(uri)
     except InputError as error:
         raise refuse(f"{where}: {error}") from None
+    return hash_bytes(encoded), encoded
 
 
 def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> tuple[ToolSchema, ...]:

@@ -42,8 +42,8 @@ from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.limits import (
     MODEL,
     MOST_CHOICES,
+    MOST_SESSION_BYTES,
     PICTURES_BODY_BYTES,
-    SESSION_PICTURE_BYTES,
     Sending,
     SessionLimits,
 )
@@ -228,7 +228,7 @@ class Session:
         self._check(ask, messages)
         wanted = await self._wanted(ask, messages)
         num_prompt_tokens = len(wanted.prompt_ids)
-        num_cached = num_prompt_tokens - self.tree.num_new(wanted.after, wanted.read_ids, wanted.read_media)
+        num_cached = num_prompt_tokens - self.tree.num_new(wanted.after, wanted.read_keys)
         if ask.is_freed:
             self.counts["structured_dropped"] += 1
         if ask.form is not None:
@@ -336,22 +336,22 @@ class Session:
         self._note_drift(chat_format.key, messages, found)
         ids = await self._beside(num_chars, lambda: new_prompt_ids(chat_format, found, messages, sampled_ids))
         is_sent_again = found.turn is None and found.after >= 0
-        shown = [] if is_sent_again else [each.sha256 for each in pictures_of(messages[found.num_messages :])]
-        read_ids, media = await self._placed(ids, shown, pictures) if shown else (ids, ())
+        shown = [] if is_sent_again else [sha256 for sha256, _ in pictures_of(messages[found.num_messages :])]
+        if shown:
+            ids, media = await self._placed(ids, shown, pictures)
+        else:
+            media = ()
         before = self.tree.context(found.after)
         return Wanted(
             format=chat_format,
             after=found.after,
-            read_ids=read_ids,
-            read_media=media,
-            prompt_ids=before + read_ids,
+            read_keys=self.tree.keys(ids, media),
+            prompt_ids=before + ids,
             media=(*self.tree.media(found.after), *moved(media, len(before))),
             pictures=pictures,
         )
 
-    async def _placed(
-        self, ids: list[int], shown: Sequence[str], pictures: Mapping[str, bytes]
-    ) -> tuple[list[int], Media]:
+    async def _placed(self, ids: list[int], shown: list[str], pictures: dict[str, bytes]) -> tuple[list[int], Media]:
         try:
             async with self._thread:
                 return await placed(self.formats.pictures, ids, shown, pictures)
@@ -361,12 +361,11 @@ class Session:
     def _checked_pictures(self, messages: Sequence[Said]) -> dict[str, bytes]:
         """Return the bytes of a call's pictures by SHA-256. RefusedError: they are too many, or too large together."""
         shown = pictures_of(messages)
-        if len(shown) > MOST_PICTURES:
-            raise RefusedError("invalid", f"the call has {len(shown)} pictures: at most {MOST_PICTURES} are allowed")
-        self._shown |= {each.sha256: len(each.encoded) for each in shown}
-        if sum(self._shown.values()) > SESSION_PICTURE_BYTES:
-            raise RefusedError("too_large", f"the session's pictures have more than {SESSION_PICTURE_BYTES:,} bytes")
-        return {each.sha256: each.encoded for each in shown}
+        self._shown |= {sha256: len(encoded) for sha256, encoded in shown}
+        if len(shown) > MOST_PICTURES or sum(self._shown.values()) > MOST_SESSION_BYTES:
+            limits = f"{MOST_PICTURES} pictures in a call and {MOST_SESSION_BYTES:,} bytes of pictures in a session"
+            raise RefusedError("too_large", f"the call has {len(shown)} pictures: at most {limits} are allowed")
+        return dict(shown)
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
         if found.after >= 0:
@@ -446,7 +445,7 @@ class Session:
         return tuple(choices)
 
     def _left(self, wanted: Wanted) -> int:
-        num_new = self.tree.num_new(wanted.after, wanted.read_ids, wanted.read_media)
+        num_new = self.tree.num_new(wanted.after, wanted.read_keys)
         left = self.limits.max_tokens - self.tree.size - num_new
         if left < 1:
             raise RefusedError(
@@ -499,12 +498,7 @@ class Session:
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
         said = spoken(text, wanted.format.chat.end_of(wanted.prompt_ids))
         prompt_end, end = self.tree.add_turn(
-            wanted.after,
-            wanted.read_ids,
-            completion,
-            text=said,
-            started_at_s=started_at_s,
-            media=wanted.read_media,
+            wanted.after, wanted.read_keys, completion, text=said, started_at_s=started_at_s
         )
         number = len(self.tree.turns) - 1
         return SampledTurn(number=number, prompt_end=prompt_end, end=end, completion=completion, text=text)

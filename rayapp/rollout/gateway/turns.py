@@ -14,7 +14,7 @@ from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.gateway.conversation import Ask, Choice, Found, Said, ToolCall
 from rayapp.rollout.gateway.formats import Format, continued, rendered
-from rayapp.rollout.recorder import Recorder
+from rayapp.rollout.recorder import Keys, Recorder
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
 MAX_RECORDED_CHARS = 16_384  # of a tool's result, in the record of a call; the policy reads all of it
@@ -24,8 +24,7 @@ MAX_RECORDED_CHARS = 16_384  # of a tool's result, in the record of a call; the 
 class Wanted:
     format: Format
     after: int  # recorded token before the new part of the prompt; -1 if all is new
-    read_ids: list[int]  # the new part
-    read_media: Media  # pictures of the new part
+    read_keys: Keys  # the new part, with its pictures
     prompt_ids: list[int]  # the whole prompt
     media: Media  # pictures of the whole prompt
     pictures: Mapping[str, bytes]  # SHA-256 -> encoded bytes of these pictures

@@ -32,16 +32,11 @@ _TEXT_NAMES = {"input_ids", "attention_mask", "mm_token_type_ids", "rows", "cols
 
 
 class PictureProcessor:
-    """The tokens and tensors of pictures for one model.
-
-    Args:
-        processor: transformers' processor of the model.
-    """
+    """The tokens and tensors of pictures, by transformers' processor of a model."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        self.placeholder: str = processor.image_token
-        """Text that the chat template writes for a picture, one special token."""
+        self.placeholder: str = processor.image_token  # that the chat template writes for a picture
         self.token_id: int = processor.image_token_id
         self.run = lru_cache(maxsize=1024)(self._run)
 
@@ -64,11 +59,8 @@ class PictureProcessor:
     def expand(
         self, ids: Sequence[int], pictures: Sequence[bytes], sizes: Sequence[tuple[int, int]]
     ) -> tuple[list[int], Media]:
-        """Return the ids with each placeholder replaced by the run of its picture, and the pictures' places.
-
-        Raises:
-            InputError: the number of placeholders differs from the number of pictures, or is above MOST_PICTURES.
-        """
+        """Return the ids with each placeholder replaced by the run of its picture, and the pictures' places. InputError:
+        the number of placeholders differs from the number of pictures, or is above MOST_PICTURES."""
         if len(pictures) > MOST_PICTURES:
             raise InputError(f"the prompt has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
         if (num_places := list(ids).count(self.token_id)) != len(pictures):

@@ -51,11 +51,7 @@ def listed(row: Mapping[str, Any]) -> list[Any]:
 
 def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message, ...]:
     """Return messages in which each picture is a part: each `<image>` of a text becomes one. Without any mark or part,
-    the pictures come first in the first user's message, as in TRL.
-
-    Raises:
-        InputError: the messages have another number of pictures.
-    """
+    the pictures come first in the first user's message, as in TRL. InputError: their number differs."""
     if not num_pictures and not any(isinstance(each.get("content"), list) for each in messages):
         return tuple(messages)
     parted = [{**each, "content": _parts(each["content"], marks=num_pictures > 0)} for each in messages]
@@ -153,7 +149,9 @@ class Pictured:
     sizes: tuple[Size, ...] = ()
 
 
-class _Checked(http.client.HTTPConnection):
+class _Connection(http.client.HTTPSConnection):
+    """A connection to a public address, checked after the name is resolved."""
+
     def connect(self) -> None:
         super().connect()
         address = self.sock.getpeername()[0]
@@ -162,47 +160,26 @@ class _Checked(http.client.HTTPConnection):
             raise OSError(f"{self.host} has the address {address}, which is not public")
 
 
-class _Connection(http.client.HTTPSConnection, _Checked):
-    """A connection to a public address. It is checked after the name is resolved, so names can't hide another one."""
-
-
 class _Https(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_Connection, req)
 
 
-_fetching = urllib.request.OpenerDirector()
-"""Opens only https:// addresses of public hosts, also after redirects."""
-for _handler in (
-    urllib.request.ProxyHandler(),
-    _Https(),
-    urllib.request.HTTPRedirectHandler(),
-    urllib.request.HTTPDefaultErrorHandler(),
-    urllib.request.HTTPErrorProcessor(),
-    urllib.request.UnknownHandler(),
-):
-    _fetching.add_handler(_handler)
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        raise OSError(f"it leads to {req.full_url!r:.80}: only https:// addresses are fetched")
 
 
 @dataclass(slots=True)
 class PictureFiles:
     """Reads pictures, and decodes each once to find out its size."""
 
-    cache: Path
-    """Folder for fetched pictures."""
-    fetches: bool = False
-    """True fetches https:// addresses."""
+    cache: Path  # folder for fetched pictures
+    fetches: bool = False  # https:// addresses
 
     def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, Size]:
-        """Return the encoded bytes, and width and height.
-
-        Args:
-            picture: bytes, a path, or a mapping with one of them.
-            folder: folder of relative paths.
-            index: number of the picture in its row, for messages.
-        Raises:
-            InputError: the picture can't be read, is damaged or too large.
-        """
+        """Return the encoded bytes and the size of a picture: bytes, a path relative to `folder`, or a mapping with one
+        of them. `index` counts in the row, for messages. InputError: it can't be read, is damaged or too large."""
         stored = as_stored(picture)
         data = stored["bytes"]
         encoded = check_bytes(data) if data is not None else self._from(stored["path"], folder)
@@ -214,11 +191,7 @@ class PictureFiles:
 
     def embedded(self, row: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return a row in verl's schema with the bytes of its pictures in place of paths. Addresses are kept, unless
-        this object fetches them.
-
-        Raises:
-            InputError: a picture can't be read.
-        """
+        this object fetches them. InputError: a picture can't be read."""
         if not row.get("images"):
             return row
         kept = [_is_address(each["path"] or "") and not self.fetches for each in row["images"]]
@@ -250,7 +223,7 @@ class PictureFiles:
         path = self.cache / "pictures" / hash_bytes(url.encode())
         if not path.exists():
             try:
-                with _fetching.open(url, timeout=_FETCH_S) as answer:
+                with urllib.request.build_opener(_Https, _Http).open(url, timeout=_FETCH_S) as answer:
                     encoded = check_bytes(answer.read(MAX_BYTES + 1))
             except OSError as error:
                 raise InputError(f"picture {url!r:.80} can't be fetched: {one_line(error)}") from None
@@ -278,13 +251,8 @@ class PictureRows:
     files: PictureFiles
 
     def read(self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path, where: str) -> Pictured:
-        """Return the messages with parts, and the row's pictures.
-
-        Args:
-            folder: folder of the data file, for relative paths.
-        Raises:
-            InputError: a picture can't be used, or the number of places differs.
-        """
+        """Return the messages with parts, and the row's pictures; paths are relative to `folder`. InputError: a picture
+        can't be used, or the number of places differs."""
         try:
             pictures = listed(row)
             parts = with_parts(messages, len(pictures))
@@ -294,11 +262,8 @@ class PictureRows:
         return Pictured(parts, tuple(encoded for encoded, _ in found), tuple(size for _, size in found))
 
     def place(self, ids: Sequence[int], row: Pictured, where: str) -> tuple[list[int], Media]:
-        """Return the prompt's ids with the tokens of its pictures, and their places.
-
-        Raises:
-            InputError: the chat template wrote another number of placeholders.
-        """
+        """Return the prompt's ids with the tokens of its pictures, and their places. InputError: the chat template
+        wrote another number of placeholders."""
         try:
             return self.processor.expand(ids, row.encoded, row.sizes)
         except InputError as error:
