@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rayapp.core.errors import EngineDeadError, EngineError, InputError, RayappError
+from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import OnTokens, RolloutEngine
 from rayapp.core.syntax import spoken
-from rayapp.core.types import Media, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.gateway.conversation import (
     Ask,
     Begun,
@@ -35,25 +35,24 @@ from rayapp.rollout.gateway.conversation import (
     Said,
     in_order,
     not_in_training,
-    pictures_of,
 )
 from rayapp.rollout.gateway.formats import Format, Formats
 from rayapp.rollout.gateway.forms import too_large
-from rayapp.rollout.gateway.limits import (
-    MODEL,
-    MOST_CHOICES,
-    MOST_SESSION_BYTES,
-    PICTURES_BODY_BYTES,
-    Sending,
-    SessionLimits,
-)
+from rayapp.rollout.gateway.limits import MODEL, MOST_CHOICES, PICTURES_BODY_BYTES, Sending, SessionLimits
 from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
-from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, new_prompt_ids, note_results
+from rayapp.rollout.gateway.turns import (
+    SampledTurn,
+    Wanted,
+    checked_pictures,
+    choice_of,
+    new_prompt_ids,
+    note_results,
+    placed_pictures,
+)
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
-from rayapp.storage.media import MOST_PICTURES, moved
-from rayapp.tasks.data.pictures import placed
+from rayapp.storage.media import moved
 
 if TYPE_CHECKING:
     from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
@@ -328,19 +327,14 @@ class Session:
 
     async def _wanted(self, ask: Ask, messages: Sequence[Said]) -> Wanted:
         num_chars = self._check_size(messages)
-        pictures = self._checked_pictures(messages)
+        pictures = checked_pictures(messages, self._shown)
         chat_format = await self._format(ask)
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         note_results(self.tree, found, messages)
         self._note_drift(chat_format.key, messages, found)
         ids = await self._beside(num_chars, lambda: new_prompt_ids(chat_format, found, messages, sampled_ids))
-        is_sent_again = found.turn is None and found.after >= 0
-        shown = [] if is_sent_again else [sha256 for sha256, _ in pictures_of(messages[found.num_messages :])]
-        if shown:
-            ids, media = await self._placed(ids, shown, pictures)
-        else:
-            media = ()
+        ids, media = await placed_pictures(self.formats.pictures, ids, found, messages, self._thread)
         before = self.tree.context(found.after)
         return Wanted(
             format=chat_format,
@@ -350,22 +344,6 @@ class Session:
             media=(*self.tree.media(found.after), *moved(media, len(before))),
             pictures=pictures,
         )
-
-    async def _placed(self, ids: list[int], shown: list[str], pictures: dict[str, bytes]) -> tuple[list[int], Media]:
-        try:
-            async with self._thread:
-                return await placed(self.formats.pictures, ids, shown, pictures)
-        except InputError as error:
-            raise RefusedError("invalid", str(error)) from None
-
-    def _checked_pictures(self, messages: Sequence[Said]) -> dict[str, bytes]:
-        """Return the bytes of a call's pictures by SHA-256. RefusedError: they are too many, or too large together."""
-        shown = pictures_of(messages)
-        self._shown |= {sha256: len(encoded) for sha256, encoded in shown}
-        if len(shown) > MOST_PICTURES or sum(self._shown.values()) > MOST_SESSION_BYTES:
-            limits = f"{MOST_PICTURES} pictures in a call and {MOST_SESSION_BYTES:,} bytes of pictures in a session"
-            raise RefusedError("too_large", f"the call has {len(shown)} pictures: at most {limits} are allowed")
-        return dict(shown)
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
         if found.after >= 0:

@@ -16,7 +16,7 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.trajectories import branches
 from rayapp.core.types import Picture, RequestId
 from rayapp.engine.vllm_pictures import engine_prompt, open_pictures
-from rayapp.rollout.gateway import session as sessions
+from rayapp.rollout.gateway import turns
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session
@@ -207,11 +207,11 @@ async def test_a_model_of_text_and_other_roles_refuse_pictures(serve: Any) -> No
 
 
 async def test_the_bytes_of_a_sessions_pictures_are_limited(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "SESSION_PICTURE_BYTES", len(RED) + len(BLUE))
+    monkeypatch.setattr(turns, "MOST_SESSION_BYTES", len(RED) + len(BLUE))
     async with serve("1", "2", "3") as served, served.openai() as client:
         for shown in (RED, BLUE, RED):
             await client.chat.completions.create(model="any", messages=[openais(shown)])
-        with pytest.raises(openai.APIStatusError, match="the session's pictures have more than"):
+        with pytest.raises(openai.BadRequestError, match=r"bytes of pictures in a session are allowed"):
             await client.chat.completions.create(model="any", messages=[openais(WIDE)])
 
 
