@@ -160,7 +160,7 @@ ELSEWHERE = (
     How(begins="python -m scripts.house", test="tests/unit/test_house.py"),
     How(begins="python -m scripts.like_docker", why_not="needs root, and changes what this process may do"),
     How(begins="python -m scripts.model_table", test="tests/unit/docs/test_models.py"),
-    How(begins="python -m scripts.monitoring.write", test="tests/unit/runs/test_monitoring.py"),
+    How(begins="python -m scripts.monitoring.write", test="tests/unit/actors/test_monitoring.py"),
     How(begins="python -m rayapp train", test="tests/cluster/test_jobs.py"),
     How(begins="python -c pass", why_not="says what a measurement compares with"),
 )

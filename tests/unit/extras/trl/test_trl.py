@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from rayapp.api.arguments import GivenRun
 from rayapp.config.config import Config
+from rayapp.config.foreign_keys import GivenRun
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import giving
 from rayapp.extras.trl.fields import DEFAULTS, FIELDS
