@@ -28,7 +28,6 @@ from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.runs.layout import PICTURES
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import Shown
 from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.pictures import placed
@@ -80,7 +79,8 @@ class Bench:
         async def score(*_: Any) -> Reward:
             return Reward(value=1.0)
 
-        ids, media = await placed(self.loop.pictures, self.loop.chat.prompt_ids([ASKED]), [Shown(RED)])
+        shown = [hash_bytes(RED)], {hash_bytes(RED): RED}
+        ids, media = await placed(self.loop.pictures, self.loop.chat.prompt_ids([ASKED]), *shown)
         prompt = Prompt(task="t", text="", token_ids=np.array(ids, np.int32), media=media)
         return Problem(prompt=prompt, score=score, pictures={hash_bytes(RED): RED})
 
