@@ -183,12 +183,12 @@ def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
     return Scores(log_probs=log_probs, gradients=gradients)
 
 
-def take_step(learner: PolicyLearner, groups: list[Group]) -> None:
+def take_step(learner: PolicyLearner, groups: list[Group]) -> dict[str, float]:
     """Train one step on this rank's share of the groups. Collective."""
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
     ranks = learner.ranks
     mine = deal(summaries, learner.config, ranks.world_size // ranks.num_parts)[ranks.data_rank]
-    learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
+    return learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
 
 
 class _KeepGradients(torch.optim.SGD):

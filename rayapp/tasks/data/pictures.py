@@ -14,6 +14,7 @@ import atexit
 import http.client
 import ipaddress
 import re
+import ssl
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,11 +154,14 @@ class _Connection(http.client.HTTPSConnection):
     """A connection to a public address, checked after the name is resolved."""
 
     def connect(self) -> None:
-        super().connect()
-        address = self.sock.getpeername()[0]
-        if not urllib.request.getproxies() and not ipaddress.ip_address(address).is_global:
+        if urllib.request.getproxies():
+            super().connect()  # to the proxy
+            return
+        http.client.HTTPConnection.connect(self)
+        if not ipaddress.ip_address(address := self.sock.getpeername()[0]).is_global:
             self.close()
             raise OSError(f"{self.host} has the address {address}, which is not public")
+        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
 
 class _Https(urllib.request.HTTPSHandler):
