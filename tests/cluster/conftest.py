@@ -333,34 +333,6 @@ def run_two_ranks() -> Callable[..., list[Any]]:
     return run
 
 
-@pytest.fixture(scope="module")
-def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Call it with a seed: a file of three groups of four trajectories each, of random tokens and rewards."""
-    return lambda *, seed: written_groups(tmp_path_factory.mktemp("trajectories"), seed)
-
-
-def written_groups(folder: Path, seed: int) -> Path:
-    import numpy as np
-
-    from rayapp.core.types import Group, Prompt
-    from rayapp.runs.trajectories import write_trajectories
-    from support import make
-
-    rng = np.random.default_rng(seed)
-    groups = []
-    for group_id in range(3):
-        prompt = rng.integers(2, 90, 5)
-        members = []
-        for _ in range(4):
-            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))])
-            members.append(make.trajectory(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
-        rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
-        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
-    path = folder / "step=000001.parquet"
-    write_trajectories(path, 1, groups)
-    return path
-
-
 @pytest.fixture
 def references() -> Callable[[Iterable[Any]], list[asyncio.Future[Any]]]:
     """Values that are awaited, as Ray's references are."""

@@ -1,6 +1,6 @@
 """A run that trains as a job of a real Ray head with a token: what an operator sees, and a stop that loses nothing.
 
-One run for all tests of this file; the last of them stops it. Runs that train to their end: `test_trained_jobs.py`.
+One run for all tests of this file; the last of them stops it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,11 @@ def training(
         folder.rmdir()
 
 
-def test_second_job_of_the_same_run_is_refused(training: Training) -> None:
+def test_a_job_has_its_runs_name_and_config_and_a_second_one_of_the_same_run_is_refused(training: Training) -> None:
+    details = training.details()
+    assert details["metadata"]["run_name"] == "jobs"
+    assert yaml.safe_load(details["metadata"]["config"])["train"]["num_steps"] == 5000
+
     again = training.head.rayapp("submit", str(training.file))
 
     assert again.returncode == 2
@@ -151,13 +155,6 @@ def test_ctrl_c_ends_the_following_and_not_the_job(training: Training) -> None:
     training.head.until(lambda: steps(training.run) >= before + 2, lambda: "the run stands still")
 
 
-def test_metadata_of_the_job_has_the_runs_name_and_config(training: Training) -> None:
-    details = training.details()
-
-    assert details["metadata"]["run_name"] == "jobs"
-    assert yaml.safe_load(details["metadata"]["config"])["train"]["num_steps"] == 5000
-
-
 def test_run_of_the_same_name_elsewhere_is_refused_and_the_first_goes_on(training: Training, tmp_path: Path) -> None:
     # Not as a job, and with a folder of its own: only the cluster can know.
     before = steps(training.run)
@@ -168,10 +165,6 @@ def test_run_of_the_same_name_elsewhere_is_refused_and_the_first_goes_on(trainin
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "already runs in namespace rayapp-jobs of this Ray: another run has the same run.name" in refused.stderr
     training.head.until(lambda: steps(training.run) >= before + 2, lambda: "the first run stands still")
-
-
-def test_run_without_prometheus_says_nothing_of_it_and_trains(training: Training) -> None:
-    assert "Prometheus" not in training.ray_job("logs")
 
 
 def test_lines_of_the_log_are_json_that_names_run_step_and_group(training: Training) -> None:

@@ -121,7 +121,7 @@ async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_p
             playing = [asyncio.create_task(play(engine, number)) for number in range(12)]
             while not engine._versions.num_open:
                 await asyncio.sleep(0)
-            await trial._load(engine, 1, bucket)
+            await trial.load_weights(engine, 1, bucket)
             rows = await asyncio.gather(*playing)
             assert engine.load()["preempted"] > 0
         finally:
