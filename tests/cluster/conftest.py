@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support.learners import save_moved
 from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -280,19 +281,7 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model in float32, four heads, with every weight moved as an optimizer step would."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("moved")
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    model.save_pretrained(folder)
-    return folder
+    return save_moved(tiny_model, tmp_path_factory.mktemp("moved"), noise=0.02, dtype="float32")
 
 
 @pytest.fixture(scope="session")

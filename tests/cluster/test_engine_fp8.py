@@ -15,7 +15,7 @@ from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from support import family_trial as trial
 from support import make
-from support.learners import plain_log_probs
+from support.learners import plain_log_probs, save_moved
 
 pytestmark = [
     pytest.mark.cluster,
@@ -48,17 +48,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
 @pytest.fixture(scope="module")
 def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model far from the engine's first one."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    folder = tmp_path_factory.mktemp("moved")
-    model.save_pretrained(folder)
-    return folder
+    return save_moved(tiny_model, tmp_path_factory.mktemp("moved"), noise=0.05)
 
 
 async def errors(engine: VllmEngine, group: int, *models: Path) -> list[float]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket
 from support import family_trial as trial
 from support import make
-from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
+from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs, save_moved
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -69,18 +69,11 @@ class Sent:
 @pytest.fixture(scope="module")
 def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sent, Sent]:
     """The engine's own model, and one far from it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    moved = tmp_path_factory.mktemp("moved")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    original = Sent(tiny_model, trial.bucket_of(list(deepcopy(model.state_dict()).items())))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(moved)
-    return original, Sent(moved, trial.bucket_of(list(model.state_dict().items())))
+    folders = (tiny_model, save_moved(tiny_model, tmp_path_factory.mktemp("moved"), noise=0.3))
+    own, moved = (
+        Sent(folder, trial.bucket_of(list(load_file(folder / "model.safetensors").items()))) for folder in folders
+    )
+    return own, moved
 
 
 def differences(model: Sent, completion: Completion) -> np.ndarray:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from rayapp.config.config import Config
-    from rayapp.core.types import Group
+    from rayapp.core.types import FloatArray, Group
+    from rayapp.engine.weights.buckets import WeightBucket
     from rayapp.learner.distributed import Ranks
     from rayapp.learner.step import PolicyLearner
 
@@ -170,3 +171,34 @@ def plain_log_probs(folder: Path, token_ids: Sequence[int]) -> NDArray[np.float3
     with torch.no_grad():
         scores = model(ids).logits[0, :-1].float().log_softmax(-1)
     return cast("NDArray[np.float32]", scores.gather(1, ids[0, 1:, None])[:, 0].numpy())
+
+
+def save_moved(source: Path, folder: Path, *, noise: float, dtype: str = "bfloat16") -> Path:
+    """Save a copy of a model, all of whose weights are moved by random numbers of this size."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def exported(
+    config: Config, tokens: Sequence[int], *, version: int = 0, bucket_bytes: int = 1 << 20
+) -> tuple[list[WeightBucket], FloatArray]:
+    """Return what a learner sends as this version, and its log-probs of the tokens after the first four."""
+    from actors.learner import Learner
+    from support import make
+
+    learner = Learner(config, 0, 1, "", 0)
+    try:
+        group = make.group(make.trajectory(tokens, 4))
+        return list(learner.export_weights(version, bucket_bytes)), learner.log_probs_of(group)[0]
+    finally:
+        learner.close()

@@ -444,11 +444,3 @@ def test_what_can_not_be_compiled_here_is_said_at_the_start(tiny_model: Path, mo
     monkeypatch.setenv("CC", sys.executable)  # any program: only its place is looked up
     with pytest.raises(LearnerError, match="has no Triton, which"):
         check_compiler("cuda")
-
-
-def test_groups_with_equal_rewards_move_nothing(tiny_model: Path) -> None:
-    group = make.group(*(trajectory([5, 6], [7, 8 + i], 0.5) for i in range(GROUP_SIZE)))
-
-    gradient = gradient_of_step(make_config(tiny_model), [group])
-
-    assert all(float(tensor.abs().max()) == 0.0 for tensor in gradient.values())

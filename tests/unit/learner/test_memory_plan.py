@@ -95,24 +95,6 @@ def test_a_learner_in_bfloat16_by_hand() -> None:
     assert plan.total == 8000 + RUNTIME_BYTES + max(moment.total for moment in plan.moments)
 
 
-def test_recomputing_activations_keeps_the_inputs_of_layers_and_one_layer() -> None:
-    changed = config(activation_checkpointing=True)
-    assert kept_bytes(SHAPE, changed.learner) == 3 * 1000 * 2 * 8 + 1000 * 64
-    backward = plan_learner(SHAPE, changed).moments[1]
-    assert backward.activations == kept_bytes(SHAPE, changed.learner) + 1000 * TOKEN + 1000 * 2 * 2 * (20 + 8)
-
-
-def test_recomputing_the_first_layers_keeps_their_inputs_and_the_other_layers_whole() -> None:
-    changed = config(activation_checkpointing=2)
-    assert kept_bytes(SHAPE, changed.learner) == 2 * 1000 * 2 * 8 + 1000 * TOKEN + 1000 * 64
-    # The backward of the last layer comes first and needs no layer again.
-    backward = plan_learner(SHAPE, changed).moments[1]
-    assert backward.activations == kept_bytes(SHAPE, changed.learner) + 1000 * 2 * 2 * (20 + 8)
-    assert plan_learner(SHAPE, config(activation_checkpointing=7)) == plan_learner(
-        SHAPE, config(activation_checkpointing=True)
-    )
-
-
 def test_auto_recomputes_as_few_layers_as_fit() -> None:
     assert Config().learner.activation_checkpointing == "auto"
     auto = with_values(large(), learner={"activation_checkpointing": "auto"})

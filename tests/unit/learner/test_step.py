@@ -501,24 +501,14 @@ def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp
     ("changes", "difference"),
     [
         # One layer less here: all of the state finds its tensors, and those of the second layer would be left over.
-        (
-            {"num_hidden_layers": 1},
-            r"model\.model\.layers\.1\..* is \(128,.*\) in the checkpoint and missing in the model",
-        ),
-        (
-            {"num_hidden_layers": 3},
-            r"model\.model\.layers\.2\..* is missing in the checkpoint and \(128,.*\) in the model",
-        ),
-        (
-            {"intermediate_size": 192},
-            r"is \(256, 128\) in the checkpoint and \(192, 128\) in the model|\(128, 256\) in the checkpoint",
-        ),
+        ({"num_hidden_layers": 1}, r"layers\.1\..* is \(128,.*\) in the checkpoint and missing in the model"),
+        ({"num_hidden_layers": 3}, r"layers\.2\..* is missing in the checkpoint and \(128,.*\) in the model"),
+        ({"intermediate_size": 192}, r"is \((256, 128|128, 256)\) in the checkpoint and"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
     tiny_model: Path, tmp_path: Path, changes: dict[str, int], difference: str
 ) -> None:
-
     read = AutoConfig.from_pretrained(tiny_model)
     for name, value in changes.items():
         setattr(read, name, value)
@@ -536,8 +526,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
 
 
 def test_the_exported_folder_computes_the_learners_log_probs(tiny_model: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     with learner_of(tiny_model, {"learner": {"optimizer": {"lr": 1e-3}}}) as learner:
         step(learner, 1, two_groups())
         learner.export_hf(str(tmp_path))
