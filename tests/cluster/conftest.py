@@ -24,6 +24,7 @@ import yaml
 
 from support.learners import save_moved
 from support.ports import free_port
+from support.timing import wait_until
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
@@ -75,10 +76,7 @@ class Head:
 
     def until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
         """Raises AssertionError: the condition does not hold within 15 minutes of a busy machine."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, failure()
-            time.sleep(0.5)
+        wait_until(condition, failure, timeout_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +222,7 @@ class Prometheus:
 
     def wait_until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
         """Raises AssertionError: it ended, or the condition does not hold within 15 minutes of a busy machine."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, failure()
-            time.sleep(0.5)
+        wait_until(condition, failure, process=self.process, timeout_s=DEADLINE_S)
 
     def query(self, expr: str) -> list[dict[str, Any]]:
         """Results that are numbers; none while it is not up."""
