@@ -1,4 +1,4 @@
-"""A Ray of the test's own, however busy the machine is, in this process or as a head with a dashboard; Prometheus."""
+"""A Ray of the test's own, however busy the machine is, in this process or as a head with a dashboard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from support.learners import save_moved
 from support.ports import free_port
@@ -30,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 TOKEN = "a-token-of-forty-characters-for-the-tests"
 DEADLINE_S = 900.0
-Start = Callable[..., "Prometheus"]
 
 
 @dataclass(frozen=True)
@@ -210,66 +207,6 @@ def start_ray(until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[Cal
         yield lambda **options: until_started(lambda: ray.init(address="local", logging_level="critical", **options))
     finally:
         ray.shutdown()
-
-
-@dataclass(frozen=True)
-class Prometheus:
-    """One that runs."""
-
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait_until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
-        """Raises AssertionError: it ended, or the condition does not hold within 15 minutes of a busy machine."""
-        wait_until(condition, failure, process=self.process, timeout_s=DEADLINE_S)
-
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """Results that are numbers; none while it is not up."""
-        answer = self.get(f"query?query={urllib.parse.quote(expr)}")
-        if answer is None:
-            return []
-        assert answer["status"] == "success", answer
-        return [result for result in answer["data"]["result"] if result["value"][1] != "NaN"]
-
-    def rules(self) -> list[dict[str, Any]]:
-        answer = self.get("rules")
-        return [rule for group in answer["data"]["groups"] for rule in group["rules"]] if answer else []
-
-    def get(self, path: str) -> Any:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}", timeout=30) as answer:
-                return json.loads(answer.read())
-        except OSError:
-            return None
-
-
-@pytest.fixture
-def start_prometheus(tmp_path: Path) -> Iterator[Start]:
-    """Call it with the port to scrape and the rules as a mapping."""
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.skip("prometheus is not here: apt-get install prometheus")
-    with contextlib.ExitStack() as stack:
-
-        def start(target_port: int, rules: dict[str, Any]) -> Prometheus:
-            (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
-            (tmp_path / "prometheus.yml").write_text(
-                "global: {scrape_interval: 2s, evaluation_interval: 2s}\nrule_files: [rules.yaml]\n"
-                f"scrape_configs:\n  - {{job_name: ray, static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]}}\n"
-            )
-            port = free_port()
-            log = tmp_path / "prometheus.log"
-            process = subprocess.Popen(
-                [program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
-                 f"--web.listen-address=127.0.0.1:{port}"],
-                stdout=stack.enter_context(log.open("wb")), stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            stack.callback(process.wait, timeout=60)
-            stack.callback(process.terminate)
-            return Prometheus(port, process, log)
-
-        yield start
 
 
 @pytest.fixture(scope="module")
