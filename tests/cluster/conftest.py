@@ -198,17 +198,6 @@ def until_started() -> Callable[[Callable[[], Any]], Any]:
     return started
 
 
-@pytest.fixture
-def start_ray(until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[..., None]]:
-    """Call it with options of `ray.init` to connect this process to a new Ray."""
-    import ray
-
-    try:
-        yield lambda **options: until_started(lambda: ray.init(address="local", logging_level="critical", **options))
-    finally:
-        ray.shutdown()
-
-
 @pytest.fixture(scope="module")
 def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model in float32, four heads, with every weight moved as an optimizer step would."""
