@@ -1,7 +1,7 @@
 """The functions of vLLM and Ray that our code calls exist in the pinned versions, with these arguments.
 
-mypy checks those of torch. Without a GPU no other test would notice a renamed one. vLLM's source is read and not imported, which would take longer
-than all tests of this folder.
+mypy checks those of torch. Without a GPU no other test would notice a renamed one. vLLM's source is read and not
+imported, which would take longer than all tests of this folder.
 """
 
 from __future__ import annotations
