@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import pytest
 import torch
@@ -38,6 +38,9 @@ class Stream:
     def synchronize(self) -> None:
         self.streams.log.append(f"wait for {self}")
 
+    def wait_stream(self, other: Stream) -> None:
+        self.streams.log.append(f"{self} comes after {other}")
+
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
@@ -49,18 +52,24 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return streams
 
 
-def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_sent(streams: Streams) -> None:
-    def gathers() -> Iterator[tuple[str, Any]]:
-        for name in "ab":
+@pytest.mark.parametrize(("is_alone", "awaited"), [(False, "wait for default"), (True, "{} comes after default")])
+def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_sent(
+    streams: Streams, is_alone: bool, awaited: str
+) -> None:
+    def gathers() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "b"):
             streams.log.append(f"gather {name} in {streams.current}")
             yield name, torch.zeros(1)
 
-    with streams.within("side"):
-        for name, _ in gathered_in_order(gathers(), torch.device("cuda", 0)):
-            streams.log.append(f"broadcast {name} in {streams.current}")
+    source = gathered_in_order(gathers(), torch.device("cuda", 0), is_alone=is_alone)
+    for side in ("side 0", "side 1", "side 0"):  # vLLM takes another stream for each bucket
+        with streams.within(side):
+            for name, _ in islice(source, 1):
+                streams.log.append(f"broadcast {name} in {streams.current}")
 
     # Every gather is waited for: rank 0 never postpones a gather that other ranks have finished.
     assert streams.log == [
-        "gather a in default", "wait for default", "used by side", "broadcast a in side",
-        "gather b in default", "wait for default", "used by side", "broadcast b in side", "wait for default",
+        "gather a in default", awaited.format("side 0"), "used by side 0", "broadcast a in side 0",
+        "gather b in default", awaited.format("side 1"), "used by side 1", "broadcast b in side 1",
+        awaited.format("side 0"),
     ]  # fmt: skip
