@@ -182,7 +182,7 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
         try:
             async with (
                 within_budget(config, folder, tracker, with_servers=False) as on_lease,
-                open_learners(config, report=tracker.note, on_lease=partial(on_lease, _no_sandboxes)) as learners,
+                open_learners(config, report=tracker.note, on_lease=on_lease) as learners,
             ):
                 await _learn(config, folder, tracker, learners, rows)
                 return
@@ -193,10 +193,6 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
                     f"{error} Start the run again: it continues from its last checkpoint."
                 ) from None
             tracker.note(f"lost the learners: {error} Restarting them from the last checkpoint.")
-
-
-async def _no_sandboxes() -> dict[str, float]:
-    return {}
 
 
 async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:

@@ -125,7 +125,7 @@ async def _in_time(
 
 
 class _PlayFailedError(Exception):
-    """The agent raised an exception, or did not return a Trajectory."""
+    """The agent raised an exception, or gave a reward that is no number."""
 
 
 def _failed_play(error: BaseException) -> Exception:
@@ -135,10 +135,7 @@ def _failed_play(error: BaseException) -> Exception:
 
 
 async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
-    # A plug-in may have made the trajectory.
-    played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
-    if not isinstance(played, Trajectory):
-        raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
+    played = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     gained = tool_rewards(played)
     for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)

@@ -40,7 +40,7 @@ class TrlEpisodes:
 
     def __post_init__(self) -> None:
         given, where = self.environment, f"task {self.environment.name}"
-        self._factory = load_function(_place(given, given.factory), what=f"{where}: factory", is_reward=False)
+        self._factory = load_function(_place(given, given.factory), what=f"{where}: factory")
         if given.reward:
             self._reward = load_function(_place(given, given.reward), what=f"{where}: reward")
 

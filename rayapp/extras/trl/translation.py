@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rayapp.api.arguments import GivenRun
-from rayapp.config.foreign_keys import KeyRow, Values, landing_of, load_settings, settings_of
+from rayapp.config.foreign_keys import GivenRun, KeyRow, Values, landing_of, load_settings, settings_of
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
-    from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM, which takes seconds
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser  # imports vLLM, which takes seconds
 
     given = tokenizer.of_transformers if isinstance(tokenizer, ModelTokenizer) else tokenizer
     return load_parser(name, given, tools, sample)

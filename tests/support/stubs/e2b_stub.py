@@ -87,7 +87,6 @@ class E2BStub(StubServer):
             ("GET", "/files", "read", self._ports.read_file),
             ("POST", "/files", "write", self._ports.write_file),
             ("POST", "/process.Process/Start", "start", self._ports.start),
-            ("POST", "/process.Process/SendInput", "input", self._ports.send_input),
             ("POST", "/execute", "execute", self._ports.execute),
         ):
             wrapped = self.wrap(call, DATA_FAULTS, self._ports.in_box(handler))

@@ -148,7 +148,6 @@ ELSEWHERE = (
     How(begins="helm", why_not="needs a Kubernetes cluster; the chart is rendered in tests/unit/cli/test_kuberay.py"),
     How(begins="docker", why_not="needs Docker; tests/e2e/test_image.py builds the image with buildah"),
     How(begins="prometheus", test="tests/cluster/test_live_run.py"),
-    How(begins="python train.py", test="tests/unit/extras/trl/test_trl.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m benchmarks.", why_not="measures for minutes on a quiet machine"),
@@ -161,8 +160,7 @@ ELSEWHERE = (
     How(begins="python -m scripts.house", test="tests/unit/test_house.py"),
     How(begins="python -m scripts.like_docker", why_not="needs root, and changes what this process may do"),
     How(begins="python -m scripts.model_table", test="tests/unit/docs/test_models.py"),
-    How(begins="python -m scripts.problems", test="tests/unit/tasks/test_data_problems.py"),
-    How(begins="python -m scripts.monitoring.write", test="tests/unit/runs/test_monitoring.py"),
+    How(begins="python -m scripts.monitoring.write", test="tests/unit/actors/test_monitoring.py"),
     How(begins="python -m rayapp train", test="tests/cluster/test_jobs.py"),
     How(begins="python -c pass", why_not="says what a measurement compares with"),
 )
