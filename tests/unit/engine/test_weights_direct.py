@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayapp.core.errors import DeadlineError, RayappError, WeightSyncError
+from rayapp.core.errors import DeadlineError, LearnersLostError, RayappError, WeightSyncError
 from rayapp.engine.weights.sync import GroupCarrier, WeightSync
 
 
@@ -40,6 +40,7 @@ class Learners:
     members: Sequence[Server] = ()
     breaks_before: int | None = None
     not_up: set[str] = field(default_factory=set)
+    are_lost: bool = False
 
     async def open_weight_group(self, servers: Sequence[Server], timeout_s: float) -> None:
         if self.not_up:
@@ -56,6 +57,8 @@ class Learners:
         return {"bytes": 64.0, "num_loaded": 3.0}
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
+        if self.are_lost:
+            raise LearnersLostError("a learner died while it exported its weights")
         yield "bucket"
 
 
@@ -101,6 +104,18 @@ async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_g
     _, failed = await transport.sync(4, learners=learners, servers=servers, settled=all_up)
     assert failed == {}
     assert len(learners.groups) == 2
+
+
+async def test_a_server_that_starts_while_the_learners_are_lost_waits_for_the_weights_of_their_successors() -> None:
+    lost, servers, transport = Learners(), two_servers(), WeightSync(GroupCarrier(5.0))
+    await transport.sync(3, learners=lost, servers=servers, settled=all_up)
+
+    lost.are_lost = True
+    await transport.catch_up(servers[1])
+    assert transport.are_lost
+    await transport.sync(4, learners=Learners(), servers=servers, settled=all_up)
+    assert not transport.are_lost
+    assert [server.version for server in servers] == [4, 4]
 
 
 async def test_a_server_that_does_not_say_what_it_holds_has_failed() -> None:
