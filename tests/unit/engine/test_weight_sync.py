@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayapp.core.errors import DeadlineError, RayappError, WeightSyncError
+from rayapp.core.errors import DeadlineError, LearnersLostError, RayappError, WeightSyncError
 from rayapp.engine.weights.sync import BUCKET_BYTES, GroupCarrier, StoreCarrier, WeightSync
 
 
@@ -46,8 +46,11 @@ class Learners:
     members: Sequence[Server] = ()
     breaks_before: int | None = None
     not_up: set[str] = field(default_factory=set)
+    are_lost: bool = False
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
+        if self.are_lost:
+            raise LearnersLostError("a learner died while it exported its weights")
         self.sizes.append(bucket_bytes)
         for ref in ("first", "second"):
             yield ref
@@ -152,6 +155,18 @@ async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_g
     assert servers[1].loaded == [(3, ("first", "second"))]
     assert (await synced(transport, 4, learners, servers))[1] == {}
     assert len(learners.groups) == 2
+
+
+async def test_a_server_that_starts_while_the_learners_are_lost_waits_for_the_weights_of_their_successors() -> None:
+    lost, servers, transport = Learners(), two_servers(), WeightSync(GroupCarrier(5.0))
+    await synced(transport, 3, lost, servers)
+
+    lost.are_lost = True
+    await transport.catch_up(servers[1])
+    assert transport.are_lost
+    await synced(transport, 4, Learners(), servers)
+    assert not transport.are_lost
+    assert [server.version for server in servers] == [4, 4]
 
 
 async def test_a_server_that_does_not_say_what_it_holds_has_failed() -> None:

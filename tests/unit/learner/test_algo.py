@@ -16,6 +16,7 @@ from rayapp.config.algorithm import (
     ADV_ESTIMATORS,
     NEEDS_CRITIC,
     NEEDS_GREEDY_BASELINE,
+    NEEDS_LOG_PROBS,
     POLICY_LOSSES,
     REJECTION_CRITERIA,
     AlgorithmSection,
@@ -36,6 +37,7 @@ from rayapp.learner.algo.advantages import (
 from rayapp.learner.algo.losses import (
     LossRows,
     LossScale,
+    Scored,
     aggregated,
     check_policy_loss,
     correction_weights,
@@ -203,6 +205,18 @@ def test_a_kl_in_the_reward_gives_the_advantages_of_verl(name: str, kind: str) -
     torch.testing.assert_close(found * mask, verls_own(name, AlgorithmSection(), data) * mask, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, compute_advantages(given, AlgorithmSection(adv_estimator=name)), atol=1e-3)
     assert penalty.mean_kl == pytest.approx(metrics["actor/reward_kl_penalty"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NEEDS_LOG_PROBS)
+def test_token_baselines_read_the_importance_weights_as_verl_does(name: str) -> None:
+    weights = 0.2 + 2 * torch.rand(4, 4, generator=torch.Generator().manual_seed(5))
+    given, algorithm = replace(inputs(), is_weights=weights), AlgorithmSection(adv_estimator=name)
+    expected = verls_own(name, algorithm, verls_batch(name, given, rollout_is_weights=weights))
+
+    mask = response_mask(LENGTHS)
+    found, plain = (compute_advantages(each, algorithm) * mask for each in (given, inputs()))
+    np.testing.assert_allclose(found.numpy(), (expected * mask).numpy(), rtol=5e-5, atol=5e-6)
+    assert not torch.allclose(found, plain, atol=1e-3)
 
 
 def test_grpo_is_reward_minus_mean_over_deviation_and_dr_grpo_without_it() -> None:
@@ -382,11 +396,9 @@ def test_gdpo_gives_no_advantage_if_every_group_has_equal_terms(size: int, value
         assert not compute_advantages(given, algorithm).any()
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_micro_batches_of_a_coupled_loss_add_up_to_its_value_and_gradient(name: str) -> None:
-    config = loss_config(name, "token-mean")
-    log_probs = -torch.rand(4, 4, generator=torch.Generator().manual_seed(2))
-    rows, items = loss_rows(log_probs), []
+def scored_rows(rows: LossRows, log_probs: torch.Tensor) -> list[Scored]:
+    """These rows, without their padding."""
+    scored = []
     for i, size in enumerate(LENGTHS):
         tokens = np.arange(size + 1, dtype=np.int32)
         trajectory = Trajectory.of_tokens(
@@ -396,9 +408,16 @@ def test_micro_batches_of_a_coupled_loss_add_up_to_its_value_and_gradient(name: 
             log_probs=np.append(0.0, rows.rollout_log_probs[i, :size]).astype(np.float32),
         )
         item = TrainItem(row=i, group=0, trajectory=trajectory, advantages=rows.advantages[i, :size].numpy())
-        items.append((item, log_probs[i, :size].numpy(), rows.old_log_probs[i, :size].numpy()))
+        scored.append((item, log_probs[i, :size].numpy(), rows.old_log_probs[i, :size].numpy()))
+    return scored
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_micro_batches_of_a_coupled_loss_add_up_to_its_value_and_gradient(name: str) -> None:
+    config = loss_config(name, "token-mean")
+    log_probs = -torch.rand(4, 4, generator=torch.Generator().manual_seed(2))
     actor = actor_of(config, SCALE)
-    coupled = coupled_gradients(items, config.algorithm, actor, SCALE, seed=3)
+    coupled = coupled_gradients(scored_rows(loss_rows(log_probs), log_probs), config.algorithm, actor, SCALE, seed=3)
 
     now = log_probs.clone().requires_grad_()
     torch.manual_seed(3)
@@ -407,6 +426,20 @@ def test_micro_batches_of_a_coupled_loss_add_up_to_its_value_and_gradient(name: 
     np.testing.assert_allclose(sum(float(part.detach()) for part in parts), float(whole.detach()), rtol=1e-5)
     found, expected = (torch.autograd.grad(loss, now)[0] for loss in (sum(parts), whole))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-8)
+
+
+def test_tokens_that_a_loss_draws_follow_its_seed_and_not_the_order_in_which_ranks_gave_their_rows() -> None:
+    config = loss_config("clip_cov", "token-mean", clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0)
+    log_probs = -torch.rand(4, 4, generator=torch.Generator().manual_seed(2))
+    scored, actor = scored_rows(loss_rows(log_probs), log_probs), actor_of(config, SCALE)
+
+    def slopes(order: list[Scored], seed: int) -> list[float]:
+        by_row = coupled_gradients(order, config.algorithm, actor, SCALE, seed=seed).slopes
+        return np.concatenate([by_row[row] for row in range(4)]).tolist()
+
+    first = slopes(scored, 3)
+    assert slopes(scored[::-1], 3) == first
+    assert any(slopes(scored, seed) != first for seed in (4, 5, 6))
 
 
 def test_a_range_of_k1_bounds_the_engines_probability_over_the_learners() -> None:

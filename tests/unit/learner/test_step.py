@@ -33,7 +33,7 @@ from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.memory.shape import GPUS, model_shape
 from rayapp.learner.metrics import MfuMeter
-from rayapp.learner.policy import learning_rate
+from rayapp.learner.policy import clip_gradients, learning_rate
 from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import _state
 from support import make
@@ -259,23 +259,33 @@ def test_groups_of_one_train_where_nothing_is_compared(tiny_model: Path, changes
     assert metrics["learner/grad_norm"] > 0.0
 
 
-@pytest.mark.parametrize("policy_loss", ["vanilla", "clip_cov"])
-def test_steps_towards_a_teacher_lower_the_kl_to_it_without_any_reward(
-    tiny_model: Path, tmp_path: Path, policy_loss: str
+@pytest.mark.parametrize(
+    ("kl", "kl_over", "loss"),
+    [
+        ("reverse", "sampled", "vanilla"),
+        ("reverse", "sampled", "clip_cov"),  # a loss of the whole mini-batch
+        ("reverse", "vocabulary", "vanilla"),
+        ("forward", "top_k", "vanilla"),
+    ],
+)
+def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
+    tiny_model: Path, tmp_path: Path, kl: str, kl_over: str, loss: str
 ) -> None:
-    """One loss is of each token, the other of the whole mini-batch."""
     teacher = Path(shutil.copytree(tiny_model, tmp_path / "teacher"))
     save_llama(teacher, vocab_size=97, hidden_size=64, initializer_range=0.2)
+    section = {"teacher": str(teacher), "reward_weight": 0.0, "kl": kl, "kl_over": kl_over}
     changes = {
-        "distillation": {"teacher": str(teacher), "reward_weight": 0.0},
-        "algorithm": {"policy_loss": policy_loss},
+        "distillation": section,
         "learner": {"optimizer": {"lr": 3e-3}},
         "train": {"num_steps": 8},
+        "algorithm": {"policy_loss": loss},
     }
     group = make_group(0, rewards=[0.5] * GROUP_SIZE)
     with learner_of(tiny_model, changes) as learner:
         found = [step(learner, number, [group]) for number in range(1, 9)]
+        weighed = [t.response_mask.sum() for t in group.trajectories]
     assert found[-1]["distillation/kl"] < 0.85 * found[0]["distillation/kl"]
+    assert found[0]["learner/tokens_trained"] == sum(weighed)
     assert found[0]["learner/share_computed"] == 1.0
 
 
@@ -353,6 +363,26 @@ def test_a_step_that_trains_on_nothing_moves_no_weights_whatever_the_momentum(ti
     assert all((before[name] == after[name]).all() for name in before)
 
 
+def test_matrices_without_a_gradient_decay_and_norms_do_not(tiny_model: Path) -> None:
+    with learner_of(tiny_model, {"learner": {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}}) as learner:
+        before = weights(learner)
+        learner._learner.update([0.0], 1)
+        after = weights(learner)
+    for name, weight in before.items():
+        np.testing.assert_allclose(after[name], weight * (1 - 1e-3) if weight.ndim > 1 else weight, rtol=1e-6)
+
+
+def test_a_gradient_above_the_bound_is_scaled_down_to_it(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        model = learner._learner.model
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        norm = clip_gradients(model, 1e9)
+        assert norm == pytest.approx(sum(parameter.numel() for parameter in model.parameters()) ** 0.5)
+        clip_gradients(model, norm / 1.5)
+        assert clip_gradients(model, 1e9) == pytest.approx(norm / 1.5, rel=1e-4)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, value: float
@@ -391,12 +421,14 @@ def test_a_checkpoint_is_of_the_step_it_began_after_and_goes_on_from_it_to_the_l
             step(learner, number, two_groups(number))
         before = weights(learner)
         learner.begin_checkpoint(str(folder), 2)
+        drawn = torch.rand(3)
         expected = step(learner, 3, two_groups(3)), weights(learner)  # changes weights and moments in place
         while not learner.checkpoint_done():
             time.sleep(0.01)
         assert any((before[name] != expected[1][name]).any() for name in before)
     with learner_of(tiny_model, changes) as learner:
         assert learner.load_checkpoint(str(folder)) == 2
+        assert torch.equal(torch.rand(3), drawn)  # a plug-in's loss may draw
         assert all((weights(learner)[name] == before[name]).all() for name in before)
         found = step(learner, 3, two_groups(3)), weights(learner)
 
