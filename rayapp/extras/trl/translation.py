@@ -243,7 +243,7 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _pictures(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row's pictures in verl's form."""
-    found = next((row[name] for name in PICTURES if row.get(name) is not None), [])
+    found: Any = next((row[name] for name in PICTURES if row.get(name) is not None), [])
     return list(map(_stored, found if isinstance(found, list | tuple) else [found]))
 
 
