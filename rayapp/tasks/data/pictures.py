@@ -154,7 +154,7 @@ class _Connection(http.client.HTTPSConnection):
     """A connection to a public address, checked after the name is resolved."""
 
     def connect(self) -> None:
-        if urllib.request.getproxies():
+        if "https" in urllib.request.getproxies():
             super().connect()  # to the proxy
             return
         http.client.HTTPConnection.connect(self)
