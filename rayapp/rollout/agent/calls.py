@@ -37,10 +37,8 @@ async def run_call(
         if record.pictures and not reads_pictures:
             note = f"[{len(record.pictures)} pictures are left out: this model reads only text]"
             record = replace(record, output=f"{record.output}\n{note}".lstrip(), pictures=())
-        await decoded_sizes({sha256: states.pictures[sha256] for sha256 in record.pictures})
-    except (ToolFailedError, InputError) as failed:
-        kind = failed.kind if isinstance(failed, ToolFailedError) else "picture"
-        record = replace(record, output=f"Error: {failed}", failure=kind, pictures=())
+    except ToolFailedError as failed:
+        record = replace(record, output=f"Error: {failed}", failure=failed.kind)
     output = cut(readable(record.output), limits.max_tool_output_chars, limits.cut_side)
     return replace(record, output=output, duration_s=time.perf_counter() - started)
 
@@ -79,7 +77,11 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
         states.answer = output.answer
-    shown = by_sha256(output.pictures)
+    try:
+        shown = by_sha256(output.pictures)
+        await decoded_sizes(shown)
+    except InputError as error:
+        raise ToolFailedError(f"{record.name}: {error}", "picture") from None
     states.pictures |= shown
     record = replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
     return replace(record, pictures=tuple(shown))
