@@ -30,7 +30,6 @@ class E2BStub(StubServer):
 
     Args:
         max_alive: quota; 0 is none.
-        templates: names that exist.
         page: sandboxes per page of a listing.
     """
 
@@ -39,7 +38,6 @@ class E2BStub(StubServer):
         *,
         dialect: Literal["e2b", "kruise"] = "e2b",
         max_alive: int = 0,
-        templates: tuple[str, ...] = ("code-interpreter-v1", "code-interpreter", "base"),
         page: int = 100,
         faults: Faults | None = None,
     ) -> None:
@@ -48,7 +46,7 @@ class E2BStub(StubServer):
         self.bodies: list[dict[str, Any]] = []
         """Body of every request that creates a sandbox."""
         self._dialect = dialect
-        self._templates = list(templates)
+        self._templates = ["code-interpreter-v1", "code-interpreter", "base"]
         self._page = page
         self._by_key: dict[str, Box] = {}
         self._ports = Ports(self.boxes)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.config.config import Config, sources_of
+from rayapp.config.config import sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, RunFolderError
 from rayapp.runs.folder import check_same_training
