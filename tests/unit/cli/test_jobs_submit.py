@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rayapp.cli.jobs import RUNTIME_ENV, check_paths, sbatch_command, token_mode
+from rayapp.cli.jobs import check_paths, sbatch_command, token_mode
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.aio import finish_then_cancel
@@ -29,14 +28,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_guide_names_the_environment_that_rayapp_submit_uses() -> None:
-    root = Path(__file__).parents[3]
-    (named,) = re.findall(r"ray job submit .* --runtime-env (\S+)", (root / "docs" / "operate.md").read_text())
-
-    assert root / named == RUNTIME_ENV
-    assert "env_vars" in yaml.safe_load((root / named).read_text())
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -52,21 +43,15 @@ def test_what_would_fail_over_there_is_refused_here(folder: Path, override: str,
         check_paths(load_config(folder / "run.yaml", [override]), folder / "run.yaml")
 
 
-def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "below").mkdir()
-    monkeypatch.chdir(folder / "below")
-
-    with pytest.raises(ConfigError, match="is not below"):
-        check_paths(load_config(folder / "run.yaml"), folder / "run.yaml")
-
-
-def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_config_outside_of_the_uploaded_folder_and_a_run_inside_of_rays_copy_of_it_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    copy = folder / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
 
+    with pytest.raises(ConfigError, match="is not below"):
+        check_paths(load_config(folder / "run.yaml"), folder / "run.yaml")
     with pytest.raises(RunFolderError, match="Ray deletes that folder"), RunFolder.open(Config()):
         pass
     assert not (copy / "outputs").exists()
@@ -105,14 +90,6 @@ async def test_second_cancellation_does_not_wait() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 60)
-
-
-async def test_error_of_the_work_comes_out_as_itself() -> None:
-    async def work() -> None:
-        raise ValueError("no gradient")
-
-    with pytest.raises(ValueError, match="no gradient"):
-        await finish_then_cancel(work())
 
 
 class Learners:

@@ -62,18 +62,6 @@ def test_every_command_says_something_on_a_terminal_before_it_imports_anything(
     assert capsys.readouterr().err.startswith(f"rayapp {command.split(maxsplit=1)[0]} …\n")
 
 
-@pytest.mark.parametrize(
-    ("command", "example"),
-    [
-        *((name, f"rayapp {name} ") for name in ("train", "eval", "score", "doctor")),
-        ("sft", "warmup.files='[chats.jsonl]'"),
-    ],
-)
-def test_help_of_a_command_shows_an_example(command: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([command, "--help"]) == 0
-    assert example in capsys.readouterr().out.split("Example", 1)[1]
-
-
 def test_help_imports_no_command_and_no_library_but_that_of_the_command_line() -> None:
     program = "import sys, rayapp.cli.main as c; c.run(['--help']); print(*sys.modules, file=sys.stderr)"
 
@@ -92,14 +80,6 @@ def test_help_of_the_program_has_the_first_sentence_of_each_command(name: str) -
     described = " ".join((load_command(name).help or "").split())
 
     assert described.startswith(COMMANDS[name][1])
-
-
-def test_config_show_prints_yaml_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
-
-    assert run(["config", "show", str(ROOT / "configs" / "coding_cpu.yaml"), "rollout.group_size=4"]) == 0
-
-    assert yaml.safe_load(capsys.readouterr().out)["rollout"]["group_size"] == 4
 
 
 @pytest.fixture

@@ -112,11 +112,3 @@ def test_the_plan_names_the_cost_of_a_run_and_a_cap_that_it_exceeds(capsys: pyte
     assert "more than budget.cap (10): the run would end after about 0.5 h" in printed
     assert run(command) == 0
     assert "an hour" not in capsys.readouterr().out
-
-
-def test_the_plan_names_profiled_steps_and_those_that_the_run_never_reaches(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "configs/coding_8gpu.yaml", "--gpu", "h100", "--model-config", SMALL, "train.num_steps=10"]
-    assert run([*command, "train.profile_steps=[3,5]"]) == 0
-    assert "train.profile_steps is [3, 5]: these steps take longer" in capsys.readouterr().out
-    assert run([*command, "train.profile_steps=[3,50]"]) == 0
-    assert "but the run ends at step 10: 50 is never profiled" in capsys.readouterr().out

@@ -249,16 +249,6 @@ def test_ground_truths_that_rules_can_read_pass(tmp_path: Path) -> None:
         assert len(open_now([path], tmp_path, truth_kind=kind_of)) > 0
 
 
-def test_a_row_without_a_value_is_named(tmp_path: Path) -> None:
-    broken = verl_row(1) | {"reward_model": {"style": "rule", "ground_truth": None}}
-    path = write(tmp_path / "a.parquet", [verl_row(0), broken])
-
-    data = open_now([path], tmp_path, ReadOptions(shuffle=False))
-
-    with pytest.raises(InputError, match="row 1: reward_model has no ground_truth"):
-        data.row(1)
-
-
 async def test_what_prepare_writes_can_be_read(tmp_path: Path) -> None:
     await prepare(Preparation(name="gsm8k", source=str(FOLDER), out=str(tmp_path / "out")))
 

@@ -268,16 +268,6 @@ def _many_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_switches")
-def test_completions_are_read_in_many_threads_at_once() -> None:
-    # Python 3.11 counts the depth of a tree for all threads together: without care, one in a few fails (SystemError).
-    lines = "\n".join(f"    y{i} = [x, (x + {i}) * (x - {i}), {{'a': [x]}}]" for i in range(40))
-    source = f"def square(x):\n{lines}\n    return x * x"
-    with ThreadPoolExecutor(8) as threads:
-        trees = list(threads.map(parse, [source] * 240))
-    assert all(tree is not None for tree in trees)
-
-
-@pytest.mark.usefixtures("many_switches")
 def test_a_completion_is_read_while_another_thread_formats_errors() -> None:
     # Formatting an error parses the line that raised it, with `ast.parse` itself.
     is_over = threading.Event()
