@@ -29,16 +29,6 @@ def test_a_new_group_goes_to_the_server_with_the_fewest() -> None:
             assert sixth.server == 0
 
 
-def test_a_group_that_failed_no_longer_counts() -> None:
-    router = Router(2)
-    try:
-        with router.placed(alone(0)):
-            raise RuntimeError
-    except RuntimeError:
-        pass
-    assert router.metrics() == {"routing/groups_max": 0.0, "routing/groups_min": 0.0}
-
-
 def test_a_server_that_is_being_replaced_gets_nothing_while_another_is_up() -> None:
     down = {0}
     router = Router(2, is_up=lambda server: server not in down)

@@ -57,24 +57,6 @@ def test_a_config_outside_of_the_uploaded_folder_and_a_run_inside_of_rays_copy_o
     assert not (copy / "outputs").exists()
 
 
-async def test_what_has_begun_ends_before_a_cancellation_takes_effect() -> None:
-    begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await may_end.wait()
-        ended.set()
-
-    task = asyncio.create_task(finish_then_cancel(work()))
-    await begun.wait()
-    task.cancel()
-    may_end.set()
-
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
-
-
 async def test_second_cancellation_does_not_wait() -> None:
     begun = asyncio.Event()
 

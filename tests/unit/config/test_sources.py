@@ -131,10 +131,7 @@ def test_a_run_on_tasks_cannot_evaluate_data_files() -> None:
     ("override", "said"),
     [
         ("data.train_files=[a.parquet]", "data.train_files is now called tasks"),
-        ("data.eval_files=[]", "data.eval_files is now called eval.tasks"),
-        ("data.max_eval_rows=3", "data.max_eval_rows is now called eval.max_problems"),
         ("agent.task_agent=tool_agent", "agent.task_agent is now called agent.name"),
-        ("agent.agent_name=tool_agent", "agent.agent_name is now called agent.name"),
         ("sources[0].data.train_files=[a]", "sources[0].data.train_files is now called sources[0].tasks"),
     ],
 )
@@ -173,25 +170,16 @@ def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_r
         check_same_training(load_config(path, ["sources[0].ratio=1"]), stored)
 
 
-def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(tmp_path: Path) -> None:
-    config = load_config(None)
-    before = config.model_dump(mode="json")
-    del before["sources"], before["algorithm"]["overlong"]
-    (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
-
-    check_same_training(config, tmp_path / "stored.yaml")
-    with pytest.raises(RunFolderError, match=r"algorithm\.overlong\.filter: False before, True now"):
-        check_same_training(load_config(None, ["algorithm.overlong.filter=true"]), tmp_path / "stored.yaml")
-
-
-def test_a_run_of_a_version_with_whole_gib_of_cache_goes_on_without_a_warning(
+def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(None, ["server.kv_cache_gib=3"])
     before = config.model_dump(mode="json")
-    before["server"]["kv_cache_gib"] = 3
+    del before["sources"], before["algorithm"]["overlong"]
+    before["server"]["kv_cache_gib"] = 3  # as a version with whole GiB wrote it
     (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
 
     check_same_training(config, tmp_path / "stored.yaml")
-
     assert not caplog.records
+    with pytest.raises(RunFolderError, match=r"algorithm\.overlong\.filter: False before, True now"):
+        check_same_training(load_config(None, ["algorithm.overlong.filter=true"]), tmp_path / "stored.yaml")
