@@ -186,20 +186,18 @@ def with_vllm(*arguments: str, log: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=sink, stderr=sink, text=True)
 
 
-def issues(folder: Path, images: MachineImages | None = None) -> str:
-    """One source: a data set in SWE-bench's form with one issue, whose repository is in a clone, or in an image."""
+def issues(folder: Path, images: MachineImages) -> str:
+    """One source: a data set in SWE-bench's form with one issue, whose repository is in an image."""
     folder.mkdir()
     mirrors = make_mirrors(folder)
-    image = image_with_repository(Path(images.cache).parent / "issue", mirrors) if images else ""
-    options = "memory_mib=1024&disk_mib=64" if images else f"mirrors={mirrors}&memory_mib=1024&disk_mib=64"
-    source = f"swe:{write(folder, row(mirrors, image=image))}?{options}"
+    image = image_with_repository(Path(images.cache).parent / "issue", mirrors)
+    source = f"swe:{write(folder, row(mirrors, image=image))}?memory_mib=1024&disk_mib=64"
     return json.dumps([{"name": "agent", "tasks": [source]}])
 
 
 @pytest.mark.long  # tests/unit/rollout/test_task_agents.py has the same agents without a run around them
-@pytest.mark.parametrize("place", ["clone", "image"])
 def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solution(
-    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any, images: MachineImages, place: str
+    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any, images: MachineImages
 ) -> None:
     look = call("bash", command="git log --oneline; ls tests; cat stats.py")
     mend = call("edit", command="create", path="stats.py", file_text=SOLVED)
@@ -208,9 +206,8 @@ def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solutio
     end = chat_tokenizer.eos_token_id
     ids = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in scripts]
     start = partial(standing_ray.train, SCRIPTS=json.dumps(ids))
-    source = issues(tmp_path / "issues", images if place == "image" else None)
     changes = {"train.groups_per_step": 1, "sandbox.providers": f"[{{type: local, image_cache: {images.cache}}}]"}
-    groups = trained(tmp_path, model, start, sources=source, **changes)
+    groups = trained(tmp_path, model, start, sources=issues(tmp_path / "issues", images), **changes)
 
     trajectories = [each for group in groups for each in group.trajectories]
     assert len(trajectories) == 12
@@ -222,21 +219,6 @@ def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solutio
         assert each.reward.terms["pass_to_pass"] == 1.0
         assert "As handed out" in each.turns[0].calls[0].output
         assert "test_even" not in json.dumps([call.output for turn in each.turns for call in turn.calls])
-
-
-@pytest.mark.long
-def test_the_engine_trains_on_an_issue(tmp_path: Path, model: Path, images: MachineImages) -> None:
-    """The issue's repository is in an image, as in SWE-bench's data sets."""
-    changes = {
-        "rollout.max_completion_tokens": 32,
-        "train.groups_per_step": 1,
-        "rollout.group_size": 4,
-        "sandbox.providers": f"[{{type: local, image_cache: {images.cache}}}]",
-    }
-    groups = trained(tmp_path, model, with_vllm, sources=issues(tmp_path / "issues", images), **changes)
-
-    assert {group.prompt.task for group in groups} == {"me__stats-1"}
-    assert {each.reward.value for group in groups for each in group.trajectories} == {0.0}
 
 
 @pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
