@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,56 +117,6 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
         assert output == "played"
         assert "turn 3 does not continue the conversation" in fork
         assert trajectory.num_response_tokens == 18
-
-
-TITLED = f"""{ASK}
-def ask(model):
-    return post(model, {{"role": "user", "content": "go"}}, max_tokens=6)
-
-policy, title = ask(os.environ["RAYAPP_MODEL"]), ask("small")
-with open("answer", "w") as answer:
-    answer.write("#### 42" if ord(policy["choices"][0]["message"]["content"][0]) % 2 else "#### 41")
-print(policy["model"], title["model"], title["usage"]["completion_tokens"])
-"""
-
-
-def test_side_calls_are_answered_by_a_frozen_model_that_the_run_serves(
-    tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
-) -> None:
-    program, log, folder = tmp_path / "agent.py", tmp_path / "log", tmp_path / "run"
-    program.write_text(TITLED)
-    external = {
-        "command": [sys.executable, str(program)], "answer_file": "answer",
-        "models": "endpoint", "endpoint": {"base_url": "run://helper"},
-    }  # fmt: skip
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    options = {"max-model-len": 128, "chat-template": template}
-    config = short_run(
-        tmp_path,
-        cluster={"address": "local"},
-        model={"path": str(chat_model)},
-        rollout={"max_prompt_tokens": 100, "max_completion_tokens": 40},
-        train={"num_steps": 2},
-        agent={"name": "external_agent", "chat_template": "chatml_hermes", "external": external},
-    )
-    config |= {"tasks": [write_rows(tmp_path / "rows.parquet", *["6 x 7?"] * 4)]}
-    config |= {"model_servers": [{"name": "helper", "path": str(chat_model), "options": options}]}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, str(SCRIPTED), "train", str(tmp_path / "config.yaml")]
-    with log.open("w") as sink:
-        done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=1200, check=False)
-
-    assert done.returncode == 0, log.read_text()
-    steps = records(folder)
-    groups = groups_of(folder)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert [record["agent/side_calls"] for record in steps] == [len(trajectories) / 2] * 2
-    assert all(record.get("agent/endpoint_errors", 0.0) == 0.0 for record in steps)
-    for trajectory in trajectories:
-        assert trajectory.status is RolloutStatus.COMPLETED, trajectory.reward.detail
-        # The frozen model may end its text before the limit of 6 tokens.
-        assert re.fullmatch(r"policy helper [1-6]\n", trajectory.agent_output), trajectory.agent_output
-        assert (trajectory.num_turns, trajectory.num_response_tokens) == (1, 6)
 
 
 RATER = f"""{ASK}

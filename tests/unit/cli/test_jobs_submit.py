@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,7 @@ import yaml
 from rayapp.cli.jobs import check_paths, sbatch_command, token_mode
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
-from rayapp.core.aio import finish_then_cancel
 from rayapp.core.errors import ConfigError, RunFolderError
-from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped
-from rayapp.driver.store import TrajectoryStore
 from rayapp.runs.folder import RunFolder
 
 
@@ -55,70 +50,6 @@ def test_a_config_outside_of_the_uploaded_folder_and_a_run_inside_of_rays_copy_o
     with pytest.raises(RunFolderError, match="Ray deletes that folder"), RunFolder.open(Config()):
         pass
     assert not (copy / "outputs").exists()
-
-
-async def test_second_cancellation_does_not_wait() -> None:
-    begun = asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(finish_then_cancel(work()))
-    await begun.wait()
-    task.cancel()
-    await asyncio.sleep(0)  # the first one arrives, and waits for the work
-    task.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 60)
-
-
-class Learners:
-    """Writes a file where a checkpoint's tensors would be."""
-
-    def holds(self, version: int) -> bool:
-        return True
-
-    async def begin_checkpoint(self, folder: Path, version: int) -> None:
-        folder.mkdir()
-        (folder / "weights").write_text(str(version))
-
-    async def checkpoint_done(self) -> bool:
-        return True
-
-
-async def stopped(folder: RunFolder, version: int) -> None:
-    """Run that is cancelled after `version` steps."""
-    store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=version, num_groups=10)
-
-    async def train() -> None:
-        saver = CheckpointSaver(Learners(), folder)
-
-        async def begin(version: int) -> None:
-            await saver.begin(version, next_group_id=store.next_untrained_id)
-
-        async with saving(saver), saving_when_stopped(saver, folder, store, begin):
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(train())
-    await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def test_stopped_run_saves_the_steps_since_its_last_checkpoint(tmp_path: Path) -> None:
-    config = Config.model_validate({"run": {"name": "r", "output_dir": tmp_path}})
-    with RunFolder.open(config) as folder:
-        await stopped(folder, version=0)
-        assert folder.checkpoints.latest() is None
-        await stopped(folder, version=3)
-        checkpoint = folder.checkpoints.latest()
-
-    assert checkpoint is not None
-    assert checkpoint.version == 3
-    assert (checkpoint.path / "learner" / "weights").read_text() == "3"
 
 
 def test_the_token_of_this_machines_ray_is_read_for_an_address_of_this_machine_alone(

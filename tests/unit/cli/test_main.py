@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,25 +140,6 @@ def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseExceptio
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(["fail"])
-
-
-def test_interrupted_program_exits_with_130() -> None:
-    program = (
-        "import signal, sys, rayapp.cli.main as c\n"
-        "@c.app.command()\n"
-        "def wait():\n"
-        "    print('ready', flush=True)\n"
-        "    signal.pause()\n"
-        "sys.exit(c.run(['wait']))\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-
-    assert process.wait(timeout=30) == 130
-    process.stdout.close()
 
 
 def test_a_locale_of_another_encoding_changes_nothing() -> None:

@@ -99,72 +99,44 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
     assert text in message(override)
 
 
+TEACHER = "distillation.teacher=m"
+VERDICT = f"{TEACHER} distillation.privileged=verdict"
+SERVED = f"{TEACHER} distillation.base_url=http://h/v1"
+SPLIT = "learner.expert_parallel_size=2"
+
+
 @pytest.mark.parametrize(
     ("overrides", "arithmetic"),
     [
         (
-            ["server.num_servers=2", "server.tensor_parallel_size=2", "learner.num_learners=5", "cluster.num_gpus=8"],
+            "server.num_servers=2 server.tensor_parallel_size=2 learner.num_learners=5 cluster.num_gpus=8",
             "2 servers x TP 2 + 5 learners = 9 GPUs, but cluster.num_gpus is 8",
         ),
+        ("train.groups_per_step=3 train.num_minibatches=2", "is 2, which does not divide train.groups_per_step = 3"),
+        (f"learner.num_learners=3 {SPLIT}", "is 3, which is not a multiple of learner.expert_parallel_size = 2"),
+        (f"learner.num_learners=4 learner.replicas=2 {SPLIT}", "has not been built together with learner.replicas = 2"),
+        (f"learner.num_learners=2 learner.max_tokens_per_microbatch=auto {SPLIT}", "microbatch to a number"),
+        ("distillation.teacher=policy", "teacher and policy would be the same model"),
+        (f"{VERDICT} distillation.kl_over=vocabulary", "Use distillation.kl_over: sampled"),
+        (f"{VERDICT} learner.max_tokens_per_microbatch=1000", "256 + the verdict that the teacher reads 256 = 1024"),
+        (f"{SERVED} distillation.kl_over=vocabulary", "a server returns log-probs of sampled tokens only"),
+        (f"{SERVED} rollout.temperature=0.7", "rollout.temperature is 0.7"),
+        ("distillation.weight=2", "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
-            ["train.groups_per_step=3", "train.num_minibatches=2"],
-            "train.num_minibatches is 2, which does not divide train.groups_per_step = 3",
-        ),
-        (
-            ["learner.num_learners=3", "learner.expert_parallel_size=2"],
-            "learner.num_learners is 3, which is not a multiple of learner.expert_parallel_size = 2",
-        ),
-        (
-            ["learner.num_learners=4", "learner.expert_parallel_size=2", "learner.replicas=2"],
-            "has not been built together with learner.replicas = 2. Set one of the two to 1",
-        ),
-        (
-            [
-                "learner.num_learners=2",
-                "learner.expert_parallel_size=2",
-                "learner.max_tokens_per_microbatch=auto",
-            ],
-            "Set learner.max_tokens_per_microbatch to a number",
-        ),
-        (["distillation.teacher=policy"], "teacher and policy would be the same model"),
-        (
-            ["distillation.teacher=m", "distillation.privileged=verdict", "distillation.kl_over=vocabulary"],
-            "Use distillation.kl_over: sampled",
-        ),
-        (
-            ["distillation.teacher=m", "distillation.privileged=verdict", "learner.max_tokens_per_microbatch=1000"],
-            "256 + the verdict that the teacher reads 256 = 1024 tokens",
-        ),
-        (
-            ["distillation.teacher=m", "distillation.base_url=http://h/v1", "distillation.kl_over=vocabulary"],
-            "a server returns log-probs of sampled tokens only",
-        ),
-        (
-            ["distillation.teacher=m", "distillation.base_url=http://h/v1", "rollout.temperature=0.7"],
-            "rollout.temperature is 0.7",
-        ),
-        (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
-        (
-            ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
+            f"{TEACHER} distillation.reward_weight=0 algorithm.dynamic_sampling.enabled=true",
             "distillation.reward_weight is 0: groups would be dropped",
         ),
+        ("rollout.group_size=1 algorithm.adv_estimator=grpo_passk", "grpo_passk compares the trajectories of a group"),
+        ("rollout.group_size=1 algorithm.adv_estimator=remax", "remax takes the last trajectory of a group as the"),
         (
-            ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],
-            "adv_estimator grpo_passk compares the trajectories of a group",
-        ),
-        (
-            ["rollout.group_size=1", "algorithm.adv_estimator=remax"],
-            "remax takes the last trajectory of a group as the greedy baseline",
-        ),
-        (
-            ["algorithm.kl_in_reward.coef=0.1", "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_terms=[a]"],
+            "algorithm.kl_in_reward.coef=0.1 algorithm.adv_estimator=gdpo algorithm.gdpo_reward_terms=[a]",
             "gdpo reads only the reward terms",
         ),
-        (["rollout.max_completion_tokens=9000"], "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
+        ("rollout.max_completion_tokens=9000", "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
     ],
 )
-def test_contradiction_shows_the_arithmetic(overrides: list[str], arithmetic: str) -> None:
-    text = message(*overrides)
+def test_contradiction_shows_the_arithmetic(overrides: str, arithmetic: str) -> None:
+    text = message(*overrides.split())
 
     assert arithmetic in text
     assert "validation error" not in text

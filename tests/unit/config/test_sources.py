@@ -73,25 +73,13 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
         ({"name": "a/b"}, "sources[0].name = 'a/b': must be text, 1 to 63 letters"),
         ({"ratios": 2}, "unknown key sources[0].ratios; did you mean sources.ratio?"),
         ({"agent": {"max_turns": 2}}, "unknown key sources[0].agent.max_turns; did you mean sources.agent.max_assist"),
-        (
-            {"agent": {"name": "x"}},
-            "sources[0].agent.name: 'x' is unknown. Use one of auto, tool_agent",
-        ),
+        ({"agent": {"name": "x"}}, "sources[0].agent.name: 'x' is unknown. Use one of auto, tool_agent"),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but single_turn_agent"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be set for a source: learners"),
-        (
-            {"rollout": {"max_completion_tokens": 999}},
-            "is 999, which is above the run's rollout.max_completion_tokens = 256",
-        ),
-        (
-            {"rollout": {"group_deadline_s": 999}},
-            "rollout.group_deadline_s is 999, which is above the run's",
-        ),
+        ({"rollout": {"max_completion_tokens": 999}}, "above the run's rollout.max_completion_tokens = 256"),
+        ({"rollout": {"group_deadline_s": 999}}, "rollout.group_deadline_s is 999, which is above the run's"),
         ({"tasks": []}, "sources[0] (code) has no tasks"),
-        (
-            {"eval": {"tasks": ["x.parquet"]}},
-            "sources[0] (code): data files (x.parquet) and other tasks (sort_numbers) can't",
-        ),
+        ({"eval": {"tasks": ["x.parquet"]}}, "data files (x.parquet) and other tasks (sort_numbers) can't"),
     ],
 )
 def test_what_a_source_cannot_be_is_told_with_its_place(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

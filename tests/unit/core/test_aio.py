@@ -136,6 +136,16 @@ async def test_a_stop_is_not_lost_when_its_step_loses_a_learner_too() -> None:
     assert isinstance(stopped.value.__cause__, LearnersLostError)
 
 
+async def test_a_second_stop_does_not_wait_for_what_has_begun() -> None:
+    task = asyncio.create_task(finish_then_cancel(asyncio.Event().wait()))
+    for _ in range(2):
+        await asyncio.sleep(0)  # the first one arrives, and waits for the work
+        task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 60)
+
+
 async def test_cleanup_that_fails_after_a_stop_leaves_the_stop_with_its_error() -> None:
     may_end = asyncio.Event()
 
