@@ -116,14 +116,6 @@ def test_errors_become_exit_codes_and_one_line(
     assert said.count("\n") == bool(text)
 
 
-def test_a_shell_completes_commands() -> None:
-    # As the script that `rayapp --install-completion` installs asks for them.
-    typed = {"COMP_WORDS": "rayapp config ", "COMP_CWORD": "2", "_RAYAPP_COMPLETE": "complete_bash"}
-    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=240)
-
-    assert {"show", "import-verl"} <= set(words.split())
-
-
 def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
     program = "import sys, types\nimport rayapp.__main__ as m\n"
     program += "class Interrupted:\n    def find_spec(self, name, *_):\n"

@@ -74,12 +74,6 @@ def test_completion_without_the_function_has_no_code(completion: str) -> None:
     assert extract_code(completion, "f") is None
 
 
-def test_column_zero_text_in_a_string_does_not_end_the_function() -> None:
-    source = 'def f(x):\n    """\nNotes\n"""\n    return 1\n'
-
-    assert cut_after_function(source, "f") == source
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=st.sampled_from("def fx():\n `~#'\"[]{}\\return1"), max_size=120))
 def test_any_text_gives_code_with_the_function_or_nothing(text: str) -> None:
