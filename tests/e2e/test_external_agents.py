@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rayapp.core.types import RolloutStatus
-from support.whole_runs import groups_of, records, wait_until, write_rows
+from support.whole_runs import groups_of, lives, records, wait_until, write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 DEADLINE_S = 600.0
@@ -51,13 +51,6 @@ with open("answer", "w") as answer:
     answer.write("#### 42" if ord(first["content"][0]) % 2 else "#### 41")
 print("played")
 """
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_what_it_played_and_leaves_nothing(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -54,3 +55,11 @@ def wait_until(
         assert process.poll() is None, output()
         assert time.monotonic() < deadline, output()
         time.sleep(0.02)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Return True while the process runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

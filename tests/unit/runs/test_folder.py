@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from rayapp.config.config import Config, with_number_formats
+from rayapp.core import timing
 from rayapp.core.errors import RunFolderError, StorageFullError
 from rayapp.core.files import explain_unwritable, write_text
+from rayapp.core.timing import Profile, read_trace
 from rayapp.runs.folder import RunFolder, note_machine
+from rayapp.runs.profiles import write_profile
 from rayapp.storage.folders import MANIFEST
 
 
@@ -273,3 +276,16 @@ def test_a_run_that_goes_on_on_another_processor_says_that_its_bits_differ(tmp_p
     assert len(notes) == 1
     assert "processor avx512_bf16 before, avx2 now" in notes[0]
     assert "learner.compute_dtype bfloat16 before, float32 now" in notes[0]
+
+
+def test_the_traces_of_a_step_are_in_its_folder(tmp_path: Path) -> None:
+    write_profile(tmp_path, 7, [Profile(process=name, trace=name.encode(), covers="") for name in ("a", "b")])
+    folder = tmp_path / "profiles" / "step=000007"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a.json.gz": b"a", "b.json.gz": b"b"}
+
+
+def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_MAX_TRACE_BYTES", 3)
+    (file := tmp_path / "trace").write_bytes(b"abcd")
+    with pytest.raises(ValueError, match="too large"):
+        read_trace(file)
