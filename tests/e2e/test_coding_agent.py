@@ -6,11 +6,6 @@ The servers say what a script says; tasks, workspaces, verdicts, learner and the
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +105,9 @@ def sources(folder: Path) -> str:
     )
 
 
-def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str]], **changes: object) -> list[Group]:
+def trained(
+    folder: Path, model: Path, ray: Any, tokenizer: Any, scripts: list[list[str]], **changes: object
+) -> list[Group]:
     """What `configs/coding_agent_cpu.yaml` with two sources trained on, after two steps of one group of each."""
     overrides = {
         "run.output_dir": folder,
@@ -127,7 +124,12 @@ def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str
         "tracking.trackers": "[jsonl]",
     } | changes
     file, log = str(ROOT / "configs" / "coding_agent_cpu.yaml"), folder / "log"
-    done = start(file, *(f"{key}={value}" for key, value in overrides.items()), log=log).wait(timeout=DEADLINE_S)
+    ids = [
+        [[*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id] for turn in turns]
+        for turns in scripts
+    ]
+    keys = [f"{key}={value}" for key, value in overrides.items()]
+    done = ray.train(file, *keys, log=log, SCRIPTS=json.dumps(ids)).wait(timeout=DEADLINE_S)
 
     assert done == 0, log.read_text()
     run = folder / "coding_agent_cpu"
@@ -142,9 +144,7 @@ def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str
 def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_on_progress_with_the_public_ones(
     tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any
 ) -> None:
-    end = chat_tokenizer.eos_token_id
-    scripts = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in SCRIPTS]
-    groups = trained(tmp_path, model, partial(standing_ray.train, SCRIPTS=json.dumps(scripts)))
+    groups = trained(tmp_path, model, standing_ray, chat_tokenizer, SCRIPTS)
 
     of_rows = [group for group in groups if group.prompt.source == "rows"]
     assert {group.prompt.task for group in of_rows} == {source for source, _, _ in ROWS}
@@ -178,14 +178,6 @@ def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_o
     assert len(set.union(*workspaces)) == len(trajectories)
 
 
-def with_vllm(*arguments: str, log: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rayapp", "train", *arguments, "cluster.address=local"]
-    # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
-    environment = os.environ | {"RAY_worker_niceness": "0"}
-    with log.open("w") as sink:
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=sink, stderr=sink, text=True)
-
-
 def issues(folder: Path, images: MachineImages) -> str:
     """One source: a data set in SWE-bench's form with one issue, whose repository is in an image."""
     folder.mkdir()
@@ -203,11 +195,9 @@ def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solutio
     mend = call("edit", command="create", path="stats.py", file_text=SOLVED)
     skip = call("edit", command="create", path="tests/test_stats.py", file_text="def test_mean():\n    pass\n")
     scripts = [[look, mend, call("submit")], [look, skip, call("submit")]]
-    end = chat_tokenizer.eos_token_id
-    ids = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in scripts]
-    start = partial(standing_ray.train, SCRIPTS=json.dumps(ids))
+    source = issues(tmp_path / "issues", images)
     changes = {"train.groups_per_step": 1, "sandbox.providers": f"[{{type: local, image_cache: {images.cache}}}]"}
-    groups = trained(tmp_path, model, start, sources=issues(tmp_path / "issues", images), **changes)
+    groups = trained(tmp_path, model, standing_ray, chat_tokenizer, scripts, sources=source, **changes)
 
     trajectories = [each for group in groups for each in group.trajectories]
     assert len(trajectories) == 12
@@ -219,12 +209,3 @@ def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solutio
         assert each.reward.terms["pass_to_pass"] == 1.0
         assert "As handed out" in each.turns[0].calls[0].output
         assert "test_even" not in json.dumps([call.output for turn in each.turns for call in turn.calls])
-
-
-@pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
-def test_the_engine_serves_the_same_run(tmp_path: Path, model: Path) -> None:
-    groups = trained(tmp_path, model, with_vllm, **{"rollout.max_completion_tokens": 32})
-
-    assert [group.prompt.source for group in groups].count("rows") == 2
-    rewards = {each.reward.status for group in groups for each in group.trajectories}
-    assert rewards <= {"no_code", "syntax_error", "error"}, rewards
