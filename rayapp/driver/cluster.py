@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
+from actors.handles import RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
 from actors.own_ray import RayConnection, one_connection, ray_session
@@ -206,16 +206,13 @@ def num_alive_nodes() -> int:
     return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
-PoolMetrics = Callable[[], Awaitable[dict[str, float]]]  # the sandbox pool's
-
-
 @asynccontextmanager
 async def open_cluster(
     config: Config,
     *,
     with_learners: bool = True,
     report: Report = lambda text: None,
-    on_lease: Callable[[PoolMetrics], None] = lambda pool_metrics: None,
+    on_lease: Callable[[], None] = lambda: None,
     stand_ins: StandIns = NO_STAND_INS,
     images: Sequence[PromptImages] = (),
 ) -> AsyncIterator[Cluster]:
@@ -277,33 +274,34 @@ async def _start(
     *,
     with_learners: bool,
     report: Report,
-    on_lease: Callable[[PoolMetrics], None],
+    on_lease: Callable[[], None],
     images: Sequence[PromptImages],
 ) -> Cluster:
     timeout_s = config.server.place_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
     config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
-    on_lease(pool.stats)
+    on_lease()
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     processor = processor_of(on_gpu=on_gpu)
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
-    if placement.shares_gpus:
-        # Start nothing else meanwhile: an engine measures and takes the free GPU memory. A sleeping engine leaves the
-        # GPU to the learner.
-        report(f"starting: {', '.join(started.names)}")
-        await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
-        await asyncio.gather(*(server.sleep() for server in servers))
     learners = LearnerGroup(
         await spawn_learners(asking, started, placement) if with_learners else (), config, plan, processor
     )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
-    handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
-    handles = (*(() if placement.shares_gpus else servers), *learners.handles, *workers)
-    await all_ready({pool.name: make_pool_ready()} | {h.name: h.ready(timeout_s) for h in handles}, report)
+    beside: dict[str, Awaitable[object]] = {pool.name: make_pool_ready()}
+    beside |= {server.name: server.ready(timeout_s) for server in servers}
+    beside |= {worker.name: worker.ready(timeout_s) for worker in workers}
+    if placement.shares_gpus:
+        # Load no policy meanwhile: an engine measures and takes the free GPU memory. A sleeping engine leaves the GPU
+        # to the learner.
+        await all_ready(beside, report)
+        await asyncio.gather(*(server.sleep() for server in servers))
+        beside = {}
+    await all_ready(beside | {handle.name: handle.ready(timeout_s) for handle in learners.handles}, report)
     carrier = (GroupCarrier if plan is not None else StoreCarrier)(config.server.sync_timeout_s)
     weights = WeightSync(carrier)
     members: list[Watched] = [

@@ -226,7 +226,7 @@ def test_parts_of_earlier_turns_that_the_template_rewrites_are_told_for_external
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:
     rubric = {"right": "It is right."}
-    judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric, "max_retries": 0}
+    judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric}
     config = {"model": {"path": str(model)}, "reward": {"judges": {"q": 1.0}}}
 
     found = problems(config | {"judges": [judge]})["judges"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import sys
 import tempfile
 import textwrap
@@ -45,7 +44,6 @@ from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
 from support import make
 from support.fake_sandboxes import FakeProvider
-from support.stubs.server import StubServer
 
 ASKS = textwrap.dedent(
     """
@@ -595,102 +593,6 @@ async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_score
     assert played.first.agent_output.startswith("double True True ")
     assert "'OWN'" in played.first.agent_output
     assert "PYTHONPATH" not in played.first.agent_output
-
-
-REMOTE = """
-    import openai
-    client = openai.OpenAI(timeout=30)
-    asked = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
-    say = lambda **more: client.chat.completions.create(**asked, **more)
-    parts = [chunk.choices[0].delta.content or "" for chunk in say(stream=True) if chunk.choices]
-    open("solution.py", "w").write("def double(x):\\n    return " + "".join(parts))
-    task = json.load(open(os.environ["RAYAPP_TASK_FILE"]))["task"]
-    print(say().choices[0].message.content, task, os.listdir("notes"))
-    """
-
-
-@asynccontextmanager
-async def remote_service(kind: str) -> AsyncIterator[tuple[StubServer, SandboxConfig]]:
-    """A provider's service on loopback, and the configuration that names it."""
-    module = importlib.import_module(f"support.stubs.{kind}_stub")
-    stub: StubServer = module.E2BStub() if kind == "e2b" else module.DaytonaStub()
-    async with stub.running() as url:
-        address = {"api_url": url, "sandbox_url": url} if kind == "e2b" else {"api_url": f"{url}/api"}
-        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creations_per_s": 2.0, **address}
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("RAYAPP_TEST_KEY", module.API_KEY)
-            yield stub, SandboxConfig.model_validate({"providers": [section]})
-    assert not stub.boxes.living
-
-
-@pytest.mark.parametrize("kind", ["e2b", "daytona"])
-async def test_an_agent_in_a_remote_sandbox_reaches_the_policy_and_its_sandbox_is_deleted(
-    bench: Any, kind: str
-) -> None:
-    b: Bench = bench("2 * x", "sure")
-    command = [sys.executable, "agent.py"]
-    async with (
-        remote_service(kind) as (stub, config),
-        inside(b, REMOTE, config=config, command=command, answer_file="solution.py") as (agent, sandboxes),
-    ):
-        played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=2)
-        assert stub.boxes.num_created >= 2
-
-    assert played.summary.rewards.tolist() == [1.0, 1.0], played.first.reward.detail
-    assert played.first.agent_output.splitlines()[0] == "sure double ['read.me']"
-    assert [turn.text for turn in played.first.turns] == ["2 * x", "sure"]
-
-
-async def test_a_remote_agent_holds_200_connections_and_each_is_answered(bench: Any) -> None:
-    text = """
-        import http.client, threading
-        from urllib.parse import urlsplit
-        there = urlsplit(os.environ["OPENAI_BASE_URL"])
-        are_answered, found = threading.Barrier(200), []
-        def look():
-            connection = http.client.HTTPConnection(there.hostname, there.port)
-            headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-            connection.request("GET", there.path + "/models", headers=headers)
-            found.append(connection.getresponse().status)
-            are_answered.wait()  # it stays open until all have been answered
-        threads = [threading.Thread(target=look) for _ in range(200)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ask("hi")
-        print(found.count(200))
-        """
-    b: Bench = bench("#### 42")
-    async with (
-        remote_service("e2b") as (_, config),
-        inside(b, text, config=config, command=[sys.executable, "agent.py"]) as (agent, sandboxes),
-    ):
-        played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
-
-    assert played.first.agent_output.strip() == "200", played.first.reward.detail
-
-
-async def test_a_remote_agent_that_breaks_its_way_out_fails_at_once(bench: Any) -> None:
-    kill = """
-        import time
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:  # of this sandbox alone: a stub's are processes of this machine
-                is_here = os.readlink(f"/proc/{pid}/cwd") == os.path.dirname(os.environ["HOME"])
-                if is_here and "main('rayapp-" in open(f"/proc/{pid}/cmdline").read():
-                    os.kill(int(pid), 9)
-            except OSError:
-                continue
-        time.sleep(600)
-        """
-    b: Bench = bench("#### 42")
-    async with (
-        remote_service("e2b") as (_, config),
-        inside(b, kill, config=config, command=[sys.executable, "agent.py"]) as (agent, sandboxes),
-    ):
-        played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
-
-    assert "the relay in the sandbox has ended" in played.first.reward.detail
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -26,7 +26,8 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.storage.opening import open_storage
 from support.runs import hostile_group
 from support.storage.faulty_proxy import Fault
-from support.storage.threads import ProxyThread, wait_until
+from support.storage.threads import ProxyThread
+from support.timing import wait_until
 
 BUCKET = "runs"
 
