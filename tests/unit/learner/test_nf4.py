@@ -82,7 +82,7 @@ def test_a_checkpoint_is_exported_as_the_learners_hold_it(tmp_path: Path) -> Non
     in_float32 = CheckpointSection(final_dtype="float32")
     config = packed_config(tmp_path / "model", compute_dtype="bfloat16").model_copy(update={"checkpoint": in_float32})
     with trial.learner_of(config) as learner:
-        save(_state(learner.model), checkpoint_id=tmp_path / "learner", no_dist=True)
+        save(_state(learner), checkpoint_id=tmp_path / "learner", no_dist=True)
         export_hf(config, learner.model, tmp_path / "exported", learner.ranks)
 
     checkpoint_to_hf(config, tmp_path / "learner", tmp_path / "made")
