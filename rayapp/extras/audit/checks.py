@@ -20,7 +20,7 @@ from rayapp.core.types import Reward
 from rayapp.extras.audit.subject import Attempt, Score, Subject
 
 Check = Literal[
-    "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict",
+    "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "verdict",
 ]  # fmt: skip
 # Largest share of the tests' time limit that the solution's verdict takes: slower ones fail right answers on a busy
 # machine.
@@ -191,17 +191,6 @@ def _is_solved(reward: Reward) -> bool:
     return reward.valid and reward.terms.get("solved", reward.value) >= 1.0
 
 
-def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
-    """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
-    first: dict[str, Subject] = {}
-    pairs = ((each, first.setdefault(" ".join(each.prompt.lower().split()), each)) for each in subjects)
-    return [
-        AuditFinding(task=each.name, check="duplicate", detail=f"the prompt equals the prompt of {earlier.name}")
-        for each, earlier in pairs
-        if earlier is not each
-    ]
-
-
 async def audit(
     subjects: Sequence[Subject],
     sandboxes: SandboxSource,
@@ -228,12 +217,7 @@ async def audit(
             except (SandboxConfigError, InputError) as error:
                 return _unusable(subject, str(error))
 
-    reports = await side_by_side(map(one, subjects))
-    twice = duplicates(subjects)
-    return [
-        replace(report, findings=(*report.findings, *(each for each in twice if each.task == report.task)))
-        for report in reports
-    ]
+    return await side_by_side(map(one, subjects))
 
 
 def _unusable(subject: Subject, why: str) -> TaskReport:

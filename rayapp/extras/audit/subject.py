@@ -73,16 +73,6 @@ CONSTANTS = ("None", "0", "1", "-1", "True", "False", "''", "[]", "{}", "()")
 LINES = ("0", "1", "-1", "YES", "NO", "Yes", "No")
 
 
-GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
-
-
-def guesses(question: str) -> tuple[Attempt, ...]:
-    """Return short trivial answers, the question, and a text with all numbers up to 99."""
-    told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
-            ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
-    return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
-
-
 def fenced(code: str) -> str:
     return f"```python\n{code.rstrip()}\n```\n"
 

@@ -1,4 +1,4 @@
-"""Makes the subjects of an audit from the user's sources: coding and repository tasks, data files, benchmarks."""
+"""Makes the subjects of an audit from the user's sources: coding and repository tasks, data files, own classes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rayapp.config.agent import BENCHMARK, is_data_file
+from rayapp.config.agent import is_data_file
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core import syntax
 from rayapp.core.errors import InputError
@@ -16,13 +15,12 @@ from rayapp.core.names import load_extra
 from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
 from rayapp.core.types import Reward
 from rayapp.extras.audit.repositories import repository_subject
-from rayapp.extras.audit.rows import benchmark_subjects, file_subjects
+from rayapp.extras.audit.rows import file_subjects
 from rayapp.extras.audit.subject import (
     PROSE,
     Subject,
     cheats_of_function,
     fenced,
-    guesses,
     nothing_of_function,
     score_of,
     trivial_of_function,
@@ -30,7 +28,6 @@ from rayapp.extras.audit.subject import (
 from rayapp.sandbox.providers import why_no_workspace
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.cases import MODULES
-from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source, load_task, single_tasks
 
@@ -101,15 +98,13 @@ async def subjects_of(
     Args:
         sources: names as in a run's `tasks`, or .parquet files of rows.
         cache: folder for copies of remote files.
-        limit: number of rows to take from each file or benchmark.
+        limit: number of rows to take from each file, or of tasks from each source.
     Raises InputError and StorageError: a source can't be used.
     """
     found: list[Subject] = []
     for source in sources:
         if is_data_file(source):
             found += await file_subjects(source, rewards, cache=cache, limit=limit)
-        elif source.startswith(BENCHMARK):
-            found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
             found += _task_subjects(source, limit)
     return [_that_can_run(subject, sandboxes) for subject in found]
@@ -154,10 +149,6 @@ def task_subject(task: Task) -> Subject:
         task.refuse()
     if isinstance(task, load_extra("repositories.task:RepositoryTask")):
         return repository_subject(task)
-    if isinstance(task, load_extra("generators.reasoning_gym:GeneratedTask")):
-        made: Any = task
-        name = f"{task.name}[{made.index}]"
-        return replace(_other_subject(task), name=name, trivial=guesses(made.prompt), workspace=None)
     return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
 
 

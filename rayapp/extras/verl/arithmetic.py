@@ -17,7 +17,7 @@ _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
 _KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
-_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
+_REWARD_WEIGHT = "rayapp.distillation.reward_weight"  # an override of ours
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 # Keys of verl for the GPUs of the servers, in one_step_off_policy.
 _ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
@@ -42,8 +42,7 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
     size, estimator = int(value), values["algorithm.adv_estimator"]
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
-    takes_rewards = not values.get("distillation.enabled") or values.get(_TASK_REWARDS, True)
-    if size > 1 or estimator in NEEDS_NO_GROUP or not takes_rewards:
+    if size > 1 or estimator in NEEDS_NO_GROUP or not values.get(_REWARD_WEIGHT, 1.0):
         return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
     if estimator in NEEDS_GROUP:
         raise ConfigError(

@@ -103,7 +103,6 @@ FEATURES: dict[str, Rule] = {
     "reward.reward_model.enable": rules.reward_model,
     "reward_model.enable": rules.reward_model,
     "data.apply_chat_template_kwargs.*": rules.template_variable,
-    "distillation.enabled": rules.distillation,
     "rollout.n_gpus_per_node": arithmetic.rollout_gpus,
     f"{_ROLLOUT}.trace.backend": rules.trace,
     f"{_ROLLOUT}.prompt_length": rules.same_as("data.max_prompt_length"),

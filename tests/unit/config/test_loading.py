@@ -195,20 +195,12 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
         ),
         (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
-            ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
-            "distillation.reward_weight is 0: groups would be dropped",
-        ),
-        (
             ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],
             "adv_estimator grpo_passk compares the trajectories of a group",
         ),
         (
             ["rollout.group_size=1", "algorithm.adv_estimator=remax"],
             "remax takes the last trajectory of a group as the greedy baseline",
-        ),
-        (
-            ["algorithm.kl_in_reward.coef=0.1", "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_terms=[a]"],
-            "gdpo reads only the reward terms",
         ),
         (["rollout.max_completion_tokens=9000"], "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
     ],

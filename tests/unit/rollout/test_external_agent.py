@@ -474,7 +474,7 @@ def test_arguments_are_filled_in_once() -> None:
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "mcp", "url": "http://h/mcp"}]},
             },
-            "the agent can't reach the policy from sandboxes of mcp. Use only local, e2b and daytona",
+            "the agent can't reach the policy from sandboxes of mcp. Use local in sandbox.providers",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
@@ -489,7 +489,7 @@ def test_arguments_are_filled_in_once() -> None:
         ),
         (
             {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
-            "an external agent has tools of its own",
+            "external_agent plays these tasks, and doesn't use these tools",
         ),
     ],
 )

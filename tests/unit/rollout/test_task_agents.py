@@ -472,7 +472,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
 def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() -> None:
     assert load_config(None, []).agent_name == "single_turn_agent"
     assert load_config(None, ["agent.name=tool_agent"]).agent_name == "tool_agent"
-    with pytest.raises(ConfigError, match="single_turn_agent plays these tasks, and has no tools"):
+    with pytest.raises(ConfigError, match="single_turn_agent plays these tasks, and doesn't use these tools"):
         load_config(None, ["agent.tool_file=t.yaml"])
 
 

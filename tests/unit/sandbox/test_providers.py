@@ -103,7 +103,7 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
         "{org/x:1: …}"
     )
     assert why({"type": "e2b"}) == told
-    assert why({"type": "e2b"}, template="image:org/x:1") == ""  # E2B builds a template from it
+    assert why({"type": "e2b"}, template="image:org/x:1") == told
     kruise = {"type": "e2b", "api_url": "http://h/kruise/api"}
     assert (
         why({"type": "e2b"}, template="image:build:x")

@@ -479,8 +479,6 @@ def judged(**more: Any) -> dict[str, Any]:
         (judged(rubric=RUBRIC | {"agrees": "It does."}), "can't have the name 'agrees'"),
         (judged(kind="reward_model"), "uses neither `rubric` nor"),
         (judged(kind="pairwise", timeout_s=300), "timeout_s is 300, but must be below rollout.group_deadline_s = 300"),
-        (judged(reference=True), "tasks have no ground_truth"),
-        (judged(max_concurrent=1) | {"rollout": {"num_workers": 2}}, "num_workers = 2"),
         ({"judges": judged()["judges"] * 2}, "two judges have the name 'q'"),
     ],
 )
