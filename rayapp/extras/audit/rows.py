@@ -78,7 +78,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
         why = f"there are no cheats and no trivial answers for {language.name}"
         return replace(subject, nothing=(*PROSE, nothing), notes={**subject.notes, "cheats": why})
-    if (function := tests.function) is None:
+    if not (function := tests.function):
         return replace(subject, nothing=NOTHING_OF_PROGRAM, trivial=TRIVIAL_OF_PROGRAM, cheats=cheats_of_program())
     return replace(
         subject,
