@@ -472,7 +472,7 @@ def judged(**more: Any) -> dict[str, Any]:
     [
         (judged() | {"reward": {"judges": {"p": 1.0}}}, "reward.judges names p, but `judges` has q"),
         (judged() | {"reward": {"judges": {"q": float("nan")}}}, "finite number"),
-        (judged() | {"reward": {"verdict_weight": 0.0}}, "verdict_weight is 0"),
+        (judged() | {"reward": {"verdict_weight": 0.0}}, "verdict_weight and all weights"),
         (judged(base_url="http://user:secret@h/v1"), "URL 'http://h/v1' was given with a user"),
         (judged(base_url="h:80"), "must be of the form http"),
         (judged(rubric={}), "needs a rubric"),
