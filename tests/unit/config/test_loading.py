@@ -200,7 +200,7 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
         ),
         (
             ["rollout.group_size=1", "algorithm.adv_estimator=remax"],
-            "remax takes the last trajectory of a group as the greedy baseline",
+            "remax compares the trajectories of a group, or keeps one",
         ),
         (["rollout.max_completion_tokens=9000"], "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
     ],
