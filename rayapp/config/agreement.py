@@ -192,10 +192,8 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
 
 def _warmup_fits(config: Keys) -> None:
     warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
-    if not warmup.num_steps:
-        return
     longest, parts = config.max_demonstration_tokens, config.learner.sequence_parallel
-    if isinstance(budget, int) and longest > budget * parts:
+    if warmup.num_steps and isinstance(budget, int) and longest > budget * parts:
         source = "warmup.max_tokens" if warmup.max_tokens else "the model's maximum length, as warmup.max_tokens is 0"
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
@@ -221,18 +219,11 @@ def _dapo_fits(config: Keys) -> None:
 
 
 def _groups_suffice(config: Keys) -> None:
-    estimator, size = config.algorithm.adv_estimator, config.rollout.group_size
-    if size > 1:
-        return
-    if estimator in NEEDS_GREEDY_BASELINE:
+    estimator = config.algorithm.adv_estimator
+    if config.rollout.group_size == 1 and (config.compares_groups or estimator in NEEDS_GREEDY_BASELINE):
         raise ValueError(
-            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} takes the last trajectory of a group as "
-            "the greedy baseline, so no trajectory would be left to train on. Use 2 or more."
-        )
-    if config.compares_groups:
-        raise ValueError(
-            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} compares the trajectories of a group: "
-            "every advantage would be 0. Use 2 or more."
+            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} compares the trajectories of a group, "
+            "or keeps one as the greedy baseline: nothing would be trained. Use 2 or more."
         )
 
 

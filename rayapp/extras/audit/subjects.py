@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rayapp.config.agent import is_data_file
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
@@ -52,7 +50,6 @@ def coding_subject(task: CodingTask) -> Subject:
         limit_s=task.timeout_s,
         secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
         workspace=task.agent_start(),
-        expression=task.reference.strip() if _is_telling(task.reference) else "",
         notes=_notes(task),
     )
 
@@ -64,12 +61,6 @@ def _notes(task: CodingTask) -> dict[str, str]:
     if not task.public_tests:
         notes["reference"] = "not checked: there is no demonstration and no public test"
     return notes
-
-
-def _is_telling(expression: str) -> bool:
-    """Return whether an expression computes a value, so that it isn't in a prompt by chance."""
-    tree = syntax.expression(expression)
-    return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
 
 def _oracle(task: CodingTask) -> list[str]:

@@ -11,7 +11,6 @@ from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO
 from rayapp.config.engine_args import HAS_KEY, REFUSED
 from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, tracked
 from rayapp.core.errors import ConfigError
-from rayapp.extras.verl.rules import REWARD_MODELS, reward_model_gpus
 
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -129,7 +128,7 @@ def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Map GPUs: servers and learners share them, unless rollouts have separate ones. A reward model gets more."""
+    """Map GPUs: servers and learners share them, unless rollouts have separate ones."""
     learners, tp = num_gpus(values), int(values[_TP])
     is_split = all(values.get(name) for name in _ROLLOUT_GPUS)
     served, names = (num_gpus(values, _ROLLOUT_GPUS), _ROLLOUT_GPUS) if is_split else (learners, _TRAINER_GPUS)
@@ -138,17 +137,15 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
             f"{' x '.join(names)} = {served} GPUs can't be divided into servers of {_TP} = {tp} GPUs each. Set {_TP} "
             f"to a divisor of {served}."
         )
-    judges = sum(reward_model_gpus(section, values) for section in REWARD_MODELS)
     settings = {
         "cluster.device": "gpu",
         "cluster.placement": "split" if is_split else "colocated",
-        "cluster.num_gpus": learners + judges + (served if is_split else 0),
+        "cluster.num_gpus": learners + (served if is_split else 0),
         "server.num_servers": served // tp,
         "learner.num_learners": learners,
     }
     shared = "beside" if is_split else "on the GPUs of"
-    note = f"{served // tp} servers x TP {tp} {shared} {learners} learners"
-    return Landing(settings=settings, note=note + (f", and {judges} more GPUs for the reward model" if judges else ""))
+    return Landing(settings=settings, note=f"{served // tp} servers x TP {tp} {shared} {learners} learners")
 
 
 def rollout_gpus(key: str, value: Any, values: Values) -> Landing:

@@ -100,8 +100,6 @@ FEATURES: dict[str, Rule] = {
     "reward_model.reward_kwargs.*": rules.reward_kwargs,
     "reward.reward_kwargs.*": rules.reward_kwargs,
     "reward_model.overlong_buffer.*": rules.reward_kwargs,
-    "reward.reward_model.enable": rules.reward_model,
-    "reward_model.enable": rules.reward_model,
     "data.apply_chat_template_kwargs.*": rules.template_variable,
     "rollout.n_gpus_per_node": arithmetic.rollout_gpus,
     f"{_ROLLOUT}.trace.backend": rules.trace,

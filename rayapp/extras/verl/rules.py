@@ -65,45 +65,6 @@ def reward_manager(key: str, value: Any, values: Values) -> Landing:
     return Landing(note="each row is scored separately, by the rule of its data_source")
 
 
-# Section of a reward model, in current and older versions of verl -> key of the model's path in it.
-REWARD_MODELS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
-_JUDGE = "reward_model"  # Name of the judge, and of its server.
-
-
-def reward_model_gpus(section: str, values: Values) -> int:
-    size = values.get(f"{section}.rollout.tensor_model_parallel_size") or 2  # verl's default
-    return int(size) if values.get(f"{section}.enable") else 0
-
-
-def reward_model(key: str, value: Any, values: Values) -> Landing:
-    """Map a reward model to a judge on a server of the run, whose number is the reward, as in verl. Generative models
-    are refused: the user's reward function would call them through verl's router."""
-    section = key.rpartition(".")[0]
-    if not value:
-        return Landing(note="no reward model")
-    path_key = f"{section}.{REWARD_MODELS[section]}"
-    if any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: your custom_reward_function calls the model through verl's router. "
-            f"Call a server of your own instead and set {key}=False, or make the model a judge (docs/judges.md)."
-        )
-    if not values.get(path_key):
-        raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set {path_key}.")
-    lengths = [values.get(f"{section}.rollout.{name}") for name in ("prompt_length", "response_length")]
-    longest = {"max-model-len": sum(int(each) for each in lengths if each)} if all(lengths) else {}
-    share = float(values.get(f"{section}.rollout.gpu_memory_utilization") or 0.5)
-    server = {
-        "name": _JUDGE,
-        "path": values[path_key],
-        "tensor_parallel_size": reward_model_gpus(section, values),
-        "options": {"runner": "pooling", "gpu-memory-utilization": share, **longest},
-    }
-    judge = {"name": _JUDGE, "kind": "reward_model", "base_url": f"run://{_JUDGE}", "model": _JUDGE}
-    settings = {"model_servers": [server], "judges": [judge], "reward.judges": {_JUDGE: 1.0}}
-    note = "a vLLM server of the run on separate GPUs; its output is the reward"
-    return Landing(settings=settings | {"reward.verdict_weight": 0.0}, note=note)
-
-
 def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
     """Map `overlong_buffer_cfg` of the reward manager `dapo`, from the section of any version of verl."""
     section, _, name = key.rpartition(".")

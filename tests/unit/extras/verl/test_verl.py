@@ -297,11 +297,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
         ("rollout.n_gpus_per_node=4", "alone: give both rollout.n_gpus_per_node and rollout.nnodes"),
         ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
-        ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set reward"),
-        (
-            "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
-            "your custom_reward_function calls the model through verl's router",
-        ),
+        ("reward.reward_model.enable=True", "make the model a judge"),
         ("data.seed", "key=value or ~key"),
         ("reward_model.reward_manager=mine", "known reward managers are naive, batch, prime, dapo"),
         ("custom_reward_function.reward_kwargs.a=3", "can't get arguments"),
@@ -390,22 +386,6 @@ def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_
     )
 
     assert found.config.train.num_steps == 6  # 3 x floor(40 / 16)
-
-
-@pytest.mark.parametrize("section", ["reward.reward_model.model_path", "reward_model.model.path"])
-def test_a_reward_model_is_a_judge_on_gpus_of_its_own_whose_number_is_the_reward(seed_yaml: Path, section: str) -> None:
-    path, part = section, section.removesuffix(".model_path").removesuffix(".model.path")
-    more = ["gpu_memory_utilization=0.8", "tensor_model_parallel_size=2", "prompt_length=96", "response_length=32"]
-    rollout = [f"{part}.rollout.{setting}" for setting in more]
-
-    config = imported(seed_yaml, f"{part}.enable=True", f"{path}=/models/rm", *rollout).config
-
-    (server,), (judge,) = config.model_servers, config.judges
-    assert (server.path, server.tensor_parallel_size) == ("/models/rm", 2)
-    assert server.options == {"runner": "pooling", "gpu-memory-utilization": 0.8, "max-model-len": 128}
-    assert (judge.kind, judge.base_url) == ("reward_model", f"run://{server.name}")
-    assert (config.reward.judges, config.reward.verdict_weight) == ({judge.name: 1.0}, 0.0)
-    assert config.cluster.num_gpus == 8 + 2
 
 
 def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path) -> None:
