@@ -11,46 +11,19 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from rayapp.config.sandbox import DaytonaConfig, LocalConfig, ProviderConfig, SandboxConfig
-from rayapp.core.errors import SandboxConfigError
+from rayapp.config.sandbox import DaytonaConfig, ProviderConfig, SandboxConfig
 from rayapp.core.types import SandboxSpec
 from rayapp.extras.providers import daytona
-from rayapp.sandbox.pool.build import build_pool
-from rayapp.sandbox.providers import local_provider, remote_provider, remote_providers, why_no_sandbox
+from rayapp.sandbox.providers import why_no_sandbox
 
 ROOT = Path(__file__).parents[3]
 SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
-REMOTE: list[dict[str, object]] = [
-    {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
-    {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
-    {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
-]
-
-
-@pytest.mark.parametrize("section", REMOTE, ids=lambda section: str(section["type"]))
-async def test_every_kind_of_the_schema_is_built_and_has_a_pool(
-    section: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYAPP_TEST_KEY", "key")
-    config = SandboxConfig.model_validate({"providers": [section]})
-
-    ((name, provider),) = remote_providers(config).items()
-
-    assert name == provider.name == section["type"]
-    assert (f"sandbox/{name}/limit" in build_pool(config, "run").stats()) == (name != "mcp")
-    assert local_provider(config) is None
-    await provider.close()
 
 
 def test_a_run_has_one_provider() -> None:
     for providers in ([], [{"type": "local"}, {"type": "e2b"}]):
         with pytest.raises(ValueError, match="one provider"):
             SandboxConfig.model_validate({"providers": providers})
-
-
-def test_the_local_section_is_no_remote_provider() -> None:
-    with pytest.raises(SandboxConfigError, match="local"):
-        remote_provider(LocalConfig())
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

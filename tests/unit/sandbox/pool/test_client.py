@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +12,7 @@ from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
+from support.timing import until
 
 SPEC = SandboxSpec()
 
@@ -53,12 +53,6 @@ def make(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClien
 
 def leased(pool: LeasePool) -> float:
     return pool.stats()["sandbox/leased"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() -> None:

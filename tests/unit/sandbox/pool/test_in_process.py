@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.errors import SandboxConfigError, SandboxUnavailableError
+from rayapp.core.errors import SandboxConfigError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.build import open_pool
@@ -44,25 +44,6 @@ async def test_a_sandbox_lives_as_long_as_its_lease(provider: LocalProvider, sou
     with pytest.raises(SandboxConfigError, match="template"):
         async with source.lease(SandboxSpec(template="x"), timeout_s=30):
             pass
-
-
-async def test_leases_beyond_the_quota_wait_for_one_to_end(source: PoolClient) -> None:
-
-    async def call(number: int) -> object:
-        async with source.lease(SPEC, timeout_s=30) as sandbox:
-            report = await sandbox.call_function("def f(x): return x + 1", "f", [[number]], timeout_s=10)
-            return report.calls[0].value
-
-    assert await asyncio.gather(*map(call, range(20))) == list(range(1, 21))
-
-
-async def test_a_lease_that_can_not_be_had_in_time_says_so(source: PoolClient) -> None:
-    async with source.lease(SPEC, timeout_s=30):
-        with pytest.raises(SandboxUnavailableError, match="no sandbox was free within"):
-            async with source.lease(SPEC, timeout_s=0.05):
-                pass
-    async with source.lease(SPEC, timeout_s=30) as sandbox:
-        assert await sandbox.alive()
 
 
 async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back(
