@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -38,9 +39,10 @@ from rayapp.tasks.loading import load_tasks
 from rayapp.tools.base import Tool, ToolCallParser
 from support import make
 from support.fake_sandboxes import FakeProvider
-from support.hermes import HermesParser
+from support.hermes import HermesParser, call
 from support.stubs import openenv_stub
 from support.stubs.openenv_stub import MOVE, SAYING, OpenEnvStub
+from support.timing import lives, until
 
 GUESSING = """
 import os, time
@@ -93,10 +95,6 @@ class Unpaid:
 def doubled(environments, completions, secret, **rest):
     return [2 * environments[0].reward + len(completions[0]) / 100 + secret[0] / 1000]
 """
-
-
-def call(tool: str, **arguments: object) -> str:
-    return f'<tool_call>\n{{"name": "{tool}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 class Bench:
@@ -176,15 +174,11 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
         first, second = await game.play(agents), await game.play(agents, number=1)
 
     [right], [wrong] = first.trajectories, second.trajectories
-    assert (right.reward.detail, wrong.reward.detail) == ("", "")
     assert (right.reward.value, right.reward.terms["solved"], wrong.reward.value) == (1.0, 1.0, 0.0)
     assert "Which? It is at most 9." in game.prompts[0]
     assert "Now? It is at most 4." in game.prompts[1]
-    assert [each.output for each in right.turns[0].calls] == [
-        "Error: only from 0 on",
-        "Error: there is no page 404",
-        "right",
-    ]
+    told = ["Error: only from 0 on", "Error: there is no page 404", "right"]
+    assert [each.output for each in right.turns[0].calls] == told
     assert '"name": "guess"' in game.prompts[0]
     assert "_hidden" not in game.prompts[0]
     # As in the agent loop: no token is repeated, and only sampled tokens are trained on.
@@ -270,10 +264,11 @@ def openenv(url: str, **more: object) -> str:
     return json.dumps({"environment": "openenv", "url": url, "prompt": "Walk.", "size": 2, "seed": 7, **more})
 
 
+@pytest.mark.parametrize("most", [{}, {"max_sessions": 1}], ids=["", "a server of one session, which is waited for"])
 async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_sees(
-    bench: Callable[..., Bench],
+    bench: Callable[..., Bench], most: dict[str, int]
 ) -> None:
-    server = OpenEnvStub({"action": MOVE})
+    server = OpenEnvStub({"action": MOVE}, **most)
     async with server.running() as url:
         game = bench(openenv(url), call("step", to=-1), call("step", to=7), "unsaid")
         group = await game.group(size=2)
@@ -285,17 +280,6 @@ async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_
     assert [each.output for turn in one.turns for each in turn.calls] == ["Error: no way", '{"at": 7}']
     assert "Walk.Go to 7." in game.prompts[0]
     assert "metadata" not in game.prompts[0]
-
-
-async def test_trajectories_wait_for_a_session_of_an_openenv_server_that_holds_one(
-    bench: Callable[..., Bench],
-) -> None:
-    server = OpenEnvStub({"action": MOVE}, max_sessions=1)
-    async with server.running() as url:
-        game = bench(openenv(url), call("step", to=7))
-        group = await game.group(size=3)
-
-    assert [each.reward.value for each in group.trajectories] == [1.0, 1.0, 1.0]
 
 
 async def test_control_tokens_in_what_an_environment_says_first_are_broken_up(
@@ -512,14 +496,7 @@ if json.loads(sys.argv[1])["plays"]:
 """
 
 
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_killed(
+async def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_killed(
     sums: Callable[..., Bench], tmp_path: Path
 ) -> None:
     with (tmp_path / "sums.py").open("a") as module:
@@ -527,16 +504,13 @@ def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_k
     worker = subprocess.Popen([sys.executable, "-c", STARTS, str(sums().file)], stdout=subprocess.PIPE)
     assert worker.stdout is not None
     worker.stdout.readline()
-    started = psutil.Process(worker.pid).children(recursive=True)
+    started = [each.pid for each in psutil.Process(worker.pid).children(recursive=True)]
 
     worker.kill()
     worker.communicate()
 
     assert len(started) == 3  # the supervisor, the environment, and what that started
-    deadline = time.monotonic() + 20
-    while any(map(lives, started)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    await until(lambda: not any(map(lives, started)))
 
 
 def test_a_verifiers_environment_that_does_not_exist_is_told_with_the_way_out(
@@ -646,9 +620,6 @@ def test_a_list_of_packages_is_installed_once_and_one_that_cant_be_is_told(
 
 @contextmanager
 def real_openenv(folder: Path, action: str) -> Iterator[str]:
-    import socket
-    import time
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     (folder / "server.py").write_text(REAL_SERVER)

@@ -23,28 +23,6 @@ def add(tree: Recorder, after: int, read: Sequence[int], sampled: Sequence[int])
     return tree.add_turn(after, read, completion(sampled), text="", started_at_s=0.0)[1]
 
 
-def test_a_conversation_that_goes_on_is_one_line() -> None:
-    tree = Recorder()
-
-    last = add(tree, add(tree, -1, [1, 2], [3]), [4], [5, 6])
-
-    assert tree.trajectory().token_ids.tolist() == tree.context(last) == [1, 2, 3, 4, 5, 6]
-    assert tree.trajectory().response_mask.tolist() == [False, False, True, False, True, True]
-    assert tree.trajectory().rollout_log_probs.tolist() == [0, 0, -1, 0, -1, -2]
-    assert tree.forks == []
-
-
-def test_a_retry_reads_nothing_again_and_is_a_turn_of_its_own() -> None:
-    tree = Recorder()
-    add(tree, -1, [1, 2], [3, 4])
-
-    last = add(tree, -1, [1, 2], [3, 5])
-
-    assert tree.trajectory().token_ids.tolist() == [1, 2, 3, 4, 3, 5]
-    assert tree.forks == [Fork(start=4, after=1)]
-    assert tree.context(last) == [1, 2, 3, 5]
-
-
 def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_on() -> None:
     tree = Recorder()
     main = add(tree, -1, [1, 2], [3])
@@ -53,6 +31,8 @@ def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_o
     last = add(tree, main, [4], [5])
 
     assert tree.context(last) == [1, 2, 3, 4, 5]
+    assert tree.trajectory().response_mask.tolist() == [False, False, True, False, True, False, True]
+    assert tree.trajectory().rollout_log_probs.tolist() == [0, 0, -1, 0, -1, 0, -1]
     assert tree.forks == [Fork(start=3, after=-1), Fork(start=5, after=2)]
     assert [branch.tolist() for branch in branches(tree.size, tree.forks)] == [[3, 4], [0, 1, 2, 5, 6]]
 

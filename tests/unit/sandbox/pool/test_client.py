@@ -133,3 +133,23 @@ async def test_a_sandbox_that_cannot_be_made_or_ended_gives_its_place_back_and_c
     assert result.ok
     assert leased(pool) == 0
     await client.close()
+
+
+async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back() -> None:
+    pool, provider, client, _ = make()
+    with pytest.raises(ZeroDivisionError):
+        async with client.lease(SPEC, timeout_s=5):
+            raise ZeroDivisionError
+
+    async def hold() -> None:
+        async with client.lease(SPEC, timeout_s=5):
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await until(lambda: leased(pool) == 1 and len(provider.living) == 1)
+    holding.cancel()
+    await asyncio.wait({holding})
+
+    await until(lambda: leased(pool) == 0)
+    assert not provider.living
+    await client.close()
