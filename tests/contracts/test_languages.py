@@ -133,7 +133,6 @@ async def test_a_missing_compiler_is_one_line_before_a_run(sandboxes: SandboxSou
 )  # fmt: skip
 async def test_a_row_may_name_its_language_as_contests_do(name: str, key: str) -> None:
     language = language_of(name)
-    assert language is not None
     assert language.key == key
     assert language_of("Python 3") is language_of(None) is None
 
@@ -153,7 +152,6 @@ async def test_any_text_has_a_main_class_that_is_a_file_name(code: str, language
 
 async def test_the_main_class_of_java_names_the_file() -> None:
     java = language_of("java")
-    assert java is not None
     assert java.main_class("import x;\npublic final class Solver { }\nclass Other {}") == "Solver"
     assert java.main_class("class A { }\nclass B { public static void main(String[] a) {} }\nclass C {}") == "B"
     assert java.main_class("") == "Main"

@@ -31,7 +31,6 @@ def service(*arguments: str, **environment: str) -> Iterator[str]:
     command = [sys.executable, "-m", "rayapp", "sandbox", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving at "), line
         yield line.split()[2]
@@ -101,7 +100,6 @@ def test_the_package_reads_output_status_and_files(url: str) -> None:
     )
 
     assert done.status == fusion.RunStatus.Failed
-    assert done.run_result is not None
     assert (done.run_result.status.value, done.run_result.return_code) == ("Finished", 16)
     assert {path: base64.b64decode(text) for path, text in done.files.items()} == {"out.bin": b"tneilc eht fo \x01\x00"}
 
@@ -110,7 +108,6 @@ def test_a_program_that_takes_too_long_is_reported_as_such(url: str) -> None:
     done = run_code(url, code="print('so far', flush=True)\nwhile True: pass", run_timeout=2)
 
     assert fusion.summary_run_code_result(done, fusion.SummaryMapping(RunTimeout="late")) == "late"
-    assert done.run_result is not None
     assert done.run_result.stdout == "so far\n"
 
 

@@ -194,18 +194,6 @@ def test_a_thousand_control_tokens_that_begin_alike_cost_no_time() -> None:
         assert neutralize("<" * 100_000 + "<unused7>").endswith("<< unused7>")
 
 
-def test_shipped_template_writes_tools_calls_and_results(chat_tokenizer: Any) -> None:
-    chat = ChatFormat(chat_tokenizer, [TOOL], template=load_template("chatml_hermes"))
-    called = {"type": "function", "function": {"name": "echo", "arguments": {"text": "é"}}}
-
-    text = chat.render(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
-    )
-
-    assert '<tools>\n{"type": "function", "function": {"name": "echo"' in text
-    assert '<tool_call>\n{"name": "echo", "arguments": {"text": "é"}}\n</tool_call>' in text
-
-
 def test_unknown_template_is_refused_with_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages }}")
 

@@ -184,7 +184,6 @@ async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(
 
     first = played.turns[0].end
     assert [asked.num_routed for _, _, asked in scripted.requests] == [0, first - 1]
-    assert played.routed_experts is not None
     assert played.routed_experts.shape == (played.token_ids.size, 1, 2)
     rest = played.token_ids.size - first
     assert played.routed_experts[:, 0, 0].tolist() == [1] * (first - 1) + [2] * rest + [0]

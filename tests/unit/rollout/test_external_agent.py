@@ -149,10 +149,14 @@ def bench(chat_tokenizer: Any) -> Callable[..., Bench]:
 
 
 BESIDE, INSIDE = False, True
-"""An agent's program runs beside the rollout worker, or in a sandbox."""
-EVERYWHERE = pytest.mark.parametrize(
-    "place", [BESIDE, pytest.param(INSIDE, marks=pytest.mark.usefixtures("namespaces"))], ids=["beside", "inside"]
-)
+
+
+@pytest.fixture(params=[BESIDE, INSIDE], ids=["beside the worker", "in a sandbox"])
+def place(request: pytest.FixtureRequest) -> bool:
+    """Where an agent's program runs."""
+    if request.param is INSIDE:
+        request.getfixturevalue("namespaces")
+    return bool(request.param)
 
 
 @asynccontextmanager
@@ -177,7 +181,6 @@ async def row_played(bench: Bench, text: str, place: bool, **options: Any) -> Pl
         return played
 
 
-@EVERYWHERE
 async def test_a_program_plays_a_data_row_and_the_rows_rule_scores_what_the_policy_said_last(
     bench: Any, place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +208,6 @@ async def test_a_program_plays_a_data_row_and_the_rows_rule_scores_what_the_poli
     assert read.prompt.token_ids.size == 0
 
 
-@EVERYWHERE
 async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(bench: Any, place: bool) -> None:
     text = """
         said = ask(open("notes/read.me").read())
@@ -220,7 +222,6 @@ async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(b
     assert played.group.prompt.text.count("twice the integer") == 1
 
 
-@EVERYWHERE
 @pytest.mark.parametrize(
     ("text", "detail"),
     [
@@ -239,7 +240,6 @@ async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
     assert played.summary.valid.tolist() == [False]
 
 
-@EVERYWHERE
 async def test_a_program_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(bench: Any, place: bool) -> None:
     text = "ask('hi'); open('answer.txt', 'w').write('#### 42'); ask('and?')"
     played = await row_played(bench("I write it."), text, place, answer_file="answer.txt", max_turns=1)
@@ -392,7 +392,6 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
     assert (played.first.status, played.first.reward.detail) == (RolloutStatus.ERROR_ENGINE, "out of memory")
 
 
-@EVERYWHERE
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, place: bool) -> None:
     b: Bench = bench("x")
     start = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})

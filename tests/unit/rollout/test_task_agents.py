@@ -17,7 +17,6 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxGoneError
 from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RolloutStatus, Trajectory
-from rayapp.extras.repositories.task import RepositoryTask
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
@@ -445,7 +444,6 @@ def test_a_file_of_tools_is_refused_where_tasks_are_played_in_one_turn() -> None
 @pytest.mark.usefixtures("namespaces")
 async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: Bench) -> None:
     task = load_task("fix_bookings")
-    assert isinstance(task, RepositoryTask)
     mended = task.folder.solution["bookings.py"]
     played = await bench.play(
         [

@@ -82,8 +82,6 @@ async def test_a_way_that_breaks_off_ends_the_block_and_a_relay_that_never_liste
 async def _run_here(program: str, hear: Hear, started: Callable[[Say], None]) -> None:
     """Run the relay as a process of this machine."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=PIPE, stdout=PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
     to_relay = process.stdin
 
     async def say(text: str) -> None:

@@ -65,7 +65,6 @@ async def test_a_message_of_a_megabyte_costs_a_pattern_no_more_than_its_first_tw
 @pytest.mark.parametrize("name", sorted(path.name for path in LIBRARY.iterdir()))
 async def test_the_solution_earns_one_and_the_repository_as_it_is_nothing(sandboxes: SandboxSource, name: str) -> None:
     task = load_task(name)
-    assert isinstance(task, RepositoryTask)
     assert len(task.folder.tests) >= 4
     assert not task.folder.image
 
@@ -98,7 +97,6 @@ FORGED = {
 @pytest.mark.parametrize("code", FORGED.values(), ids=FORGED)
 async def test_code_that_meets_no_expected_value_can_forge_none(sandboxes: SandboxSource, code: str) -> None:
     task = load_task("fix_median")
-    assert isinstance(task, RepositoryTask)
 
     reward = await score(task, as_answer({"stats.py": code, "conftest.py": code}), sandboxes)
 
@@ -161,9 +159,7 @@ def trusted(folder: Path, script: str = TEST_SH) -> RepositoryTask:
     (folder / "tests" / "test.sh").write_text(script)
     (folder / "tests" / "test_outputs.py").write_text(OUTPUTS)
     (folder / "solution" / "solve.sh").write_text("#!/bin/bash\nset -e\ncp /solution/stats.py /app/stats.py\n")
-    task = load_task(f"{folder}?trust_test_scripts=true")
-    assert isinstance(task, RepositoryTask)
-    return task
+    return load_task(f"{folder}?trust_test_scripts=true")  # type: ignore[return-value]
 
 
 @real

@@ -151,7 +151,6 @@ def test_an_empty_machine_goes_on_from_the_last_whole_checkpoint(config: Config,
     with opened() as mirror:
         folder = RunFolder(config.run_folder, config, mirror)
         checkpoint = folder.checkpoints.latest()
-        assert checkpoint is not None
         assert (checkpoint.version, checkpoint.next_group_id) == (2, 4)
         assert (checkpoint.path / "learner" / "weights").read_bytes() == bytes([2]) * 1000
         assert not (config.run_folder / "trajectories").exists()  # nothing continues from them
@@ -209,7 +208,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     asyncio.run(spoil())
     with opened():
         latest = RunFolder(config.run_folder, config).checkpoints.latest()
-        assert latest is not None
         assert latest.version == 1
     assert damage != "other bytes" or "step=000002 is damaged and skipped" in caplog.text
 

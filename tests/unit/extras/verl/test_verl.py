@@ -461,8 +461,6 @@ def test_every_default_that_is_taken_from_verl_has_a_rule() -> None:
 def verls_own_file() -> Path:
     """All keys with their defaults, as verl ships them."""
     package = importlib.util.find_spec("verl")
-    assert package is not None
-    assert package.submodule_search_locations is not None
     return Path(package.submodule_search_locations[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml"
 
 

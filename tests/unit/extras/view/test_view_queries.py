@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord, Fork, Group, Reward, Trajectory
 from rayapp.extras.view.curves import MEANINGS, PANELS, Metrics, Panel, curve, keys_of_panel
-from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups, neighbours, preview
+from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups
 from rayapp.extras.view.run import ViewedRun, run_state
 from rayapp.extras.view.trajectory import (
-    cut,
     group_advantages,
     read_group,
     read_trajectory,
@@ -240,14 +239,6 @@ def test_the_log_tells_whether_a_run_goes_on(last: dict[str, float] | None, now:
     assert run_state([last] if last else [], 10, now=now) == state
 
 
-def test_neighbours_of_a_group_lead_over_the_steps(run: Path) -> None:
-    index = index_of(run)
-
-    assert neighbours(index, 1, 1) == {"previous": {"step": 1, "group_id": 0}, "next": {"step": 2, "group_id": 2}}
-    assert neighbours(index, 1, 0)["previous"] is None
-    assert neighbours(index, 2, 3)["next"] is None
-
-
 @pytest.mark.parametrize(("step", "group_id"), [(1, 99), (77, 0)])
 def test_what_is_not_there_is_refused(run: Path, step: int, group_id: int) -> None:
     with pytest.raises(InputError, match=f"step {step} has no"):
@@ -327,10 +318,6 @@ def test_a_trajectory_that_forked_is_shown_with_the_reason_and_the_run_with_the_
     assert shown["Agents' calls"] == ["agent/forked", "agent/side_calls"]
 
 
-def test_a_huge_text_is_cut_and_says_by_how_much() -> None:
-    assert cut("a" * 12, 10) == "aaaaaaaaaa\n… 2 more characters"
-
-
 @pytest.mark.parametrize(
     ("rewards", "valid", "algorithm", "expected"),
     [
@@ -347,19 +334,6 @@ def test_advantages_follow_from_the_rewards(rewards, valid, algorithm, expected)
 
     assert list(got.values) == [None if value is None else pytest.approx(value, abs=1e-5) for value in expected]
     assert ("grpo" in got.label) == (algorithm.get("adv_estimator", "grpo") == "grpo")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "shown"),
-    [
-        ("<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\nSort it<|im_end|>\n<|im_start|>assistant\n", "Sort it"),
-        ("<|start_header_id|>user<|end_header_id|>\n\nSort it<|eot_id|>", "Sort it"),
-        ("Just text", "Just text"),
-        ("y" * 200, "…" + "y" * 160),
-    ],
-)
-def test_a_preview_is_what_the_user_asked(prompt: str, shown: str) -> None:
-    assert preview(prompt) == shown
 
 
 def test_a_config_that_does_not_parse_hides_no_run(run: Path) -> None:

@@ -191,7 +191,6 @@ def served(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "rayapp", "view", str(run), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as one:
-        assert one.stdout is not None
         line = one.stdout.readline()
         yield one, line.split()[1]
         one.kill()

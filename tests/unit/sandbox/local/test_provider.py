@@ -228,7 +228,6 @@ def busy_core() -> Iterator[int]:
     spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(12)]
     try:
         for spinner in spinners:
-            assert spinner.stdout is not None
             spinner.stdout.readline()
         yield core
     finally:
